@@ -24,8 +24,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_compile.api import fully_shard
-from fsdp_compile.comm.comparison import GroupCheck
-from fsdp_compile.comm.waits import names_of
+from fsdp_compile.comm.waits import names_of, state_of
 from fsdp_compile.eager.summon import summon_full_params
 from fsdp_compile.torch_names import check_all, is_untested
 
@@ -205,7 +204,7 @@ def _order_is_the_plan(device: torch.device) -> str:
         return "not looked at: generated code calls torch's operators here"
     world = dist.group.WORLD
     assert world is not None
-    compared = GroupCheck.of(world).agreed
+    compared = state_of(world).agreed
     compared.clear()  # so that ranks compare the graphs of this check again, on all ranks
     model, batches = _make(device)
     run = torch.compile(fully_shard(model))

@@ -219,17 +219,10 @@ class WatchedDevice(Device):
         self.watch.record.wait(HOST, event)
 
 
-class _Wait(NamedTuple):
-    full: Tensor
-
-    def wait(self) -> None:
-        collectives.wait(self.full)
-
-
 def _functional_all_gather(full: Tensor, shard: Tensor, group: str) -> collectives.Filling:
     """As `start_all_gather`, by operators, which the watch sees; a group in Python has the collective beneath."""
     collectives.ALL_GATHER_INTO(shard.to(full.dtype), group_named(group).size(), group, out=full)
-    return collectives.Filling(full, (_Wait(full),))
+    return collectives.Filling(full, (collectives.WaitTensor(full),))
 
 
 @contextmanager

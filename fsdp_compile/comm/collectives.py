@@ -4,10 +4,9 @@ Eager code calls the functions; graph passes use the operators, which are torch'
 Inductor generates calls `DirectCollectives` (direct.py), which sends what an eager step does.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from fsdp_compile.comm._torch import (
     start_gather,
     start_in_place,
 )
-from fsdp_compile.comm.waits import GroupLog, log_of, names_of
+from fsdp_compile.comm.waits import GroupState, names_of, state_of
 
 ALL_GATHER = OPERATORS.all_gather_into_tensor.default
 ALL_GATHER_INTO = OPERATORS.all_gather_into_tensor_out.default
@@ -64,7 +63,6 @@ _REDUCTIONS: dict[str, Callable[..., Tensor]] = {"avg": torch.mean, "sum": torch
 _COPYING_BACKENDS = ("gloo", "fake")
 _KNOWN_TO_GLOO = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
 _KNOWN_TO_GLOO |= {torch.int8, torch.uint8, torch.int32, torch.int64}
-_broadcasts: dict[int, "Broadcasts | None"] = {}  # by the id of a living group: a weak dictionary takes 0.4 us
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
@@ -79,40 +77,15 @@ def compiles_as_gloo(group: dist.ProcessGroup) -> bool:
 
 def copies(tensor: Tensor, group: str) -> bool:
     """Whether all-gathers and reduce-scatters of `tensor` in `group` would copy it (Note [What gloo copies])."""
-    return tensor.is_cpu and broadcasts_in(group_named(group)) is not None
+    return tensor.is_cpu and bool(_senders(ranks := group_named(group), state_of(ranks)))
 
 
-class Broadcasts:
-    """All-gathers as one broadcast for each rank's slice (Note [What gloo copies]); made once for a group."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._rank, self._from = group.rank(), tuple(map(broadcast_from, range(group.size())))
-        self.log = log_of(group)
-
-    def start(
-        self, group: dist.ProcessGroup, full: Tensor, shard: Tensor, of: torch.Size | None = None
-    ) -> list[dist.Work]:
-        """Begin to fill `full`, 1-D `[n * group.size()]`; `shard`: this rank's slice, 1-D `[n]`, which is cast.
-        `of`: the shape of the sharded tensor that an operator gathers.
-        """
-        moved, ranks = movable(full), len(self._from)
-        slices = moved.split_with_sizes([moved.numel() // ranks] * ranks)
-        mine = slices[self._rank]
-        (mine if moved is full else mine.view(full.dtype)).copy_(shard)
-        if of is None:
-            self.log.note("all-gather", full.numel())
-        else:
-            self.log.note("gather", full.numel(), of)
-        return start_broadcasts(group, slices, self._from)
-
-
-def broadcasts_in(group: dist.ProcessGroup) -> Broadcasts | None:
-    """What all-gathers CPU tensors in `group` if its backend would copy them; otherwise None."""
-    if id(group) not in _broadcasts:
-        copies_on_cpu = backends(group).get("cpu") in _COPYING_BACKENDS
-        _broadcasts[id(group)] = Broadcasts(group) if copies_on_cpu else None
-        weakref.finalize(group, _broadcasts.pop, id(group), None).atexit = False
-    return _broadcasts[id(group)]
+def _senders(group: dist.ProcessGroup, state: GroupState) -> tuple[dist.BroadcastOptions, ...]:
+    """For each rank how to broadcast from it, if `group` would copy CPU tensors; else empty."""
+    if state.senders is None:
+        ranks = range(group.size() if backends(group).get("cpu") in _COPYING_BACKENDS else 0)
+        state.senders = tuple(map(broadcast_from, ranks))
+    return state.senders
 
 
 def sendable(tensor: Tensor, group: str) -> Tensor:
@@ -183,55 +156,61 @@ def note_wait(error: RuntimeError, kind: str, what: str | int) -> None:
 
 class Filling(NamedTuple):
     """A tensor, 1-D, that collectives fill: read it after `wait`. What they send lives until then.
-    With a `log`, the host waits for them.
+    With a `state`, the host waits for them.
     """
 
     full: Tensor
     works: Sequence[Any]
     sent: Tensor | None = None
     kind: str = "all-gather"
-    log: GroupLog | None = None
+    state: GroupState | None = None
 
     def wait(self) -> None:
         """Order what follows after the collectives."""
         for work in self.works:
-            if self.log is None:
+            if self.state is None:
                 work.wait()
             else:
-                self.log.wait(work)
+                self.state.wait(work)
 
 
-def start_all_gather(full: Tensor, shard: Tensor, group: str) -> Filling:
-    """Begin to all-gather `shard`, 1-D `[n]`, cast to the dtype of `full`, into `full`, 1-D `[n * group_size]`."""
+class WaitTensor(NamedTuple):
+    """The wait for collectives that operators have begun and that write `tensor`."""
+
+    tensor: Tensor
+
+    def wait(self) -> None:
+        """Order what follows after them."""
+        WAIT(self.tensor)
+
+
+def start_all_gather(full: Tensor, shard: Tensor, group: str, of: torch.Size | None = None) -> Filling:
+    """Begin to all-gather `shard`, 1-D `[n]`, cast to the dtype of `full`, into `full`, 1-D `[n * group_size]`.
+    `of`: the shape of the sharded tensor that an operator gathers.
+    """
     ranks = group_named(group)
-    broadcasts = broadcasts_in(ranks) if full.is_cpu else None
-    if broadcasts is not None:
-        return Filling(full, broadcasts.start(ranks, full, shard), log=broadcasts.log)
-    sent = shard.to(full.dtype)
-    return Filling(full, (start_gather(ranks, full, sent),), sent)
+    state = state_of(ranks) if full.is_cpu else None
+    if state is None or not (senders := _senders(ranks, state)):
+        sent = shard.to(full.dtype)
+        return Filling(full, (start_gather(ranks, full, sent),), sent)
+    moved = movable(full)
+    slices = moved.split_with_sizes([moved.numel() // len(senders)] * len(senders))
+    mine = slices[ranks.rank()]
+    (mine if moved is full else mine.view(full.dtype)).copy_(shard)
+    if of is None:
+        state.note("all-gather", full.numel())
+    else:
+        state.note("gather", full.numel(), of)
+    return Filling(full, start_broadcasts(ranks, slices, senders), state=state)
 
 
 def start_exchange(full: Tensor, group: str) -> Filling:
     """Begin to send each rank its slice of `full`, 1-D, all of one size; what is filled is a new tensor like it."""
     ranks, received = group_named(group), torch.empty_like(full)
-    log = log_of(ranks) if full.is_cpu else None
-    if log is not None:
-        log.note("reduce", full.numel())
-    return Filling(received, (start_all_to_all(ranks, received, full),), full, "reduce", log)
-
-
-# All-reduces that hold up the host, by the address of what they write, which they keep: nothing else can have it.
-_all_reduces: dict[int, tuple[dist.Work, GroupLog, Tensor]] = {}
-
-
-def wait(tensor: Tensor) -> None:
-    """Order what follows after the collectives that write `tensor`, if there are any."""
-    running = _all_reduces.pop(tensor.data_ptr(), None) if type(tensor) is Tensor else None
-    if running is None:
-        WAIT(tensor)
-    else:
-        work, log, _ = running
-        log.wait(work)
+    state = state_of(ranks) if full.is_cpu else None
+    if state is not None:
+        state.note("reduce", full.numel())
+    return Filling(received, (start_all_to_all(ranks, received, full),), full, "reduce", state)
 
 
 def all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
@@ -244,10 +223,9 @@ def all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
 def traceable_all_gather(shard: Tensor, group_size: int, group: str, of: torch.Size) -> Tensor:
     """As `all_gather`, of a sharded tensor of that shape, for code that users may compile. From any device."""
     sent = movable(sendable(shard, group))
-    broadcasts = broadcasts_in(group_named(group)) if type(sent) is Tensor and sent.is_cpu else None
-    if broadcasts is not None:
+    if _holds_up_host(sent, group):
         full = sent.new_empty(sent.numel() * group_size)
-        Filling(full, broadcasts.start(group_named(group), full, sent, of), log=broadcasts.log).wait()
+        start_all_gather(full, sent, group, of).wait()
         return full.view(shard.dtype)
     return WAIT(ALL_GATHER(sent, group_size, group)).view(shard.dtype).to(shard.device)
 
@@ -258,7 +236,7 @@ def start_reduce_scatter(
     """Begin to reduce `full`, 1-D `[n * group_size]`; return this rank's slice, 1-D `[n]`, and what completes it."""
     if not copies(full, group):
         reduced = REDUCE_SCATTER(full, op, group_size, group)
-        return reduced, partial(wait, reduced)
+        return reduced, WaitTensor(reduced).wait
     exchange = start_exchange(full, group)  # row i: what rank i has for this one
     reduced = full.new_empty(full.numel() // group_size)
 
@@ -290,24 +268,22 @@ def all_to_all(sent: Tensor, send: list[int], receive: list[int], group: str) ->
     return WAIT(received).view(sent.dtype).to(sent.device)
 
 
-def start_all_reduce(full: Tensor, group: str, op: str = "avg") -> None:
-    """Begin to reduce `full`, any shape, over the group in place; read it after `wait(full)`."""
-    if _holds_up_host(full, group):
-        _start_on_host(full, group, op)
-    else:
+def start_all_reduce(full: Tensor, group: str, op: str = "avg", of: torch.Size | None = None) -> Filling:
+    """Begin to reduce `full`, any shape, over the group in place.
+    `of`: the shape of the sharded tensor that an operator reduces.
+    """
+    if not _holds_up_host(full, group):
         ALL_REDUCE_IN_PLACE(full, op, group)
+        return Filling(full, (WaitTensor(full),), kind="all-reduce")
+    ranks = group_named(group)
+    state = state_of(ranks)
+    state.note("all-reduce", full.numel(), of or "")
+    return Filling(full, (start_in_place(ranks, full, op),), kind="all-reduce", state=state)
 
 
 def _holds_up_host(tensor: Tensor, group: str) -> bool:
     """Whether the host waits for collectives of `tensor`, and nothing is traced."""
-    return type(tensor) is Tensor and tensor.is_cpu and broadcasts_in(group_named(group)) is not None
-
-
-def _start_on_host(full: Tensor, group: str, op: str, words: str | torch.Size = "") -> None:
-    ranks = group_named(group)
-    log = log_of(ranks)
-    log.note("all-reduce", full.numel(), words)
-    _all_reduces[full.data_ptr()] = start_in_place(ranks, full, op), log, full
+    return type(tensor) is Tensor and copies(tensor, group)
 
 
 def all_reduce(full: Tensor, group: str, op: str = "avg", of: torch.Size | None = None) -> Tensor:
@@ -316,8 +292,7 @@ def all_reduce(full: Tensor, group: str, op: str = "avg", of: torch.Size | None 
     """
     if _holds_up_host(full, group):
         reduced = full.clone(memory_format=torch.contiguous_format)
-        _start_on_host(reduced, group, op, of or "")
-        wait(reduced)
+        start_all_reduce(reduced, group, op, of).wait()
         return reduced
     return WAIT(ALL_REDUCE(sendable(full, group), op, group)).to(full.device)
 
@@ -372,12 +347,12 @@ def holds_on_all_ranks(holds: bool, group: str, device: torch.device) -> bool:
 def start_asking_ranks(holds: bool, group: str, device: torch.device) -> Callable[[], bool]:
     """Begin to ask whether `holds` is true on every rank of the group; return a function that waits for the answer."""
     denials = torch.tensor([not holds], dtype=torch.float32, device=device)
-    start_all_reduce(denials, group, "sum")
+    filling = start_all_reduce(denials, group, "sum")
 
     @cache
     def answer() -> bool:
         with waiting_for("comparison", "all-gathers that were started early"):
-            wait(denials)
+            filling.wait()
         return denials.item() == 0
 
     return answer

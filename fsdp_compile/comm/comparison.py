@@ -17,13 +17,12 @@ import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from fsdp_compile.comm._torch import timeout_of
-from fsdp_compile.comm.waits import LONG, MessageBoard, log_of
+from fsdp_compile.comm.waits import LONG, MessageBoard, state_of
 
 _AGREED, _DIFFERENT = "all ranks agree", "digests differ"
 
@@ -44,60 +43,36 @@ class Subject(NamedTuple):
     advice: str
 
 
-class GroupCheck:
-    """The comparisons of one process group.
+def limit_in(group: dist.ProcessGroup, timeout: float) -> float:
+    """Seconds to wait for other ranks of `group`: `timeout`, or the group's own if that is shorter."""
+    limit = timeout_of(group)
+    return timeout if limit is None else min(timeout, limit.total_seconds())
 
-    Attributes:
-        agreed: the texts of graphs on which all ranks agreed.
-        rounds: how many comparisons were begun, the same number on all ranks.
+
+def compare(group: dist.ProcessGroup, text: str, timeout: float, subject: Subject) -> None:
+    """Wait until every rank of `group` has come with its text, `limit_in(group, timeout)` at most.
+
+    Raises:
+        RuntimeError: on all ranks that come: their texts or subjects differ, or a rank did not come.
     """
-
-    by_group: ClassVar["WeakKeyDictionary[dist.ProcessGroup, GroupCheck]"] = WeakKeyDictionary()
-
-    def __init__(self) -> None:
-        self.agreed: set[str] = set()
-        self.rounds = 0
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> "GroupCheck":
-        """The comparisons of `group`, which live as long as the group."""
-        return cls.by_group.setdefault(group, cls())
-
-    def compare(self, text: str, group: dist.ProcessGroup, timeout: float, subject: Subject) -> None:
-        """Wait until every rank of `group` has come with its text, `timeout` seconds at most.
-
-        If the group's own timeout is shorter, that holds.
-
-        Raises:
-            RuntimeError: on all ranks that come: their texts or subjects differ, or a rank did not come.
-        """
-        limit = timeout_of(group)
-        seconds = timeout if limit is None else min(timeout, limit.total_seconds())
-        error = self.begin(group, f"a comparison, {subject.name}: {', '.join(text.splitlines()[:2])}").verdict(
-            text, seconds, subject
-        )
-        if error is not None:
-            raise RuntimeError(error)
-
-    def begin(self, group: dist.ProcessGroup, words: str = "") -> "_Round":
-        """Start the next comparison in `group`, for errors in `words`."""
-        self.rounds += 1
-        log_of(group).note("comparison", f"round {self.rounds}", words)
-        return _Round(group, f"fsdp_flat/{self.rounds}")
+    this_round = _Round(group, f"a comparison, {subject.name}: {', '.join(text.splitlines()[:2])}")
+    error = this_round.verdict(text, limit_in(group, timeout), subject)
+    if error is not None:
+        raise RuntimeError(error)
 
 
 def compare_in_groups(pairs: Sequence[tuple[dist.ProcessGroup, str]], timeout: float, subject: Subject) -> None:
-    """Compare this rank's text in each group, in order; RuntimeError as `GroupCheck.compare` raises it.
+    """Compare this rank's text in each group, in order; RuntimeError as `compare` raises it.
     If ranks of one group differ, those of the groups after it raise the same error: under hybrid sharding, all ranks.
     """
     rest = [(group, text) for group, text in pairs if exists(group)]
     while rest:
         group, text = rest.pop(0)
         try:
-            GroupCheck.of(group).compare(text, group, timeout, subject)
+            compare(group, text, timeout, subject)
         except RuntimeError as error:
             for following, _ in rest:
-                GroupCheck.of(following).begin(following).board.decide("outcome", str(error))
+                _Round(following).board.decide("outcome", str(error))
             raise
 
 
@@ -107,11 +82,14 @@ def exists(group: dist.ProcessGroup) -> bool:
 
 
 class _Round:
-    """One comparison in one group."""
+    """The next comparison in one group, for errors in `words`."""
 
-    def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
-        self.board, self.rank, self.size = MessageBoard.of_group(group, topic), group.rank(), group.size()
-        self._log = log_of(group)
+    def __init__(self, group: dist.ProcessGroup, words: str = "") -> None:
+        self._state = state_of(group)
+        self._state.rounds += 1
+        self._state.note("comparison", f"round {self._state.rounds}", words)
+        self.board = MessageBoard.of_group(group, f"fsdp_flat/{self._state.rounds}")
+        self.rank, self.size = group.rank(), group.size()
         self.global_ranks = dist.get_process_group_ranks(group)
 
     def verdict(self, text: str, timeout: float, subject: Subject) -> str | None:
@@ -148,7 +126,7 @@ class _Round:
             if message is not None:
                 return message
             try:
-                self._log.check()
+                self._state.check()
             except RuntimeError as error:  # others wait for a collective meanwhile
                 return self.board.decide(key, str(error)).encode()
         return None

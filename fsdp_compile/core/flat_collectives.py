@@ -8,7 +8,7 @@ that no pass of ours has expanded.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from math import prod
 from typing import NamedTuple
 
@@ -62,17 +62,18 @@ def start_average(
     if is_sharded:
         mean, wait = _start_reduce_scatter(packed, groups, how.op, at_once)
     else:
-        mean, wait = packed, partial(collectives.wait, packed)
+        mean, wait = packed, lambda: None
         for group in groups:
             if group.size > 1:
-                collectives.start_all_reduce(packed, group.name, how.op)
+                wait = collectives.start_all_reduce(packed, group.name, how.op).wait
+    over_replicas: list[collectives.Filling] = []
 
     def start_over_replicas() -> bool:
         """The mean over groups is there. Whether it is completed: the shard alone crosses the slow links."""
         wait()
         goes_on = before_replicas is None or before_replicas(mean)
         if goes_on and replicas is not None:
-            collectives.start_all_reduce(mean, replicas.name, how.op)
+            over_replicas.append(collectives.start_all_reduce(mean, replicas.name, how.op))
         return goes_on
 
     started = start_over_replicas() if at_once and replicas is not None else None
@@ -80,8 +81,8 @@ def start_average(
 
     def finish(_held: Tensor | None = held) -> None:
         goes_on = start_over_replicas() if started is None else started
-        if goes_on and replicas is not None:
-            collectives.wait(mean)
+        for filling in over_replicas:
+            filling.wait()
         if goes_on and how.after != 1:
             mean.div_(how.after)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists
-from fsdp_compile.comm.waits import name_unit
+from fsdp_compile.comm.waits import state_of
 from fsdp_compile.core._torch import replicated_params
 from fsdp_compile.core.sharding import sharding_of, units_gathered_below
 from fsdp_compile.core.unit import Unit
@@ -108,7 +108,7 @@ def compare_units(module: Any, settings: str, compiled: bool) -> bool:
     for unit, path in units.items():
         unit.path = path
         for flat in unit.flats:
-            name_unit(flat.layout.numel, path)
+            state_of(unit.group).units[flat.layout.numel].add(path)
     if timeout is None or not groups:
         return True
     for unit in units:

@@ -270,8 +270,7 @@ def _has_gradient_anywhere(unit: Unit) -> list[bool]:
     """For each parameter whether any rank has a gradient of it: one all-reduce of as many numbers."""
     here = [param.grad is not None for param in unit.params]
     counts = torch.tensor(here, dtype=torch.float32, device=unit.device)
-    collectives.start_all_reduce(counts, unit.group_name, "sum")
-    collectives.wait(counts)
+    collectives.start_all_reduce(counts, unit.group_name, "sum").wait()
     anywhere = [count > 0 for count in counts.tolist()]
     if dist.get_debug_level() != dist.DebugLevel.OFF:
         for index, (mine, wanted, record) in enumerate(zip(here, anywhere, unit.records, strict=True)):

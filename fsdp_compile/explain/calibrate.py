@@ -198,9 +198,6 @@ def collective_cases(device: torch.device) -> Iterator[Case]:
     group, ranks = dist.group.WORLD, dist.get_world_size()
     assert group is not None
 
-    def run(start: Callable[..., Tensor], given: Tensor) -> None:
-        collectives.wait(start(given, ranks, group.group_name))
-
     for size in MESSAGES[device.type]:
         full = torch.zeros(max(size // 4 // ranks, 1) * ranks, device=device)
         shard = full[: full.numel() // ranks].clone()
@@ -208,7 +205,7 @@ def collective_cases(device: torch.device) -> Iterator[Case]:
             ("gather", collectives.all_gather, shard),
             ("reduce", collectives.reduce_scatter, full),
         ):
-            yield Case(kind, partial(run, start, given), full.nbytes)
+            yield Case(kind, partial(start, given, ranks, group.group_name), full.nbytes)
 
 
 # --- timing -----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ FAR = "custom:1e-3,1e9"  # latency is all that counts
 def launches_several(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake group stands for NCCL, not for gloo."""
     monkeypatch.setattr(collectives, "_COPYING_BACKENDS", ("gloo",))
-    monkeypatch.setattr(collectives, "_broadcasts", {})
+    monkeypatch.setattr(collectives, "_senders", lambda *_: ())
 
 
 @pytest.fixture

@@ -122,7 +122,7 @@ def compiled(name: str) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
     patch = pytest.MonkeyPatch()
     if case.launches_several:  # the fake group stands for NCCL, not for gloo
         patch.setattr(collectives, "_COPYING_BACKENDS", ("gloo",))
-        patch.setattr(collectives, "_broadcasts", {})
+        patch.setattr(collectives, "_senders", lambda *_: ())
     patch.setattr(plan_log, "debug", lambda _, direction, plan, **__: plans.update({direction: str(plan)}))
     with (
         printed_graphs() as printed,

@@ -258,6 +258,11 @@ def _start_without_hold(*args: Any, **kwargs: Any) -> Any:
     return mean, finish
 
 
+def _wait_for_large(started: collectives.WaitTensor) -> None:
+    if started.tensor.numel() > 300:
+        WAIT(started.tensor)
+
+
 _running: list[Streams] = []
 _packed: dict[int, Tensor] = {}
 refresh, pack, cast_shard = writeback.refresh, reduce.pack, UnshardedBuffer._shard
@@ -290,7 +295,7 @@ FAULTS: list[Fault] = [
     ("a reduce-scatter is not waited for", {}, _train,
      lambda: on(collectives, "start_reduce_scatter", _start_without_wait), ("add_", REDUCE)),
     ("replicas are averaged without that wait", HYBRID_SHARD, _train,
-     lambda: on(collectives, "start_reduce_scatter", _start_without_wait), ("allreduce_", REDUCE)),
+     lambda: on(collectives, "start_reduce_scatter", _start_without_wait), ("all_reduce_", REDUCE)),
     ("no record_stream of what a hook reads", {}, _hooks,
      lambda: on(Streams, "use_in_post_backward", _nothing), ("_reduce_scatter_base_", "given to")),
     ("gradients are packed into a buffer in use", {}, _train,
@@ -304,7 +309,7 @@ FAULTS: list[Fault] = [
     ("replaced data is written back unseen", {}, _replaces,
      lambda: on(unsharded, "refresh", _refresh_unseen), (GATHER, "copy_")),
     ("the second stage does not wait for the first", TWO_STAGES, _train,
-     lambda: on(collectives, "wait", lambda t: WAIT(t) if t.numel() > 300 else None), (GATHER, GATHER)),
+     lambda: on(collectives.WaitTensor, "wait", _wait_for_large), (GATHER, GATHER)),
     ("gradients are dropped when the second reduce starts", HYBRID_SHARD, _train,
      lambda: on(reduce, "start_average", _start_without_hold), (REDUCE, "given to")),
     ("gradients are dropped when the second stage starts", TWO_STAGES, _train,

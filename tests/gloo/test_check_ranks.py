@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from fsdp_compile import ShardingStrategy, fully_shard
-from fsdp_compile.comm.comparison import GroupCheck
+from fsdp_compile.comm import comparison
+from fsdp_compile.comm.waits import state_of
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 
 from .ranks import Ranks
@@ -47,7 +48,7 @@ def _evaluate(order: tuple[int, ...], width: int = 4, timeout: float = 60.0, **o
 
 @contextmanager
 def _comparisons() -> Iterator[mock.Mock]:
-    with mock.patch.object(GroupCheck, "compare", autospec=True, side_effect=GroupCheck.compare) as compare:
+    with mock.patch.object(comparison, "compare", side_effect=comparison.compare) as compare:
         yield compare
 
 
@@ -95,10 +96,39 @@ def test_a_rank_that_does_not_come(two: Ranks) -> None:
     assert all(seconds < 50 for seconds in waited), waited
 
 
+OTHERS = (
+    r"ranks communicate different things: rank (0 began a comparison, compiled graph: gather layers.2, .*, and rank 1 "
+    r"{other} instead|1 began {other}, and rank 0 a comparison, compiled graph: gather layers.2, .* instead)"
+)
+GRAPH = r"the compiled graph of gather layers.0, 64 bytes of float32, group 0 and 1 more collectives \(\w{12}\)"
+
+
+def _run_others(rank: int) -> float:
+    waited = 0.0
+    for other, expected in (("eager", r"the all-gather of .*"), ("graph", GRAPH)):
+        torch._dynamo.reset()
+        model: Any = fully_shard(_Ordered((0, 1), 4), auto_wrap_policy={nn.Linear}, process_group=dist.new_group())
+        run = torch.compile(model, fullgraph=True, backend=fsdp_compile_backend)
+        with torch.no_grad():
+            run(X)
+            model(X)
+            model.order = (2, 1) if rank == 0 else (0, 1)
+            before = time.monotonic()
+            with pytest.raises(RuntimeError, match=OTHERS.replace("{other}", expected)):
+                (run if rank == 0 or other == "graph" else model)(X)
+        waited = max(waited, time.monotonic() - before)
+    return waited
+
+
+def test_a_new_graph_meets_something_else(two: Ranks) -> None:
+    """One rank runs a new graph, the other eagerly or a graph that has run before: both raise within seconds."""
+    waited = two.run(_run_others)
+    assert all(seconds < 20 for seconds in waited), waited
+
+
 def _forget() -> None:
     torch._dynamo.reset()
-    for check in GroupCheck.by_group.values():
-        check.agreed.clear()
+    state_of(dist.group.WORLD).agreed.clear()
 
 
 def _products() -> nn.Module:
@@ -136,7 +166,7 @@ def _part_of_the_world(rank: int) -> None:
     both = (groups[rank // 2], replicas[rank % 2])
     with _comparisons() as compare:
         _evaluate((0, 1), process_group=both, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-        texts = {call.args[1] for call in compare.call_args_list if call.args[4].name == "compiled graph"}
+        texts = {call.args[1] for call in compare.call_args_list if call.args[3].name == "compiled graph"}
         found: list[Any] = [None] * 4
         dist.all_gather_object(found, texts)
     assert len(texts) == 1 and all(each == texts for each in found)

@@ -1,10 +1,16 @@
 """Ranks that shard different models, or the same one with other options or values, learn that at the first forward."""
 
 import copy
+import gc
+import os
 import re
+import subprocess
+import sys
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile import MixedPrecision, ShardingStrategy, fully_shard, summon_full_params
-from fsdp_compile.comm.comparison import GroupCheck
+from fsdp_compile.comm import comparison
+from fsdp_compile.comm.waits import state_of
 
 from .ranks import Ranks
 from .training import executor
@@ -106,7 +113,7 @@ def _differ(rank: int) -> None:
 
 
 def _agree(rank: int) -> None:
-    with mock.patch.object(GroupCheck, "compare", autospec=True, side_effect=GroupCheck.compare) as compare:
+    with mock.patch.object(comparison, "compare", side_effect=comparison.compare) as compare:
         torch.manual_seed(rank)
         model = fully_shard(nn.Linear(8, 8))  # each rank initializes its own slice
         with summon_full_params(model), torch.no_grad():
@@ -193,3 +200,64 @@ def test_groups_that_only_some_ranks_are_in(four: Ranks) -> None:
     ranks raise, and none waits.
     """
     four.run(_shard_where_ranks_are_in_other_groups)
+
+
+def _remake_groups(rank: int) -> None:
+    for _ in range(2):
+        groups: list[dist.ProcessGroup] = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+        for number, group in enumerate(groups):
+            model = fully_shard(nn.Linear(8, 8), process_group=group)
+            for _ in range(number + 1):
+                model(X).sum().backward()
+        states = [state_of(group) for group in groups]
+        assert [state.rounds for state in states] == [3, 3], "one comparison of units and two of their order each"
+        assert [list(state.units.values()) for state in states] == [[{"root (Linear, FULL_SHARD)"}]] * 2
+        left = [weakref.ref(state) for state in states]
+        for group in groups:
+            dist.destroy_process_group(group)
+        del model, group, groups, states
+        gc.collect()
+        assert not any(state() for state in left)
+
+
+def test_groups_come_and_go(two: Ranks) -> None:
+    """What is known of a process group is its own, and goes with it; a group that is made later begins anew."""
+    two.run(_remake_groups)
+
+
+_FORKS = """
+import os, sys, torch, torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from fsdp_compile import fully_shard
+
+def train():
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), auto_wrap_policy={nn.Linear})
+    model(torch.ones(2, 8)).square().sum().backward()
+    return torch.cat([param.grad.full_tensor().flatten() for param in model.parameters()])
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+train()
+children = []
+for rank in range(2):
+    children.append(os.fork())
+    if not children[-1]:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        plain(torch.ones(2, 8)).square().sum().backward()
+        torch.testing.assert_close(train(), torch.cat([param.grad.flatten() for param in plain.parameters()]))
+        dist.destroy_process_group()
+        os._exit(0)
+sys.exit(any(os.waitpid(child, 0)[1] for child in children))
+"""
+
+
+def test_forked_ranks(tmp_path: Path) -> None:
+    """Ranks that are forks of a process that had a group of its own know nothing of that one."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-c", _FORKS, str(tmp_path / "rendezvous")]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr[-4000:]

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import ShardingStrategy, fully_shard
 from fsdp_compile.comm import comparison, waits
-from fsdp_compile.comm.comparison import GroupCheck
 
 from .ranks import Ranks
 from .training import assert_same_gradients
@@ -170,7 +169,7 @@ def _agrees(rank: int) -> None:
                 (reference(_batch(each)).sum() / 2).backward()
             assert_same_gradients(model, reference)
             assert how != "input" or all(param.grad is None for param in model.blocks[1].parameters())
-        with mock.patch.object(GroupCheck, "compare", side_effect=AssertionError):
+        with mock.patch.object(comparison, "compare", side_effect=AssertionError):
             model(_batch(rank)).sum().backward()
 
 

@@ -11,7 +11,8 @@ from torch import fx
 
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import GROUP_ARGUMENT, STARTS, WAIT
-from fsdp_compile.comm.comparison import GroupCheck, Subject, compare_in_groups
+from fsdp_compile.comm.comparison import Subject, compare_in_groups
+from fsdp_compile.comm.waits import state_of
 from fsdp_compile.core import ops
 from fsdp_compile.passes._torch import OrderedSet, preserve_node_ordering
 from fsdp_compile.passes.graph.analyze import GraphInfo, stored_shard, with_ancestors, with_preparation
@@ -179,7 +180,7 @@ def _is_event(node: fx.Node) -> bool:
 #   - `pin_order` keeps the operator before the first collective.
 #
 # At the first run of a sequence in a process the operator compares it with the other ranks of each group that the graph
-# communicates in (comm/comparison.py); later runs only look it up.
+# communicates in (comm/comparison.py); later runs only look it up, and note for long waits that the graph has begun.
 
 
 def check_ranks(context: GraphContext) -> None:
@@ -238,9 +239,14 @@ _GRAPH = Subject(
 
 @torch.library.impl("fsdp_flat::check_ranks", "default")
 def _check_ranks(sequence: str, groups: list[str], timeout: float, device: torch.device) -> torch.Tensor:
-    pairs = [(group, sequence) for group in map(group_named, groups) if sequence not in GroupCheck.of(group).agreed]
+    states = {group: state_of(group) for group in map(group_named, groups)}
+    pairs = [(group, sequence) for group, state in states.items() if sequence not in state.agreed]
     if pairs:
         compare_in_groups(pairs, timeout, _GRAPH)
+        first, *others = sequence.splitlines()
+        digest = hashlib.sha256(sequence.encode()).hexdigest()[:12]
         for group, _ in pairs:
-            GroupCheck.of(group).agreed.add(sequence)
+            states[group].agreed[sequence] = f"{first} and {len(others)} more collectives ({digest})"
+    for state in states.values():
+        state.note("compiled graph", state.agreed[sequence])
     return torch.empty(0, device=device)
