@@ -35,7 +35,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from fsdp_compile.comm.comparison import exists
+from fsdp_compile.comm.comparison import exists, limit_in
 from fsdp_compile.comm.waits import MessageBoard
 from fsdp_compile.config import file_in, path_in, read_json
 from fsdp_compile.core.ops import call_before_tracing
@@ -256,7 +256,7 @@ class ArtifactSharing:
 
     def __init__(self, group: dist.ProcessGroup, limit: float) -> None:
         self.board = MessageBoard.of_group(group, "fsdp_flat/artifacts")
-        self.is_first, self.limit = group.rank() == 0, limit
+        self.is_first, self.limit = group.rank() == 0, limit_in(group, limit)
         self.count, self.hits = 0, 0
         self._compiling: ExitStack | None = None
         self._begins_at_tracing = False
@@ -310,7 +310,7 @@ class ArtifactSharing:
         self.board.post(f"{self.count}/ended", json.dumps(header))
 
     def _load(self) -> None:
-        for event, limit in (("begun", BEGIN_LIMIT), ("ended", self.limit)):
+        for event, limit in (("begun", min(BEGIN_LIMIT, self.limit)), ("ended", self.limit)):
             message = self.board.read(f"{self.count}/{event}", limit)
             if message is None:
                 log.warning("share_artifacts: the first rank has not %s compilation %d within %g s; this rank compiles "
@@ -338,7 +338,8 @@ def share_artifacts(limit: float, at_tracing: bool = False) -> None:
     """Let the first rank compile the next graph for all ranks, if there are others.
 
     Args:
-        limit: seconds to wait for the first rank before this one compiles.
+        limit: seconds to wait for the first rank before this one compiles, or the timeout of all ranks' group if that
+            is shorter.
         at_tracing: see `ArtifactSharing.begin`.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
