@@ -18,21 +18,21 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
-FILES = 111
+FILES = 115
 BUDGET = {
-    PACKAGE: 27_770,
-    f"{PACKAGE}/*.py": 2_910,
-    f"{PACKAGE}/core": 4_880,
+    PACKAGE: 29_070,
+    f"{PACKAGE}/*.py": 3_475,
+    f"{PACKAGE}/core": 4_925,
     f"{PACKAGE}/comm": 1_600,
     f"{PACKAGE}/construct": 1_200,
-    f"{PACKAGE}/eager": 3_200,
+    f"{PACKAGE}/eager": 3_215,
     f"{PACKAGE}/optim": 1_320,
-    f"{PACKAGE}/passes": 7_010,
+    f"{PACKAGE}/passes": 7_560,
     f"{PACKAGE}/state_dict": 1_210,
-    f"{PACKAGE}/checkpoint": 1_610,
-    f"{PACKAGE}/explain": 2_550,
-    f"{PACKAGE}/integrations": 320,
-    "bench": 4_490,
+    f"{PACKAGE}/checkpoint": 1_665,
+    f"{PACKAGE}/explain": 2_585,
+    f"{PACKAGE}/integrations": 365,
+    "bench": 4_790,
 }
 """Lines of a folder with all that lies below it; `*.py` is what lies in no folder.
 
