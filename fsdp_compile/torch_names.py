@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 TESTED_TORCH = ("2.11", "2.13", "2.14")
-"""The versions of torch on which all tests have run, the newest last."""
+"""The versions of torch that the tests have run on, the newest last; docs/upgrading_torch.md says how many of them."""
 
 _MISSING = object()
 
