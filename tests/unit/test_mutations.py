@@ -23,7 +23,7 @@ from fsdp_compile import checkpoint
 from fsdp_compile.cli import main
 from fsdp_compile.passes.artifacts import Artifacts
 from fsdp_compile.passes.plan.plan import PlanError
-from fsdp_compile.passes.post_grad.plan_pass import plan_in_file
+from fsdp_compile.passes.post_grad.plan_pass import plans_in_file
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 COUNT = int(os.environ.get("FSDP_COMPILE_MUTATIONS", 200))  # of each kind
@@ -142,9 +142,8 @@ def hooked() -> Iterator[None]:
 def run(kind: str, folder: Path, target: Path) -> None:
     """Show, convert and load; an exception that is no stated refusal escapes."""
     if kind == "plan_file":
-        for heading in ("forward", "backward"):
-            with suppress(PlanError):
-                plan_in_file(str(folder), heading)
+        with suppress(PlanError):
+            plans_in_file(str(folder))
     elif kind == "artifact_folder":
         with suppress(ValueError):
             Artifacts.read(folder)
