@@ -71,7 +71,6 @@ def _spied() -> Iterator[list[_Call]]:
     with (
         spy("start_all_gather", "gather", lambda full, *_: full.numel()),
         spy("start_reduce_scatter", "reduce", lambda full, *_: full.numel()),
-        spy("all_reduce", "all_reduce", lambda full, *_: full.numel()),
         spy("start_all_reduce", "all_reduce", lambda full, *_: full.numel()),
     ):
         yield calls
