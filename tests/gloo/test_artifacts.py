@@ -145,7 +145,7 @@ def check_loaded(reports: list[Report], probes: float = PROBES) -> None:
 @pytest.mark.parametrize(
     ("backend", "world_size", "how"),
     [
-        ("inductor", 2, "world"),
+        pytest.param("inductor", 2, "world", marks=LATE),  # every day in test_build.py, from a folder
         pytest.param("fsdp_compile", 2, "world", marks=LATE),
         pytest.param("inductor", 4, "world", marks=LATE),
         pytest.param("inductor", 4, "hybrid", marks=LATE),

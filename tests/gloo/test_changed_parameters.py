@@ -190,6 +190,7 @@ def test_of_another_unit_in_each_call(two: Ranks, how: str, strategy: ShardingSt
     two.run(_another_unit, how, EDITS, strategy, True)
 
 
+@pytest.mark.nightly
 def test_of_another_unit_with_inductor(two: Ranks) -> None:
     """The same where Inductor compiles."""
     two.run(_another_unit, "inductor", (_lerp,), ShardingStrategy.FULL_SHARD, False)

@@ -166,14 +166,8 @@ def test_the_step_after_an_interruption(two: Ranks, name: str, number: int) -> N
     two.run(_interrupt, name, number)
 
 
-@pytest.mark.parametrize(
-    "name, number",
-    [
-        ("compile_step", 3),
-        pytest.param("compile_step", 100, marks=pytest.mark.nightly),
-        pytest.param("compiled", 100, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "number"), [("compile_step", 100), ("compiled", 100)])
 def test_the_step_after_an_interrupted_compilation(two: Ranks, name: str, number: int) -> None:
     """An exception in the first step, which compiles, leaves a model whose next step is that of a clean one."""
     two.run(_interrupt_first, name, number)

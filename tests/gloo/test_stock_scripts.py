@@ -59,7 +59,8 @@ def figures(run: list[dict[str, float]], key: str) -> list[float]:
 
 
 every_script = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly if name == "wrap_policy_bf16" else ()) for name in SCRIPTS]
+    "name",
+    [pytest.param(name, marks=() if name == "hybrid_clip_schedule" else pytest.mark.nightly) for name in SCRIPTS],
 )
 
 
