@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -134,11 +134,18 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
         _check_root(self, "no_sync", RuntimeError)
         units = units_gathered_below(self)
         check_idle(units, "no_sync")
-        with ExitStack() as stack:
-            for unit in [*units, *units]:  # twice: an interruption may keep one call from having an effect
-                stack.callback(set_sync, unit, unit.syncs)
+        before = [unit.syncs for unit in units]
+        try:
             self.set_requires_gradient_sync(False)
             yield
+        finally:
+            try:
+                for unit, syncs in zip(units, before, strict=True):
+                    set_sync(unit, syncs)
+            except BaseException:  # interrupted: once more, so that no unit stays without synchronization
+                for unit, syncs in zip(units, before, strict=True):
+                    set_sync(unit, syncs)
+                raise
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own parameters, not those of sharded modules below, for its next eager forward.

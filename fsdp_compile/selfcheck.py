@@ -117,10 +117,11 @@ def _row(name: str, check: Callable[[], str], device: torch.device) -> Row:
 
 
 def _names() -> str:
-    faults = [f"{file}, {fault}" for file, names in check_all().items() for fault in names.faults]
+    checked = check_all()
+    faults = [f"{file}, {fault}" for file, names in checked.items() for fault in names.faults]
     if faults:
         raise RuntimeError("; ".join(faults))
-    count = sum(len(names.names) for names in check_all().values())
+    count = sum(len(names.names) for names in checked.values())
     untested = "; this torch is newer than all that were tested" if is_untested(torch.__version__) else ""
     return f"{count} private names of torch{untested}"
 

@@ -143,7 +143,7 @@ class FlatParam:
         return self._binding.unbound()
 
     def note_read(self, again: bool) -> None:
-        """Record the values that a compiled forward reads, and its backward `again`."""
+        """Record version counters of the values that a compiled forward reads, if its backward reads them `again`."""
         self.reduction.values_read = self._binding.value_counters() if again else None
 
     def show_gradient(self) -> None:

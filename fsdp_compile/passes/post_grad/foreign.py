@@ -70,8 +70,8 @@ def _sends_an_input(start: fx.Node) -> bool:
 
 
 def _ends_in_outputs(start: fx.Node) -> bool:
-    """Whether what follows from `start` is a gradient: nothing computes with it before the graph ends."""
-    if not _has_one_wait(start) or start.all_input_nodes[0].target is WAIT:
+    """Whether what follows from `start` is a gradient: a sum or mean that no product reads before the graph ends."""
+    if start.args[1] not in ("sum", "avg") or not _has_one_wait(start) or start.all_input_nodes[0].target is WAIT:
         return False
     work, following = [next(iter(start.users))], set[fx.Node]()
     while work:

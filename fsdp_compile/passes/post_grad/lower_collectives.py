@@ -75,13 +75,12 @@ def reduce_scatter_by_all_to_all(context: GraphContext) -> None:
     """
     graph = context.graph
     for reduce in tagged(graph, "reduce"):
+        if reduce.target is not collectives.REDUCE_SCATTER or reduce.meta["val"].dim() > 1:  # of another sharding
+            continue
         args: Any = reduce.args
-        group = args[collectives.GROUP_ARGUMENT[reduce.target]]  # type: ignore[index]  # fx targets are untyped
-        if reduce.target is not collectives.REDUCE_SCATTER or not collectives.copies(reduce.meta["val"], group):
+        packed, op, ranks, group = args
+        if not collectives.copies(reduce.meta["val"], group):
             continue
-        if reduce.meta["val"].dim() > 1:  # of another sharding
-            continue
-        packed, op, ranks, _ = args
         (wait,) = (user for user in reduce.users if user.target is collectives.WAIT)
         part = reduce.meta["val"].numel()
         received = reduce.meta["val"].new_empty(part * ranks)
