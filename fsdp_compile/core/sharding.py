@@ -20,7 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_compile.core._torch import RNN_WITHOUT_LIST, current_backward, executes_formula, mark_as_sharded
+from fsdp_compile.core._torch import (
+    READS_SHOWN_PARAMETERS,
+    RNN_WITHOUT_LIST,
+    current_backward,
+    executes_formula,
+    mark_as_sharded,
+)
 from fsdp_compile.core.inner_params import inner_names, recipes_of
 from fsdp_compile.core.settings import Settings
 from fsdp_compile.core.unit import Unit, unit_of
@@ -134,7 +140,11 @@ def swap_class(module: nn.Module, mixin: Any) -> None:
 
 def _swap(module: nn.Module, lookups: tuple[Lookup, ...], mixin: type, constants: tuple[str, ...]) -> None:
     names = tuple((name, tuple(inner_names(name, recipe))) for name, recipe in recipes_of(module).items())
-    swapped = _swapped_class(original_class(module), lookups, names, mixin, constants)  # type: ignore[arg-type]  # hash
+    found = {lookup.name for lookup in lookups}
+    stored = (
+        () if READS_SHOWN_PARAMETERS or not lookups else tuple(n for n in stored_parameters(module) if n not in found)
+    )
+    swapped = _swapped_class(original_class(module), lookups, names, stored, mixin, constants)  # type: ignore[arg-type]
     module.__class__ = swapped
     if lookups:
         _store_parameters(module, module.__dict__["_parameters"])
@@ -145,10 +155,12 @@ def _swapped_class(
     original: type[nn.Module],
     lookups: tuple[Lookup, ...],
     together: tuple[tuple[str, tuple[str, ...]], ...],
+    stored: tuple[str, ...],
     mixin: Any,
     constants: tuple[str, ...],
 ) -> type[nn.Module]:
     namespace: dict[str, Any] = {lookup.name: _property(_FIND, asdict(lookup)) for lookup in lookups}
+    namespace |= {name: _property(_FIND_STORED, {"name": name}) for name in stored}
     for name, inner in together:
         tensors = ", ".join(f"module.{each}" for each in inner)
         namespace[name] = _property(_PUT_TOGETHER, {"name": name, "tensors": tensors})
@@ -181,6 +193,14 @@ def find(module):
     if views is not None:
         return views[{index}]
     return find_closed(module, {name!r}, {slot}, {index})
+"""
+
+# Of parameters that are None or ignored, beside managed ones, where Dynamo does not find them in `ShownParameters`.
+_FIND_STORED = """
+def find(module):
+    if {name!r} in module._fsdp_parameters:
+        return module._fsdp_parameters[{name!r}]
+    raise AttributeError({name!r})
 """
 
 _PUT_TOGETHER = """
