@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch._guards import TracingContext, tracing
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import flop_registry
 
 from bench.links import read_rows
 from fsdp_compile.passes.cost.hardware import (
@@ -172,6 +173,57 @@ def test_work_by_hand():
     assert work["aten.mm.default"] == Work(2 * 6 * 32 * 8, (6 * 32 + 32 * 8) * 4, 6 * 8 * 4, "product", 32, "float32")
     attention = next(found for name, found in work.items() if "attention" in name)
     assert attention.flops == 2 * 2 * 2 * 3 * 3 * 8
+
+
+ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default: (),
+    torch.ops.aten._scaled_dot_product_efficient_attention.default: (None, True),
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default: (None, True),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("operator", ATTENTION, ids=str)
+def test_heads_that_share_keys_count_as_many_operations_as_queries(operator, causal):
+    """Grouped-query attention multiplies each head of queries, also where keys and values have fewer heads."""
+
+    def attention(query, key, value):
+        return operator(query, key, value, *ATTENTION[operator], 0.0, causal)[0]
+
+    def flops(heads):
+        tensors = [
+            torch.empty(2, each, tokens, 16, device="meta") for each, tokens in ((8, 32), (heads, 48), (heads, 48))
+        ]
+        nodes = make_fx(attention, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors).graph.nodes
+        return [node_work(node).flops for node in nodes if node.target is operator]
+
+    assert flops(2) == flops(8) == [2 * 2 * 8 * 32 * 48 * (16 + 16) // (1 + causal)]
+
+
+def test_backward_of_attention_is_five_products():
+    """Weights again, and two products for the gradients of each of the two that forward computes."""
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    graph = torch.fx.Graph()
+    nodes = []
+    for name, heads in (("grad", 8), ("query", 8), ("key", 2), ("value", 2)):
+        nodes.append(graph.placeholder(name))
+        nodes[-1].meta["val"] = torch.empty(2, heads, 32, 16, device="meta")
+    node = graph.call_function(operator, (*nodes, None, None, None, None, 32, 32, 0.0, False, None, None))
+    node.meta["val"] = tuple(each.meta["val"] for each in nodes[1:])
+    assert node_work(node).flops == 5 * 2 * 2 * 8 * 32 * 32 * 16
+
+
+def test_a_formula_that_fails_prices_bytes(monkeypatch, caplog):
+    """Torch's formulas and those of others may refuse what their operator accepts; the graph is priced all the same."""
+
+    def refuse(*_, **__):
+        raise AssertionError("shapes are incompatible")
+
+    monkeypatch.setitem(flop_registry, torch.ops.aten.mm, refuse)
+    graph = make_fx(torch.mm)(torch.ones(4, 4), torch.ones(4, 4)).graph
+    (work,) = [node_work(node) for node in graph.nodes if node.op == "call_function"]
+    assert work.flops == 0 and work.moved_bytes == 3 * 64 and "shapes are incompatible" in caplog.text
 
 
 def test_symbolic_sizes_count_as_their_hints():

@@ -8,6 +8,7 @@ Values that pass between loops that Inductor fuses count no bytes, see Note [Wha
 of loops are read once, and the values that other kernels read are written. Symbolic sizes count as their hints.
 """
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -47,6 +48,8 @@ from fsdp_compile.passes.graph.nodes import (
     tagged,
     value_readers,
 )
+
+log = logging.getLogger("fsdp_compile")
 
 _FREE_NAMESPACES = {"_c10d_functional", "c10d_functional", "fsdp_flat"}  # priced as collectives
 _ALL_REDUCES = (ALL_REDUCE, ALL_REDUCE_IN_PLACE)
@@ -148,8 +151,27 @@ def _flops(node: fx.Node) -> int:
     if formula is None:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))  # a subgraph has none
-    flops = size_hint(formula(*args, **kwargs, out_val=node.meta["val"]))
+    if "_scaled_dot_product" in str(packet_of(node)) and len(args[0].shape) == 4:
+        flops = size_hint(_attention_flops(*args[:4], backward="backward" in str(packet_of(node))))
+    else:
+        try:
+            flops = size_hint(formula(*args, **kwargs, out_val=node.meta["val"]))
+        except Exception as error:  # a formula may be anybody's, and prices are no reason to refuse a graph
+            log.warning("%s: priced by its bytes alone, as its formula for operations failed: %s", node, error)
+            return 0
     return flops // 2 if _is_causal(node) else flops
+
+
+def _attention_flops(*tensors: Tensor, backward: bool) -> Any:
+    """Operations by the heads of queries, which may be more than those of keys and values.
+
+    Forward multiplies queries by keys and weights by values. Backward computes the weights again, and two products
+    for the gradients of each of the two.
+    """
+    query, key, value = tensors[1:] if backward else tensors[:3]
+    batch, heads, tokens, width = query.shape
+    per_width = 2 * batch * heads * tokens * key.shape[-2]
+    return per_width * ((3 * width + 2 * value.shape[-1]) if backward else (width + value.shape[-1]))
 
 
 def _is_causal(node: fx.Node) -> bool:
