@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -175,6 +176,14 @@ class EmulatedGroup(dist.ProcessGroup):
     @property
     def group_name(self) -> str:
         return self.pg_name
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), torch.device("cuda")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """What Inductor's own overlap pass asks for seconds of collectives: it has to compute them by itself."""
+        return SimpleNamespace(supports_time_estimate=False)
 
     def _set_group_name(self, name: str) -> None: ...
 

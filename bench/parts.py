@@ -107,6 +107,11 @@ PARTS = {
         "Llama 3 8B blocks, four of them, 4,096 tokens, emulated link, 64 ranks, bf16", "link", "llama", ON_CUDA, 64,
         "cuda", True, (0.3, 0.6, 0.9), looks=("calls", "memory"),
     ),
+    "cuda_step": Part(
+        "the same, whole steps, with what plans them", "link", "llama",
+        ("unsharded", "fsdp2_compile", "ours_compiled", "ours_planned", "ours_step"), 64, "cuda", True, (0.3, 0.6, 0.9),
+        rounds=3, looks=("calls", "memory"),
+    ),
     "nccl": Part("Llama 3 8B blocks, four of them, NCCL, bf16", "nccl", "llama", ON_CUDA, 0, "cuda", True),
     "smoke": Part(
         "a tiny GPT, to see that all of this runs", "link", "gpt_small", ("fsdp2", "ours"), 8, ratios=(0.6,), rounds=2,
@@ -234,7 +239,7 @@ def main() -> None:
     if args.list:
         print("\n".join(f"{name:12} {part.about}" for name, part in PARTS.items()))
         return
-    names = args.names or [*ON_THE_CPU, "cuda_link", "nccl", "report"]
+    names = args.names or [*ON_THE_CPU, "cuda_link", "cuda_step", "nccl", "report"]
     if unknown := set(names) - {*PARTS, "report"}:
         sys.exit(f"bench: error: {', '.join(sorted(unknown))}: no such part; --list names them")
     for name in names:

@@ -46,7 +46,7 @@ class Rank:
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "1"),
         }
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(

@@ -42,11 +42,13 @@ class Worker:
 
     def __init__(self, spec: Spec) -> None:
         self.spec, self.number = spec, 0
-        self.device = torch.device(spec.device, spec.rank) if spec.mode == "nccl" else torch.device(spec.device)
+        self.device = torch.device("cuda", spec.rank if spec.mode == "nccl" else 0)
+        if spec.device == "cpu":
+            self.device = torch.device("cpu")
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)  # what is never really received must not slow kernels
         if spec.mode == "link":
-            link.start(spec.world)
+            link.start(spec.world, 0.0, FREE)
         else:
             meeting = f"file://{spec.rendezvous}"
             dist.init_process_group(spec.mode, init_method=meeting, rank=spec.rank, world_size=spec.world)
@@ -63,6 +65,7 @@ class Worker:
         step: Any = self.optimizer.step
         self.update = torch.compile(step) if spec.system.endswith(":optimizer") else step
         self.whole_step = self.prepared.whole_step(self.optimizer)
+        self.yield_memory()
 
     def _setup(self, model: torch.nn.Module) -> systems.Setup:
         names = {module: name for name, module in model.named_modules()}
@@ -125,9 +128,16 @@ class Worker:
         """`steps` steps, each timed, after the other ranks have come."""
         if self.spec.mode in ("gloo", "nccl"):
             dist.barrier()
-        if self.whole_step is not None:
-            self.step()  # what was started for it has ended while others had their turns
-        return [self.step() for _ in range(steps)]
+        if self.whole_step is not None or self.device.type == "cuda":
+            self.step()  # what was started for it has ended while others had their turns; and memory was given back
+        done = [self.step() for _ in range(steps)]
+        self.yield_memory()
+        return done
+
+    def yield_memory(self) -> None:
+        """On a GPU that all systems share, give the memory that no tensor has back to those whose turn is next."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def configure(self, latency: float, bandwidth: float) -> None:
         """Set the emulated link, and let the system plan for it."""
