@@ -122,7 +122,9 @@ class Worker:
         """The step that compiles: seconds and CPU seconds, of the compilers that it starts too."""
         begin, before = time.perf_counter(), _cpu_seconds()
         done = self.step()
-        return {**done, "seconds": time.perf_counter() - begin, "cpu": _cpu_seconds() - before}
+        took = {"seconds": time.perf_counter() - begin, "cpu": _cpu_seconds() - before}
+        self.yield_memory()
+        return {**done, **took}
 
     def train(self, steps: int) -> list[dict[str, float]]:
         """`steps` steps, each timed, after the other ranks have come."""
@@ -144,6 +146,7 @@ class Worker:
         LINK.configure(0.0, FREE)
         if bandwidth < FREE:
             self.prepared.configured(f"custom:{latency},{bandwidth}", self._batch())
+            self.yield_memory()
         LINK.configure(latency, bandwidth)
 
     def calls(self) -> dict[str, Any]:
@@ -151,6 +154,7 @@ class Worker:
         done = self.step()
         origin = done["begin"] if self.device.type == "cpu" else 0.0
         kept = [{**asdict(call), "origin": origin} for call in LINK.calls]
+        self.yield_memory()
         return {**done, "summary": LINK.summary(), "list": kept}
 
     def copies(self) -> int:
@@ -175,13 +179,15 @@ class Worker:
             torch.cuda.reset_peak_memory_stats()
         points = curve(self.accumulate if self.whole_step is None else self.step, self.device)
         model.zero_grad()
+        allocated = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
+        self.yield_memory()
         return {
             "resident": there,
             "optimizer": resident(states),
             "above": max((total for _, total in points), default=0),
             "curve": thinned(points),
             "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "allocator": torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
+            "allocator": allocated,
         }
 
 
