@@ -158,6 +158,12 @@ def _shown_now(shown: re.Match[str]) -> str:
     return plans[first] if kind == "plan" else changes[first, direction]
 
 
+def _numbered(text: str) -> str:
+    """With inputs of graphs numbered as they appear: torch 2.11 passes no meshes, which count on later versions."""
+    names = dict[str, str]()
+    return re.sub(r"\barg\d+_1\b", lambda found: names.setdefault(found[0], f"arg{len(names)}_1"), text)
+
+
 def test_the_graphs_are_those_of_today() -> None:
     """Each difference and each plan on the page is what compiling its model gives."""
     text = PAGE.read_text()
@@ -165,7 +171,8 @@ def test_the_graphs_are_those_of_today() -> None:
     if os.environ.get("EXPECTTEST_ACCEPT"):
         PAGE.write_text(new)
     else:
-        assert text == new, "\n".join(difflib.unified_diff(text.split("\n"), new.split("\n"), lineterm="", n=2))
+        shown, found = _numbered(text).split("\n"), _numbered(new).split("\n")
+        assert shown == found, "\n".join(difflib.unified_diff(shown, found, lineterm="", n=2))
 
 
 def test_each_pass_has_its_section() -> None:
