@@ -370,7 +370,7 @@ RNN_WITHOUT_LIST: dict[str, Any] = {
     "flatten_parameters": lambda _module: None,
 }
 
-READS_SHOWN_PARAMETERS = torch.__version__ >= (2, 13)
+READS_SHOWN_PARAMETERS = torch.__version__ >= "2.13"
 """Whether a traced `module.bias` is found in a `_parameters` that is of a subclass of dict: not by torch 2.11."""
 
 

@@ -150,6 +150,7 @@ def _flops(node: fx.Node) -> int:
     formula = flop_formula(node)
     if formula is None:
         return 0
+    args: Any
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))  # a subgraph has none
     if "_scaled_dot_product" in str(packet_of(node)) and len(args[0].shape) == 4:
         flops = size_hint(_attention_flops(*args[:4], backward="backward" in str(packet_of(node))))
