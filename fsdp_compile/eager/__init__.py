@@ -18,7 +18,6 @@ Notes: [Graph breaks in the forward of a sharded module], [Freeing buffers that 
 in flight], [Communication hooks].
 """
 
-from fsdp_compile.eager.forward import compiled_forward, sharded_forward
-from fsdp_compile.eager.runtime import Runtime
-
-__all__ = ["Runtime", "compiled_forward", "sharded_forward"]
+from fsdp_compile.eager.forward import compiled_forward as compiled_forward
+from fsdp_compile.eager.forward import sharded_forward as sharded_forward
+from fsdp_compile.eager.runtime import Runtime as Runtime

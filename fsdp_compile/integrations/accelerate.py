@@ -22,6 +22,8 @@ from fsdp_compile.core.sharding import clean_name
 from fsdp_compile.fsdp_module import FSDPModule
 from fsdp_compile.state_dict.sharded_value import managed
 
+__all__ = ["Accelerator"]
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
 _FOLDER = "sharded"  # within what `save_state` writes
 

@@ -28,6 +28,8 @@ from fsdp_compile.checkpoint.save_load import errors_of_ranks
 from fsdp_compile.checkpoint.untrusted import SafeReader, ValuePlanner, file_in, load_item
 from fsdp_compile.fsdp_module import FSDPModule, register_fsdp_forward_method
 
+__all__ = ["FabricStrategy", "TrainerStrategy"]
+
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _METADATA = "meta.pt"  # where Lightning's base class writes what is neither a model nor an optimizer
 

@@ -15,6 +15,8 @@ from fsdp_compile.checkpoint.untrusted import file_in, load_item, path_in
 from fsdp_compile.fsdp_module import FSDPModule
 from fsdp_compile.integrations.accelerate import Accelerator
 
+__all__ = ["Trainer"]
+
 _FOLDER, _SCHEDULER = "sharded", "scheduler.pt"  # within a checkpoint
 
 

@@ -61,7 +61,8 @@ def test_the_command_fails_and_names_the_file(
 def test_versions_are_the_same_everywhere() -> None:
     """The versions that count as tested are those of the documentation and of each `_torch.py`."""
     words = f"torch {', '.join(TESTED_TORCH[:-1])} and {TESTED_TORCH[-1]}"
-    pages = [ROOT / "README.md", ROOT / "docs" / "upgrading_torch.md", *ROOT.glob("fsdp_compile/*/_torch.py")]
+    documents = ("README.md", "docs/upgrading_torch.md", "docs/stability.md")
+    pages = [*(ROOT / name for name in documents), *ROOT.glob("fsdp_compile/*/_torch.py")]
     assert [page for page in pages if words not in " ".join(page.read_text().split())] == []
     pinned = re.search(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned is not None and pinned[1] in TESTED_TORCH
