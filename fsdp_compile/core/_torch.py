@@ -5,6 +5,7 @@ torch._C._dynamo.eval_frame, torch._dynamo.eval_frame    whether Dynamo is activ
                                                          eval-frame callback, which is None or False when off.
 torch._dynamo.comptime, guards, symbolic_convert         functions that Dynamo calls while it traces, before each run
                                                          (`add_lambda_guard`), with the graph (`add_graph_finalizer`)
+torch._dynamo.exc                                        how code that Dynamo traces ends the graph
 torch._dynamo.utils                                      permission for side effects in a checkpointed region, asked for
                                                          by `_disable_side_effect_safety_checks_for_current_subtracer`
 torch._C._autograd                                       whether the running backward pass retains its graph
@@ -43,6 +44,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._C._functorch import peek_interpreter_stack as current_transform
 from torch._dynamo.comptime import comptime as while_tracing
 from torch._dynamo.eval_frame import innermost_backend, skip_code
+from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import install_guard
 from torch._dynamo.source import NNModuleSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -174,6 +176,15 @@ def tensor_assigned_at_break() -> Tensor | None:
         return None
     fake = getattr(getattr(getattr(tracing.stack[-1], "proxy", None), "node", None), "meta", {}).get("example_value")
     return fake if isinstance(fake, FakeTensor) else None
+
+
+def break_graph(reason: str) -> None:
+    """If Dynamo traces: end the graph before the current instruction, which then runs eagerly."""
+    try:
+        InstructionTranslator.current_tx()
+    except AttributeError:
+        return
+    unimplemented(gb_type="fsdp_compile", context="", explanation=reason, hints=[])
 
 
 def traced_code_changes(attribute: str) -> bool:

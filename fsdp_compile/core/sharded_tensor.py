@@ -29,6 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp_compile.core._torch import (
     NO_TORCH_FUNCTION,
     FakeTensor,
+    break_graph,
     change_wrapper,
     never_compile,
     new_wrapper,
@@ -519,6 +520,12 @@ class ShardedView(Tensor):
         return self.read()
 
     numpy, tolist, __array__ = ShardedTensor.numpy, ShardedTensor.tolist, ShardedTensor.__array__
+
+    @property
+    def __tensor_flatten__(self) -> NoReturn:
+        """Absent: a compiler asks for it before it puts a view into a graph, which could not write to the base."""
+        break_graph(f"a view of a sharded parameter, shape {tuple(self.shape)}: use the parameter itself")
+        raise AttributeError("__tensor_flatten__")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
         return f"ShardedView(shape={tuple(self.shape)} of {self.base!r})"

@@ -77,8 +77,24 @@ def _assign_data(model: Any) -> None:
     model.teacher.weight.data = model.teacher.weight.data * 0.9
 
 
+def _fill_row(model: Any) -> None:
+    with torch.no_grad():
+        model.teacher.weight[:1].fill_(0.5)
+
+
+def _scale_half(model: Any) -> None:
+    with torch.no_grad():
+        model.teacher.weight.chunk(2)[1].mul_(0.9)
+
+
+def _add_transposed(model: Any) -> None:
+    with torch.no_grad():
+        model.teacher.weight.t().add_(model.student.weight.t(), alpha=0.1)
+
+
 EDITS = (_lerp, _multiply, _write_data, _write_detached, _copy, _foreach, _write_local, _set_row, _clamp, _write_out,
          _average, _assign_data)  # fmt: skip
+VIEWS = (_fill_row, _scale_half, _add_transposed)
 LOST = "a copy that was gathered, where the change would be lost"
 
 
@@ -151,7 +167,23 @@ def _another_unit(
 def test_of_another_unit(two: Ranks, how: str) -> None:
     """A forward that changes parameters of another unit, before or after that one's forward, has one process's values,
     whatever operator it uses; or says that backward needs the old values, or that a gathered copy would change."""
-    two.run(_another_unit, how, EDITS if how == "eager" else EDITS[:3], ShardingStrategy.FULL_SHARD, False)
+    edits = (*EDITS, *VIEWS) if how == "eager" else (*EDITS[:3], *VIEWS)
+    two.run(_another_unit, how, edits, ShardingStrategy.FULL_SHARD, False)
+
+
+def _as_one_graph(rank: int) -> None:
+    for edit in VIEWS:
+        torch._dynamo.reset()
+        model = _Edited(edit, first=True)
+        fully_shard(model.teacher)
+        fully_shard(model.student)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="a view of a sharded parameter"):
+            torch.compile(partial(_Edited.forward, model), backend="eager", fullgraph=True)(torch.ones(3, 4))
+
+
+def test_a_view_in_one_graph(two: Ranks) -> None:
+    """Dynamo says what it cannot trace where a graph may not break at a view of a parameter of another unit."""
+    two.run(_as_one_graph)
 
 
 class _Replacing(_Edited):
@@ -187,7 +219,7 @@ def test_replaced_where_it_is_called(two: Ranks) -> None:
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
 def test_of_another_unit_in_each_call(two: Ranks, how: str, strategy: ShardingStrategy) -> None:
     """The same with every edit in every call."""
-    two.run(_another_unit, how, EDITS, strategy, True)
+    two.run(_another_unit, how, (*EDITS, *VIEWS), strategy, True)
 
 
 @pytest.mark.nightly
