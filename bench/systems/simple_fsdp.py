@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._inductor.utils import get_gpu_dram_gbps
+from torch.utils.flop_counter import flop_registry
 
 from bench.systems import Prepared, Setup
 
@@ -43,6 +44,29 @@ def answer_for_bandwidth() -> None:
         get_gpu_dram_gbps()
 
 
+def count_grouped_queries() -> None:
+    """Let torch 2.11 count the operations of attention whose heads share keys, as later versions do.
+
+    Its overlap pass, which torchtitan switches on for CUDA, fails at them otherwise.
+    """
+
+    def as_many_heads(formula: Any, queries: int) -> Any:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            heads = args[queries].shape[1]
+            given = [*args[: queries + 1], *(each.expand(-1, heads, -1, -1) for each in heads_first(args, queries))]
+            return formula(*given, *args[queries + 3 :], **kwargs)
+
+        return count
+
+    def heads_first(args: Any, queries: int) -> list[Tensor]:
+        return [each[:, :1] for each in args[queries + 1 : queries + 3]]
+
+    for name in ("flash", "efficient", "cudnn"):
+        for queries, backward in enumerate(("", "_backward")):
+            operator = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention{backward}")
+            flop_registry[operator] = as_many_heads(flop_registry[operator], queries)
+
+
 def shard(model: nn.Module, setup: Setup) -> nn.Module:
     """Make each parameter a DTensor that is gathered where it is read."""
     open_package("torchtitan")
@@ -65,6 +89,8 @@ def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prep
     torch._inductor.config.reorder_for_peak_memory = False
     if setup.device.type != "cuda":
         answer_for_bandwidth()
+    elif torch.__version__ < (2, 13):
+        count_grouped_queries()
     config: Any = Compile(graph_passes=setup.option or ("auto_bucketing" if setup.device.type == "cuda" else BUCKETS))
     config.backend, config.enable = "inductor", True
     first, last = setup.ends
