@@ -58,7 +58,10 @@ class Part:
 PEERS = ("unsharded", "fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_compiled")
 FINE = ("fsdp2:layers", "ours_planned", "ours_planned:layers")  # what finer units bring, with a plan and without
 EAGER = ("fsdp2", "ours")
-ON_CUDA = ("unsharded", "fsdp1", "fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_blocks", "ours_compiled")
+ON_CUDA = (
+    *("unsharded", "fsdp1", "fsdp2", "fsdp2_compile", "fsdp2_compile:ends", "simple_fsdp"),
+    *("ours", "ours_blocks", "ours_compiled"),
+)
 WITHOUT = tuple(f"ours_compiled:{names}" for names in ABLATED)
 LOW_PRECISION = tuple(
     f"ours_compiled:{kind}{off}" for kind in ("autocast", "float8") for off in ("", "+smallest_gather")
@@ -109,8 +112,8 @@ PARTS = {
     ),
     "cuda_step": Part(
         "the same, whole steps, with what plans them", "link", "llama",
-        ("unsharded", "fsdp2_compile", "ours_compiled", "ours_planned", "ours_step"), 64, "cuda", True, (0.3, 0.6, 0.9),
-        rounds=3, looks=("calls", "memory"),
+        ("unsharded", "fsdp2_compile:ends", "ours_compiled", "ours_planned", "ours_step"), 64,
+        "cuda", True, (0.3, 0.6, 0.9), rounds=3, looks=("calls", "memory"),
     ),
     "nccl": Part("Llama 3 8B blocks, four of them, NCCL, bf16", "nccl", "llama", ON_CUDA, 0, "cuda", True),
     "smoke": Part(

@@ -2,7 +2,9 @@
 
 Where collectives block the host (the emulated link on the CPU) it is helped to the overlap that it has on CUDA, by its
 own means: gathers ahead are asked for, and reduce-scatters are waited for where CUDA's streams would wait. The option
-`blocking` leaves it as it is. With the option `layers` every linear layer of a block is a unit, and the block is none.
+`blocking` leaves it as it is. With the option `ends` what lies before the blocks and behind them are units too, the
+latter unsharded between forward and backward, which is torchtitan's recipe for Llama. With the option `layers` every
+linear layer of a block is a unit, and the block is none.
 """
 
 from collections import deque
@@ -48,6 +50,11 @@ class LateReduceScatter:
 def eager(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if setup.bf16 else MixedPrecisionPolicy()
     blocks = layers_of(blocks) if setup.option == "layers" else blocks
+    if setup.option == "ends":
+        first, last = setup.ends
+        fully_shard(model.get_submodule(first), mesh=setup.mesh, mp_policy=precision)
+        ends = [model.get_submodule(name) for name in last]
+        fully_shard(ends, mesh=setup.mesh, mp_policy=precision, reshard_after_forward=False)  # type: ignore[call-overload]
     for block in blocks:
         fully_shard(block, mesh=setup.mesh, mp_policy=precision)
     fully_shard(model, mesh=setup.mesh, mp_policy=precision)
