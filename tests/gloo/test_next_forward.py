@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -312,7 +313,9 @@ def _freed(rank: int) -> None:
     with pytest.raises(ValueError, match="forward fails"):
         step(inputs, target=target)
     gc.collect()
-    assert [each() for each in started] == [None, None]
+    end = time.monotonic() + 10  # gloo's thread lets go of a buffer just after a wait for it has returned
+    while any(each() is not None for each in started):
+        assert time.monotonic() < end
     without = compile_step(model, adamw(model), loss_of, prefetch=0, backend="aot_eager")
     without(inputs, target=target)
     assert without._next_forward._started == []
