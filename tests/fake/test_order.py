@@ -3,12 +3,14 @@
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from compiling import BACKENDS, BUILD, cached, compiled, pairs
 from generated import Program, Step, programs
 from torch import Tensor, nn
 
-from fsdp_compile import ShardingStrategy, fully_shard
+from fsdp_compile import MixedPrecision, ShardingStrategy, fully_shard
+from fsdp_compile.construct import units
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 
 
@@ -168,6 +170,26 @@ def test_received_rows_are_reduced_at_once() -> None:
     for step, following in pairwise(backward.steps):
         if step.is_wait and step.names[0] in received:
             assert received & set(following.names) == {step.names[0]}, following.text
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
+def test_a_root_reduces_what_is_ready_before_its_blocks(
+    monkeypatch: pytest.MonkeyPatch, reduce_dtype: torch.dtype
+) -> None:
+    """The head's gradients are reduced before backward reaches the blocks, also if they fill their flat parameter.
+
+    Then nothing but a view and a cast lies between product and collective, both where autograd ends with the root.
+    """
+    monkeypatch.setattr(units, "_WORTH_A_COLLECTIVE", 1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 64, bias=False))
+    for block in model[1:3]:
+        fully_shard(block)
+    fully_shard(model, mixed_precision=MixedPrecision(torch.bfloat16, reduce_dtype))
+    run = torch.compile(model, backend=fsdp_compile_backend, fullgraph=True)
+    _, backward = programs(lambda: run(torch.arange(8)).float().square().mean())
+    kinds = ["reduce" if step.is_reduce else "product" for step in backward.steps if step.is_reduce or step.is_product]
+    assert kinds.index("reduce") <= 2 and kinds.count("reduce") == 4  # behind both products of the head at the latest
 
 
 def test_all_waits_at_the_end_if_asked() -> None:

@@ -258,12 +258,12 @@ def _pack(sent: Any, layout: FlatParamLayout, divisor: float, emit: nodes.Emit) 
 
 
 def _view_at_once(gradient: fx.Node) -> None:
-    """Move a gradient that is a view next to the node that computes it.
+    """Move a gradient that is a view or a cast next to the node that computes it.
 
-    Autograd puts the view where it ends with the parameter, which for the root unit is the end of backward; the planner
+    Autograd puts both where it ends with the parameter, which for the root unit is the end of backward; the planner
     would take the gradient to be ready only there.
     """
-    source = nodes.source_of(gradient)
+    source = nodes.source_of(gradient, nodes.is_view_or_cast)
     while gradient is not source and len(gradient.all_input_nodes) == 1 and source.op != "placeholder":
         source.append(gradient)  # the last view first: each of the others comes to stand before it
         gradient = gradient.args[0]  # type: ignore[assignment]  # fx arguments are untyped
