@@ -197,7 +197,8 @@ class CompiledStep:
         is divided along dimension 0; everything else goes to every micro-batch.
 
         Args:
-            args, kwargs: of the model.
+            *args: of the model.
+            **kwargs: of the model.
             target: for the loss function, if not None.
 
         Returns:

@@ -12,8 +12,11 @@ OUTSIDE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench" / "READM
 
 
 def test_the_documents_build(tmp_path: Path) -> None:
-    """`mkdocs build --strict`: no page, anchor or docstring is missing, and no page is left out of the navigation."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    """`mkdocs build --strict`: no page, anchor or docstring is missing, and no page is left out of the navigation.
+
+    With `--quiet` warnings would not be counted.
+    """
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stdout + run.stderr
     page = (tmp_path / "reference" / "index.html").read_text()

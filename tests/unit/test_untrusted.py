@@ -212,7 +212,7 @@ def entry(at: Path, shape: list[int], offsets: list[Any], dtype: str = "F32") ->
     header(at, json.dumps({"weight": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}).encode() + b"\0" * 16)
 
 
-OUTSIDE = ("a path upward", "an absolute path", "the folder itself", "a link outside", "a linked list", 
+OUTSIDE = ("a path upward", "an absolute path", "the folder itself", "a link outside", "a linked list",
            "a linked index", "only a link outside")  # fmt: skip
 
 

@@ -1,0 +1,62 @@
+"""What can be said of the workflows here, where they do not run: limits, rights, versions, and that commands exist."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fsdp_compile.torch_names import TESTED_TORCH
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def steps() -> list[dict[str, Any]]:
+    action = read(ROOT / ".github" / "actions" / "setup" / "action.yml")["runs"]["steps"]
+    return action + [step for path in WORKFLOWS for job in read(path)["jobs"].values() for step in job["steps"]]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_rights_and_limits(path: Path) -> None:
+    """A workflow reads the repository and no more, unless a job says what for; each job ends; runs do not pile up."""
+    workflow = read(path)
+    assert workflow["permissions"] == {"contents": "read"} and "group" in workflow["concurrency"]
+    for name, job in workflow["jobs"].items():
+        assert job["timeout-minutes"] <= 180, name
+        assert job.get("permissions") in (None, {"id-token": "write"}), name
+
+
+def test_actions_are_pinned() -> None:
+    """To a major version, and each by one version everywhere."""
+    used = {step["uses"] for step in steps() if "uses" in step and not step["uses"].startswith("./")}
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v\d+)", each) for each in used), used
+    assert len({each.partition("@")[0] for each in used}) == len(used)
+
+
+def test_versions() -> None:
+    """CI has each torch that counts as tested and each Python of the package; pre-commit has the tests' ruff."""
+    versions = read(ROOT / ".github" / "workflows" / "ci.yml")["jobs"]["tests"]["strategy"]["matrix"]["versions"]
+    assert tuple(each["torch"] for each in versions) == TESTED_TORCH
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    named = {each.rpartition(" ")[2] for each in classifiers if "Python :: " in each}
+    assert {each["python"] for each in versions} == named
+    hooks = {each["repo"].rpartition("/")[2]: each["rev"] for each in read(ROOT / ".pre-commit-config.yaml")["repos"]}
+    assert f"ruff=={hooks['ruff-pre-commit'].removeprefix('v')}\n" in (ROOT / "constraints.txt").read_text()
+
+
+def test_what_they_run_exists() -> None:
+    """Files, folders and targets of make that commands name."""
+    makefile = (ROOT / "Makefile").read_text()
+    for step in steps():
+        command = re.sub(r"\$\{\{ matrix\.tier \}\}", "unit", step.get("run", ""))
+        for target in re.findall(r"^make (?:PYTHON=\w+ )?(.*?)(?: ARGS=.*)?$", command, re.MULTILINE):
+            for each in target.split():
+                assert (ROOT / each.removesuffix(".tier")).is_dir() or re.search(rf"^{each}:", makefile, re.M), each
+        assert all((ROOT / path).exists() for path in re.findall(r"\b(?:tests|tools)/[\w/]+\.py", command))
