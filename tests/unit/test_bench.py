@@ -170,6 +170,6 @@ def test_parts_name_what_exists() -> None:
             meant = (
                 known | {"autocast", "float8"}
                 if system == "ours_compiled"
-                else {"layers", "first", "optimizer", "in_backward", "link"}
+                else {"layers", "first", "optimizer", "in_backward", "link", "ends"}
             )
             assert system in SYSTEMS and (not option or meant.issuperset(option.split("+")))
