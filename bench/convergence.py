@@ -10,9 +10,7 @@ on its part of the batch, with the first seed. In bf16 one process uses autocast
 
 import json
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +25,7 @@ from bench.report import Found, commit, parser, today, write
 
 SYSTEMS = dict(fsdp2="FSDP2", ours="ours, eager", ours_compiled="ours, compiled", ours_step="ours, compile_step")
 SEEDS, RANKS, WINDOW = 3, 2, 50
+Curves = dict[str, Tensor]
 SHAPE = dict(batch=8, context=64, layers=2, heads=4, dim=64)
 
 
@@ -45,7 +44,7 @@ def _train(rank: int, system: str, world: int, bf16: bool, seed: int, steps: int
     whole = prepared.whole_step(optimizer)
 
     def one(*batch: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16) if bf16 and system == "one process" else nullcontext():
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16 and system == "one process"):
             loss = prepared.forward(*batch)
         loss.backward()
         optimizer.step()
@@ -62,49 +61,36 @@ def _train(rank: int, system: str, world: int, bf16: bool, seed: int, steps: int
     dist.destroy_process_group()
 
 
-def curve(system: str, bf16: bool, seed: int, steps: int) -> list[float]:
-    """The loss of each step, from processes of their own."""
+def curve(system: str, bf16: bool, seed: int, steps: int) -> Tensor:
+    """The mean loss of each `WINDOW` steps, from processes of their own."""
     with tempfile.TemporaryDirectory() as folder:
         world = 1 if system == "one process" else RANKS
         spawn(_train, (system, world, bf16, seed, steps, folder), world)
-        found: list[float] = json.loads(Path(folder, "losses").read_text())
-    return found
+        return torch.tensor(json.loads(Path(folder, "losses").read_text())).unfold(0, WINDOW, 1).mean(1)
 
 
-def smooth(losses: list[float]) -> Tensor:
-    """Means over `WINDOW` steps."""
-    return torch.tensor(losses).unfold(0, WINDOW, 1).mean(1)
-
-
-def of_one_process(curves: dict[str, list[float]]) -> Tensor:
-    """Its smoothed curves, a row for each seed."""
-    return torch.stack([smooth(curves[f"one process, seed {seed}"]) for seed in range(SEEDS)])
-
-
-def rows(curves: dict[str, list[float]]) -> list[Found]:
+def rows(curves: Curves) -> list[Found]:
     """A row for each way, from the curves of one precision."""
-    alone = of_one_process(curves)
+    alone = torch.stack(list(curves.values())[:SEEDS])
     spread = float((alone.amax(0) - alone.amin(0))[alone.shape[1] // 2 :].max())
-    means = {name: smooth(losses) for name, losses in curves.items()}
     return [{"name": name, "loss": float(each[-1]), "apart": float((each - alone[0]).abs().max()), "spread": spread}
-            for name, each in means.items()]  # fmt: skip
+            for name, each in curves.items()]  # fmt: skip
 
 
-def draw(curves: dict[str, dict[str, list[float]]]) -> None:
+def draw(precisions: dict[str, Curves]) -> None:
     """Curves above, their distance from one process below; the band is where the seeds of one process are."""
     with plt.rc_context(STYLE):
-        figure, panels = plt.subplots(2, len(curves), figsize=(10, 5), sharex=True, sharey="row", squeeze=False)
-        for column, (precision, found) in enumerate(curves.items()):
-            alone = of_one_process(found)
+        figure, panels = plt.subplots(2, len(precisions), figsize=(10, 5), sharex=True, sharey="row", squeeze=False)
+        for (above, below), (precision, curves) in zip(panels.T, precisions.items(), strict=True):
+            alone = torch.stack(list(curves.values())[:SEEDS])
             at = range(WINDOW, WINDOW + alone.shape[1])
-            for axes, base in ((panels[0][column], 0 * alone[0]), (panels[1][column], alone[0])):
+            for axes, base in ((above, 0 * alone[0]), (below, alone[0])):
                 band = ((each - base).tolist() for each in (alone.amin(0), alone.amax(0)))
                 axes.fill_between(at, *band, color="#9aa5b1", alpha=0.5, lw=0, label="one process, three seeds")
                 for name, title in SYSTEMS.items():
-                    style = dict(color=systems.SYSTEMS[name].colour, linewidth=1.2, label=title)
-                    axes.plot(at, (smooth(found[title]) - base).tolist(), **style)
-            panels[0][column].set_title(precision, loc="left")
-            panels[1][column].set_xlabel("step")
+                    axes.plot(at, (curves[title] - base).tolist(), c=systems.SYSTEMS[name].colour, lw=1.2, label=title)
+            above.set_title(precision, loc="left")
+            below.set_xlabel("step")
         panels[0][0].set(ylabel=f"loss, mean of {WINDOW} steps")
         panels[1][0].set(ylabel="less that of one process")
         panels[0][-1].legend(frameon=False)
@@ -119,17 +105,16 @@ def main() -> None:
     args = arguments.parse_args()
     runs = [(f"one process, seed {seed}", "one process", seed) for seed in range(SEEDS)]
     runs += [(title, system, 0) for system, title in SYSTEMS.items()]
-    curves: dict[str, dict[str, Any]] = {}
+    found: dict[str, Curves] = {}
     for precision in ("fp32", "bf16"):
-        todo = {name: (system, precision == "bf16", seed, args.steps) for name, system, seed in runs}
-        curves[precision] = {name: curve(*run) for name, run in todo.items()}
-        for row in rows(curves[precision]):
+        found[precision] = {name: curve(way, precision == "bf16", seed, args.steps) for name, way, seed in runs}
+        for row in rows(found[precision]):
             print(
                 f"{precision} {row['name']:22} {row['loss']:8.4f} {row['apart']:9.1e} {row['spread']:8.4f}", flush=True
             )
     if not args.dry:
-        kept = {precision: {name: [round(loss, 4) for loss in smooth(losses)[::10].tolist()]
-                            for name, losses in found.items()} for precision, found in curves.items()}  # fmt: skip
-        tables = {precision: rows(found) for precision, found in curves.items()}
+        kept = {precision: {name: [round(loss, 4) for loss in each[::10].tolist()] for name, each in curves.items()}
+                for precision, curves in found.items()}  # fmt: skip
+        tables = {precision: rows(curves) for precision, curves in found.items()}
         write("convergence", {"date": today(), "commit": commit(), "rows": tables, "curves": kept})
-        draw(curves)
+        draw(found)
