@@ -55,6 +55,12 @@ from fsdp_compile.core.sharded_tensor import FlatGradient, ShardedTensor, set_gr
 # nodes run nevertheless, and so do hooks on them.
 # The hook by which `average_gradients` sees to plain gradients is no reason: it lets sharded ones pass.
 
+# Note [Values that a graph reads again]
+# A compiled graph that gathers again in backward saves the flat shard, as autograd saves any tensor: with its version
+# counter, which must be the same when backward reads it. So the differentiable shard shares the counter of the shard
+# and of all that lies in it. Under NO_SHARD parameters are plain tensors, which keep counters of their own: there the
+# next forward counts what has changed since for the graphs before it, and `ScatterGradients` compares for the last one.
+
 # Note [Backward passes within a compiled function]
 # A function that calls `backward` may be compiled (`torch.compile(train_step)`). Its graph breaks there, and the engine
 # calls functions in Python from outside of any graph. Dynamo would compile each of them, and all that they call, by
@@ -130,7 +136,7 @@ class GradientReduction:
     # Updates the parameters by their reduced gradient, 1-D, which does not reach autograd then. Who sets it resets it
     # after the pass.
     update: Callable[[Tensor], None] | None = None
-    # Version counters of the values that a compiled forward has read, if its backward gathers again.
+    # Under NO_SHARD, version counters of the parameters that the last forward has read, if it was compiled.
     values_read: list[int] | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -233,8 +239,8 @@ class ShardBinding:
             )
 
     def value_counters(self) -> list[int]:
-        """Version counters that change with the values of the parameters; all slices of a shard share one."""
-        return [self._where[0]._version] if self.is_sharded else list(map(_VERSION, self.params))
+        """The version counters of the parameters."""
+        return list(map(_VERSION, self.params))
 
     def check_gradients(self) -> None:
         """Raise RuntimeError if autograd could not add to the `.grad` of a parameter: it would broadcast."""
@@ -319,7 +325,7 @@ class ScatterGradients(torch.autograd.Function):
         """The shard, 1-D `[shard_numel]`, as a tensor that `params` and `sentinel` require the gradient of."""
         ctx.set_materialize_grads(False)
         ctx.binding = binding
-        return alias(shard)  # own version counter: in-place optimizer updates do not invalidate the graph
+        return shard.detach() if binding.is_sharded else alias(shard)  # Note [Values that a graph reads again]
 
     @staticmethod
     @never_compile  # Note [Backward passes within a compiled function]

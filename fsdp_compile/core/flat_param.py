@@ -142,9 +142,12 @@ class FlatParam:
         """Indices of the parameters whose data was replaced and no longer lies in the shard."""
         return self._binding.unbound()
 
-    def note_read(self, again: bool) -> None:
-        """Record version counters of the values that a compiled forward reads, if its backward reads them `again`."""
-        self.reduction.values_read = self._binding.value_counters() if again else None
+    def note_read(self, by_graph: bool) -> None:
+        """Under NO_SHARD, record which values a forward reads; older graphs must not read others again."""
+        reduction, before = self.reduction, self.reduction.values_read
+        reduction.values_read = self._binding.value_counters() if by_graph else None
+        if before is not None and before != (reduction.values_read or self._binding.value_counters()):
+            torch.autograd.graph.increment_version(self._bound_shard)
 
     def show_gradient(self) -> None:
         """Turn a gradient that `reduction` has kept into gradients of the parameters."""

@@ -64,8 +64,8 @@ class UnshardParams(torch.autograd.Function):
         ctx.reduce = reduce_packed if gathered.as_flats else reduce_gradients
         ctx.streams, ctx.full_precision = gathered.streams, gathered.full_precision
         buffers = [buffer for buffer in gathered.buffers if buffer.flat in flats]
-        for flat in flats:
-            flat.reduction.values_read = None  # backward compares what it gathers again
+        for flat in () if gathered.unit.is_sharded else flats:
+            flat.note_read(by_graph=False)
         if gathered.as_flats:
             return tuple(alias(buffer.full) for buffer in buffers)
         params, frozen = [], []
@@ -432,12 +432,19 @@ class UnshardedUnit:
         self.unit.kept = KeptUnsharded(self.buffers, self.versions, self.full_precision)
 
     def _check_unchanged(self) -> None:
-        for name, param, version in zip(self.unit.names, self.unit.params, self.versions.params, strict=True):
+        unit, versions, changed = self.unit, self.versions, ""
+        for flat, version in zip(unit.flats, versions.shards[::2], strict=True):
+            if flat.shard._version != version:  # of all that lies in the shard
+                changed = f"{flat.fqn} or another one of its unit"
+        for name, param, version in zip(unit.names, unit.params, versions.params, strict=True):
             if param._version != version:
-                raise RuntimeError(
-                    f"parameter {name} was changed in place between forward and backward; run backward before the "
-                    f"optimizer's step"
-                )
+                changed = name
+                break
+        if changed:
+            raise RuntimeError(
+                f"parameter {changed} was changed in place between forward and backward; run backward before the "
+                f"optimizer's step"
+            )
 
     def free(self, keep_slices: bool = False) -> None:
         """Free the buffers; with `keep_slices`, not what the second of two groups gathers from again."""
