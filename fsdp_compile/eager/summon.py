@@ -126,6 +126,8 @@ def summoned(units: Sequence[Unit], options: Options, by: str) -> Iterator[None]
     with ExitStack() as stack:
         for unit in units:
             unit_summoned = Summoned(unit, options, by)
+            stack.callback(unit_summoned.restore)  # also if what follows is interrupted, `close` too
+            unit_summoned.show()
             stack.callback(unit_summoned.close)
         yield
 
@@ -138,10 +140,18 @@ class Summoned:
         self.may_compute = not (options.rank0_only or options.offload_to_cpu)
         free_for_next_forward(unit)
         refresh(unit)
-        full = [flat.full_views(_all_gather(unit, flat.shard)) for flat in unit.flats]
+        self._full = [flat.full_views(_all_gather(unit, flat.shard)) for flat in unit.flats]
         self.shows_grads = options.with_grads and unit.is_sharded and all(f.accumulated is None for f in unit.flats)
-        grads = full_gradients(unit) if self.shows_grads else []
+        self._grads = full_gradients(unit) if self.shows_grads else []
         self.saved = [param.grad for param in unit.params]
+        self._is_shown = False
+
+    def show(self) -> None:
+        """Let the unit's parameters be the full ones, until `close`."""
+        unit, options, full, grads = self.unit, self.options, self._full, self._grads
+        self._full, self._grads, self._is_shown = [], [], True
+        unit.enter(Phase.SUMMONED)
+        unit.summoned = self
         if options.rank0_only and unit.is_sharded and unit.rank != 0:
             self.shows_grads = False
             for flat in unit.flats:
@@ -151,8 +161,6 @@ class Summoned:
                 flat.use_unsharded([tensor.cpu() for tensor in tensors] if options.offload_to_cpu else tensors)
         if self.shows_grads:
             set_grads(unit.params, grads)
-        unit.enter(Phase.SUMMONED)
-        unit.summoned = self
 
     def close(self) -> None:
         """Keep this rank's part of the edits, if asked to, and shard the parameters again."""
@@ -165,7 +173,7 @@ class Summoned:
             restore_objects(self.unit)
             raise
         finally:
-            self._restore()
+            self.restore()
 
     def _write_back(self) -> None:
         unit = self.unit
@@ -192,16 +200,20 @@ class Summoned:
                 into = _stored(saved)
                 into.copy_(_local_part(param.grad, spec).view_as(into))
 
-    def _restore(self) -> None:
-        self.unit.summoned = None
-        self.unit.enter(Phase.SHARDED)
-        for param in self.unit.params if self.shows_grads else ():
+    def restore(self) -> None:
+        """Shard the parameters again, unless that is done: what was interrupted begins anew."""
+        if not self._is_shown:
+            return
+        unit = self.unit
+        for param in unit.params if self.shows_grads else ():
             param.grad = None
-        for flat in self.unit.flats:
+        for flat in unit.flats:
             flat.use_sharded()
         if self.shows_grads:
-            set_grads(self.unit.params, self.saved)
-        self.unit.locations.record()
+            set_grads(unit.params, self.saved)
+        unit.locations.record()
+        unit.enter(Phase.SHARDED)
+        unit.summoned, self._is_shown = None, False
 
 
 def _check_full(flat: FlatParam, params: Sequence[nn.Parameter], with_grads: bool) -> None:

@@ -3,11 +3,13 @@
 import copy
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from interruptions import Interruption, interrupted
 from models import Residual, mlp
 from recording import recorded, unlike_blocks
 from refusing import local, units
@@ -56,6 +58,40 @@ def _is_sharded(module: nn.Module) -> bool:
     return [local(param).numel() for param in module.parameters()] == parts and all(
         unit.is_current() for unit, _ in found
     )
+
+
+def _summon(model: nn.Module, **options: Any) -> None:
+    with summon_full_params(model, **options):
+        pass
+
+
+SUMMONS: dict[str, Callable[[nn.Module], Any]] = {
+    "with gradients": lambda model: _summon(model, with_grads=True),
+    "without writeback": lambda model: _summon(model, writeback=False),
+    "on rank 0": lambda model: _summon(model, writeback=False, rank0_only=True),
+    "apply": lambda model: model.apply(lambda module: None),
+}
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("name", SUMMONS)
+def test_an_interrupted_summon(name: str, strategy: str) -> None:
+    """An exception at any call of the package within a summon leaves idle units with sharded parameters, gradients and
+    all that a forward needs."""
+    model = nn.Sequential(Residual(7, 9), nn.Linear(7, 2))
+    fully_shard(model, auto_wrap_policy={Residual}, sharding_strategy=ShardingStrategy[strategy])
+    step(model)
+    kinds = {type(param.grad) for param in model.parameters()}
+    calls = interrupted(lambda: SUMMONS[name](model), at=-1)
+    for at in range(1, calls + 1):
+        with suppress(Interruption):
+            interrupted(lambda: SUMMONS[name](model), at)
+        assert all(unit.describe_phase() == "idle" for unit in units(model)), f"call {at} of {calls}"
+        assert all(unit.phase is Phase.SHARDED for unit in units(model)), f"call {at} of {calls}"
+        assert _is_sharded(model), f"call {at} of {calls}"
+        assert all(flat.autograd_shard is not None for unit in units(model) for flat in unit.flats), f"call {at}"
+        assert {type(param.grad) for param in model.parameters()} == kinds, f"call {at} of {calls}"
+    step(model)
 
 
 @all_strategies
