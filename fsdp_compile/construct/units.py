@@ -345,7 +345,7 @@ def connect(model: Any, ignored: Ignored, runtime: Any, mixin: type) -> None:
         scope._fsdp.traced_units = tuple(dict.fromkeys((*scope._fsdp.units, *scope._fsdp.shared_units)))
         scope._fsdp.units_below = tuple(units_gathered_below(scope))
         for unit in scope._fsdp.units:
-            unit.reduces_in_flight = runtime.reduces_in_flight
+            unit.reduces_in_flight, unit.of_root = runtime.reduces_in_flight, scope._fsdp.is_root
 
 
 # --- from units to plain parameters again -----------------------------------------------------------------------------

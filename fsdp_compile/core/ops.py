@@ -270,6 +270,7 @@ class UnshardSpec:
     replicas: NamedGroup | None = None  # hybrid sharding: ranks that store the same shard; averaged over as well
     compute_dtype: torch.dtype | None = None  # of the full buffer; None: that of the shard
     reduce_dtype: torch.dtype | None = None  # in which gradients are reduced; None: that of the full buffer
+    of_root: bool = False  # whether the unit is that of a root, which an eager forward does not free
     updates: bool = False  # whether the unit may be updated in backward as soon as its gradient is reduced
 
     @property
@@ -287,7 +288,8 @@ class UnshardSpec:
         """The specification as a constant for compilers; `parse` reads it back.
 
         Grammar: the layout's text, `groups=name:size[,name:size]`, `reshard=True|False|None`, and where they are not
-        the default `replicas=name:size`, `compute=dtype`, `reduce=dtype` and `update=True`; separated by blanks.
+        the default `replicas=name:size`, `compute=dtype`, `reduce=dtype`, `root=True` and `update=True`; separated by
+        blanks.
         """
         fields = [self.layout.text, f"groups={_print(self.groups)}", f"reshard={self.reshard_after_forward}"]
         if self.replicas is not None:
@@ -295,7 +297,7 @@ class UnshardSpec:
         for name, dtype in (("compute", self.compute_dtype), ("reduce", self.reduce_dtype)):
             if dtype is not None:
                 fields.append(f"{name}={str(dtype).removeprefix('torch.')}")
-        return " ".join(fields) + UPDATES * self.updates
+        return " ".join(fields) + OF_ROOT * self.of_root + UPDATES * self.updates
 
     @staticmethod
     @lru_cache(maxsize=1024)  # read at every run of an operator; specifications are immutable
@@ -306,7 +308,7 @@ class UnshardSpec:
         if len(fields) != len(pairs) or not {"groups", "reshard"} <= fields.keys() <= _FIELDS:
             raise ValueError(
                 f"{text!r} is not an unshard specification; expected LAYOUT groups=NAME:SIZE,... "
-                f"reshard=True|False|None [replicas=NAME:SIZE] [compute=DTYPE] [reduce=DTYPE] [update=True]"
+                f"reshard=True|False|None [replicas=NAME:SIZE] [compute=DTYPE] [reduce=DTYPE] [root=True] [update=True]"
             )
         replicas = _parse(fields.get("replicas", ""))
         return UnshardSpec(
@@ -316,12 +318,13 @@ class UnshardSpec:
             replicas[0] if replicas else None,
             getattr(torch, fields["compute"]) if "compute" in fields else None,
             getattr(torch, fields["reduce"]) if "reduce" in fields else None,
+            fields.get("root") == "True",
             fields.get("update") == "True",
         )
 
 
-_FIELDS = {"groups", "reshard", "replicas", "compute", "reduce", "update"}
-UPDATES = " update=True"  # the end of a specification with `updates`
+_FIELDS = {"groups", "reshard", "replicas", "compute", "reduce", "root", "update"}
+OF_ROOT, UPDATES = " root=True", " update=True"  # the end of a specification with `of_root`, `updates`
 
 
 def _print(groups: Sequence[NamedGroup]) -> str:

@@ -29,7 +29,7 @@ from fsdp_compile.core._torch import current_backward, while_tracing
 from fsdp_compile.core.autograd import GradientReduction
 from fsdp_compile.core.flat_param import FlatParam, NamedParams, group_by_dtype
 from fsdp_compile.core.layout import ShardRecord
-from fsdp_compile.core.ops import UNSHARD, UPDATES, VIEWS, NamedGroup, UnshardSpec, shard_order
+from fsdp_compile.core.ops import OF_ROOT, UNSHARD, UPDATES, VIEWS, NamedGroup, UnshardSpec, shard_order
 from fsdp_compile.core.settings import Settings
 from fsdp_compile.core.shard_spec import ShardRanks, ShardSpec
 from fsdp_compile.core.traced_writes import check_finished_graph
@@ -209,6 +209,7 @@ class Unit:
         self.comm_hook: tuple[Any, Callable[..., Any]] | None = None
         self._hook_compresses = False
         self.reduces_in_flight = ReduceQueue()  # shared by all units of a root
+        self.of_root = False  # whether it is gathered around the forward of a root
         self.accumulates = False  # whether no_sync was ever in force
         self.may_update = False  # whether graphs let the optimizer update the unit in backward, if nothing is deferred
         self.options = self.options_when_compiled = UnitOptions()  # the latter of the last compiled forward
@@ -453,6 +454,7 @@ class Unit:
             flat_param_id = flat.flat_param_id if self.delivery is not GradientDelivery.REDUCE else None
             updates = self.delivery is GradientDelivery.REDUCE_AND_UPDATE
             deferred = flat.deferred if self.delivery is GradientDelivery.DEFER or updates else None
+            spec = spec + OF_ROOT if self.of_root else spec
             spec = spec + UPDATES if updates else spec
             views: list[Tensor] = VIEWS(UNSHARD(flat.autograd_shard, flat_param_id, deferred, spec), layout)
             params += [view.detach() if index in flat.frozen else view for index, view in enumerate(views)]

@@ -48,6 +48,7 @@ from fsdp_compile.passes.post_grad.foreign import reshard_after_forward, tag_col
 PASSES = (
     Pass("insert_collectives", "joint", insert_collectives.insert_collectives),
     Pass("smallest_gather", "joint", smallest_gather.smallest_gather, needs=("insert_collectives",)),
+    Pass("keep_where_forward_ends", "joint", reshard.keep_where_forward_ends, needs=("insert_collectives",)),
     Pass("choose_activations", "joint", choose_memory.choose_activations),
     Pass("choose_reshard", "joint", reshard.choose_reshard),
     Pass("reshard", "joint", reshard.reshard),

@@ -97,7 +97,7 @@ def test_products_write_gradients_in_place(name: str) -> None:
     _, (_, backward) = compiled(name, "rule")
     layers = sum(isinstance(each, nn.Linear) for each in BUILD[name]()[0].modules())
     assert len(backward.products_into_packs()) == layers
-    assert len(backward.reused()) == len(backward.gathered()) - 1
+    assert len(backward.reused()) == len(backward.gathered()) > 0
 
 
 @pytest.mark.parametrize("option", ["rule", "slow"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compiling import Recorder, printed_graphs, small, step
-from models import MODELS, checkpointed, vectors
+from models import MODELS, Residual, Stack, checkpointed, mlp, squared_error, vectors
 from torch import Tensor, fx, nn
 from torch._inductor import config as inductor_config
 from torch.nn import functional as F
@@ -24,7 +24,7 @@ from fsdp_compile.core.ops import UNSHARD
 from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import saved_for_backward, switched_off
 from fsdp_compile.passes.graph.lifetimes import lifetimes, live_bytes
-from fsdp_compile.passes.graph.nodes import is_view, tagged
+from fsdp_compile.passes.graph.nodes import is_view, tag_of, tagged
 from fsdp_compile.passes.inductor import (
     AfterFusion,
     CompileNotice,
@@ -374,23 +374,80 @@ def saved_nodes(model: torch.nn.Module, inputs: Any, loss: Any) -> tuple[list[fx
 
 
 def is_gathered(node: fx.Node) -> bool:
+    """Whether `node` is a view of what a block gathers; the root, which backward reads first, may be kept."""
     while is_view(node):
         node = node.args[0]
-    return node.target in (ALL_GATHER, WAIT)
+    return node.target in (ALL_GATHER, WAIT) and tag_of(node).path != ""
 
 
 @pytest.mark.parametrize(  # "tied" is "gpt" and more
     "name", [name if name not in ("gpt", "conv") else pytest.param(name, marks=pytest.mark.nightly) for name in MODELS]
 )
 def test_forward_saves_only_shards_and_activations(name: str) -> None:
-    """Under FULL_SHARD nothing saved for backward is a gathered buffer or shares its storage (I4)."""
+    """Under FULL_SHARD nothing saved for backward is a gathered buffer of a block or shares its storage (I4)."""
     case = MODELS[name]
     saved, graph = saved_nodes(case.build(), case.batch(1, 4), case.loss)
-    gathered = tagged(graph, "wait")
+    gathered = [wait for wait in tagged(graph, "wait") if tag_of(wait).path != ""]
     assert gathered and saved
     assert not [node for node in saved if is_gathered(node)]
     storages = {node.meta["val"].untyped_storage()._cdata for node in gathered}
     assert not [node for node in saved if node.meta["val"].untyped_storage()._cdata in storages]
+
+
+class _BrokenApart(Stack):
+    """A graph for each block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            torch._dynamo.graph_break()
+            x = block(x)
+        return self.head(x)
+
+
+def _compiled_one_by_one() -> nn.Module:
+    model = fully_shard(mlp(2))
+    model.blocks = nn.ModuleList(map(torch.compile, model.blocks))
+    return model
+
+
+def _layers() -> list[nn.Module]:
+    return [nn.Linear(7, 7), nn.Linear(7, 5)]
+
+
+_WHOLE = partial(torch.compile, fullgraph=True)
+_BUDGET = partial(_WHOLE, backend=fsdp_compile_backend, options={**LINK, "budget": 2**30})
+
+
+@pytest.mark.parametrize(
+    ("build", "compile_it", "expected"),
+    [
+        (lambda: fully_shard(mlp(2)), _WHOLE, (3, 2)),
+        (lambda: fully_shard(mlp(2), auto_wrap_policy=None), _WHOLE, (1, 0)),
+        (lambda: nn.Sequential(*map(fully_shard, _layers())), _WHOLE, (2, 0)),
+        (lambda: fully_shard(mlp(2)), _BUDGET, (3, 3)),
+        (lambda: fully_shard(nn.Sequential(*_layers()), auto_wrap_policy={nn.Linear}), _WHOLE, (2, 1)),
+        (lambda: fully_shard(_BrokenApart([Residual(11, 23) for _ in range(2)])), torch.compile, (1, 1)),
+        (_compiled_one_by_one, lambda model: model, (1, 1)),
+    ],
+    ids=["a model", "one unit", "roots side by side", "a budget", "blocks alone", "graph breaks", "block by block"],
+)
+def test_backward_gathers_all_but_the_root(
+    build: Callable[[], nn.Module], compile_it: Callable[[nn.Module], nn.Module], expected: tuple[int, int]
+) -> None:
+    """Forward and backward gather each unit; only a root with which forward ends is gathered once (E-STRAT-4, I4).
+
+    Backward needs nothing of a first layer, and equal blocks with graphs of their own share one.
+    """
+    model = compile_it(build())
+    with printed_graphs() as graphs:
+        squared_error(model, vectors(1, 4)).backward()
+    found = {"forward": 0, "backward": 0}
+    for graph in graphs:
+        _, direction, _, _, step = graph.split("\n")[0].split(" ")
+        if step == "check_saved":
+            found[direction] += graph.count("= all_gather_into_tensor(")
+    assert tuple(found.values()) == expected
 
 
 def test_checkpointed_blocks_save_no_gathered_parameters() -> None:
@@ -402,10 +459,10 @@ def test_checkpointed_blocks_save_no_gathered_parameters() -> None:
 
 
 def test_autocast_saves_no_cast_of_gathered_parameters() -> None:
-    """A cast of a gathered parameter is recomputed as a view of it is: autocast too saves only shards (I4)."""
+    """A cast of a gathered parameter is recomputed as a view of it is: so autocast saves only shards of blocks (I4)."""
     with torch.autocast("cpu", torch.bfloat16):
         saved, graph = saved_nodes(MODELS["mlp"].build(), vectors(1, 4), MODELS["mlp"].loss)
-    weights = {tuple(p.shape) for p in MODELS["mlp"].build().parameters() if p.dim() == 2}
+    weights = {tuple(p.shape) for p in MODELS["mlp"].build().blocks.parameters() if p.dim() == 2}
     shapes = {tuple(node.meta["val"].shape) for node in saved}
     assert tagged(graph, "wait") and not shapes & (weights | {shape[::-1] for shape in weights})
 

@@ -30,7 +30,9 @@ from fsdp_compile.passes.post_grad.plan_pass import plan_log
 
 PAGE = Path(__file__).parents[2] / "docs" / "passes.md"
 SHOWN = re.compile(r"<!-- (graph|plan): (\w+), (\w+)(?:, (\w+))? -->\n```(?:diff|text)\n(.*?)```", re.DOTALL)
-NOT_EDITING = {"choose_reshard", "check_saved", "read_graph", "verify_plan", "check_order"}  # decisions and checks
+NOT_EDITING = {  # decisions and checks
+    "keep_where_forward_ends", "choose_reshard", "check_saved", "read_graph", "verify_plan", "check_order",
+}  # fmt: skip
 BY_HAND = {
     "place_updates",
     "name_prefetched",
@@ -48,6 +50,17 @@ class Linears(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+class Headed(Linears):
+    """A block, and a head that is no block."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.head = _layer(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(super().forward(x))
 
 
 def _layer(index: int) -> nn.Module:
@@ -99,6 +112,7 @@ CASES = {
     "three": Case(lambda: Linears(1, 1, 1), nn.Sequential),
     "two": Case(lambda: Linears(2, 2), nn.Sequential, {"activations": "recompute"}),
     "auto": Case(lambda: Linears(1, 1), nn.Sequential, reshard_after_forward="auto"),
+    "headed": Case(Headed, nn.Sequential),
     "side": Case(Side, nn.Linear),
     "accumulating": Case(lambda: Linears(1, 1), nn.Sequential, no_sync=True),
     "autocast": Case(Autocast, nn.Linear, width=16),

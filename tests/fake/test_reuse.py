@@ -39,9 +39,9 @@ def read_by(step: Step) -> list[Window]:
 
 @pairs()
 def test_blocks_need_one_buffer(name: str, backend: str) -> None:
-    """Every block's backward has one buffer; the root, read early, has two."""
+    """Every block's backward has one buffer; the root's was gathered in forward."""
     _, backward = cached(name, backend)
-    assert len(backward.reused()) == len(backward.gathered()) - 1 > 0
+    assert len(backward.reused()) == len(backward.gathered()) > 0
 
 
 @pairs("mlp", "gpt")
@@ -103,5 +103,5 @@ def test_gradients_computed_from_their_own_place() -> None:
     model = fully_shard(case.build(), auto_wrap_policy=ModuleWrapPolicy({Scaled, Mirrored}))
     run = torch.compile(model, fullgraph=True)
     _, backward = programs(lambda: case.loss(run, case.batch(1, 3)))
-    assert len(backward.gathered()) == 5
+    assert len(backward.gathered()) == 4
     assert len(backward.reused()) == 2

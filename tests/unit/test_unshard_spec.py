@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.core.ops import UPDATES, NamedGroup, UnshardSpec
+from fsdp_compile.core.ops import OF_ROOT, UPDATES, NamedGroup, UnshardSpec
 
 LAYOUT = FlatParamLayout.build([("weight", (5, 3)), ("bias", (5,))], 4)
 GROUPS = st.builds(NamedGroup, st.text(min_size=1, max_size=8), st.integers(1, 64))
@@ -45,5 +45,5 @@ def test_what_a_text_looks_like() -> None:
     """Defaults are left out; dtypes and groups are readable."""
     spec = UnshardSpec(LAYOUT, (NamedGroup("0", 4),), True, None, torch.bfloat16, torch.float32)
     assert spec.text == "5x3@0,5@16|24/4%16 groups=0:4 reshard=True compute=bfloat16 reduce=float32"
-    updating = replace(spec, updates=True)
-    assert updating.text == spec.text + UPDATES and UnshardSpec.parse(updating.text).updates
+    updating = replace(spec, updates=True, of_root=True)
+    assert updating.text == spec.text + OF_ROOT + UPDATES and UnshardSpec.parse(updating.text) == updating

@@ -1,5 +1,7 @@
 """Decide which units reshard after forward, tell the partitioner, and check that it happened."""
 
+from dataclasses import replace
+
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -19,6 +21,31 @@ from fsdp_compile.passes.graph.costs import costs_of
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.safe import safe_plan
 from fsdp_compile.passes.plan.workload import with_update
+
+
+def keep_where_forward_ends(context: GraphContext) -> None:
+    """Let the root stay unsharded, or those of its flat parameters that forward reads last and backward reads first.
+
+    Freeing a head would free nothing for long, and no computation could hide its second gather. The eager runtime keeps
+    the root for the same reason. Other units are freed, also where they are last: each may have a graph of its own.
+    With a budget all are freed, as memory may be short.
+    """
+    roots = {unit for unit, spec in context.specs.items() if spec.of_root and spec.reshard_after_forward}
+    if not roots or context.config.budget is not None:
+        return
+    info = analyze(context.graph, joint=True)
+    step = info.workload
+    ends = max((last for _, last in step.reads_in_forward.values()), default=None)
+    begins = min((first for first, _ in step.reads_in_backward.values()), default=None)
+    kept = {
+        nodes.tag_of(info.gathers[step.units[unit].name].start[-1]).unit
+        for unit in step.reads_in_forward.keys() & step.reads_in_backward.keys()
+        if step.reads_in_forward[unit][1] == ends and step.reads_in_backward[unit][0] == begins
+    }
+    for node in context.graph.nodes:
+        tag = nodes.get_tag(node)
+        if tag is not None and tag.unit in kept & roots:
+            nodes.set_tag(node, replace(tag, reshard=False))
 
 
 def choose_reshard(context: GraphContext) -> None:
