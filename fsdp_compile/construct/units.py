@@ -130,14 +130,21 @@ def make_unit(model: nn.Module, prepared: PreparedUnit, ignored: Ignored, mixin:
 # reads last. In one flat parameter the head would be gathered before forward can begin, and its gradients, ready when
 # backward begins, would be reduced when it has ended; nothing hides either, and both may be larger than a block. So
 # what lies before, between and after the units inside, in the order of registration, has a flat parameter for itself,
-# if it is large enough to be worth a collective. The unit stays one: outside of graphs all of it is gathered when the
-# module's forward begins, and the module finds its parameters wherever it reads them.
+# if it is large enough to be worth a collective. Models may register an embedding and a head side by side: of several
+# parameters that are large, each has one, and what lies between them has another, as nothing says when it is read.
+# The unit stays one: outside of graphs all of it is gathered when the module's forward begins, and the module finds its
+# parameters wherever it reads them.
 
 _WORTH_A_COLLECTIVE = 2**22  # elements
 
 
 def divide_at_units(params: NamedParams, module: nn.Module) -> list[NamedParams]:
-    """Divide the parameters of a unit of `module` where other units lie between them, if both sections are large."""
+    """Divide the parameters of a unit around other units where these lie between them, if both sections are large.
+
+    Large parameters of one section are divided too.
+    """
+    if not any(sharding_of(each) for each in module.modules() if each is not module):
+        return [params]
     position = {name: index for index, (name, _) in enumerate(module.named_parameters())}
     sections: list[NamedParams] = [[]]
     numel = following = 0
@@ -152,7 +159,15 @@ def divide_at_units(params: NamedParams, module: nn.Module) -> list[NamedParams]
     if len(sections) > 1 and numel < _WORTH_A_COLLECTIVE:
         small = sections.pop()
         sections[-1] += small
-    return sections
+    return [part for section in sections for part in _divide_large(section)]
+
+
+def _divide_large(section: NamedParams) -> list[NamedParams]:
+    large = [(name, param) for name, param in section if param.numel() >= _WORTH_A_COLLECTIVE]
+    if len(large) < 2:
+        return [section]
+    small = [(name, param) for name, param in section if param.numel() < _WORTH_A_COLLECTIVE]
+    return [*([each] for each in large), *([small] if small else [])]
 
 
 # --- initial values ---------------------------------------------------------------------------------------------------

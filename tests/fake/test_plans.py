@@ -96,6 +96,39 @@ def test_a_small_end_is_sent_with_the_other(rows: tuple[int, int]) -> None:
     assert [len(unit.flats) for unit in model._fsdp.units] == [1]
 
 
+@pytest.mark.parametrize(
+    ("order", "flats"),
+    [
+        (("blocks", "embedding", "norm", "head"), [["embedding"], ["head"], ["norm"]]),
+        (("embedding", "head", "blocks", "norm"), [["embedding"], ["head"], ["norm"]]),
+        (("embedding", "blocks", "norm", "head"), [["embedding"], ["norm", "head"]]),
+    ],
+)
+def test_ends_that_are_registered_side_by_side(
+    monkeypatch: pytest.MonkeyPatch, order: tuple[str, ...], flats: list[list[str]]
+) -> None:
+    """Around other units large parameters of one section have flat parameters of their own; without other units inside
+    there is one flat parameter, also where parameters between are ignored.
+    """
+    monkeypatch.setattr("fsdp_compile.construct.units._WORTH_A_COLLECTIVE", 2**7)
+
+    def build() -> nn.Module:
+        parts = {"embedding": nn.Embedding(2**4, 2**3), "norm": nn.LayerNorm(2**3, bias=False)}
+        parts |= {"head": nn.Linear(2**3, 2**4, bias=False), "blocks": nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))}
+        return nn.ModuleDict({name: parts[name] for name in order})
+
+    def names(model: nn.Module) -> list[list[str]]:
+        (unit,) = model._fsdp.units  # type: ignore[union-attr]  # a sharded module
+        return [[name.removesuffix(".weight") for name in of_flat] for _, of_flat in unit.by_flat(unit.names)]
+
+    assert names(fully_shard(build())) == flats
+    model = build()
+    ignored = {*model["blocks"].parameters()}  # type: ignore[index]  # a ModuleDict
+    in_order = [name for name in order if name != "blocks"]
+    assert names(fully_shard(model, auto_wrap_policy=None, ignored_params=ignored)) == [in_order]
+    assert len(names(fully_shard(build(), auto_wrap_policy=None))) == 1
+
+
 def test_a_slow_link_is_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where communication is the bottleneck the link of a forward never idles from the first gather to the last, up
     to the part of a step by which the search stops."""

@@ -3,13 +3,14 @@
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS
+from models import MODELS, Stack, mlp
 from torch import nn
 
 from fsdp_compile import FullyShardedDataParallel, checkpoint, fully_shard
@@ -17,7 +18,18 @@ from fsdp_compile.checkpoint import directory
 from fsdp_compile.checkpoint.convert import open_source
 
 from .ranks import Ranks, RanksFailed
-from .training import OPTIMIZERS, assert_bitwise, backward, build, full_parameters, local, mine
+from .training import (
+    OPTIMIZERS,
+    assert_bitwise,
+    backward,
+    build,
+    executor,
+    follow,
+    full_parameters,
+    local,
+    mine,
+    reference_and_model,
+)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MLP = MODELS["mlp"]
@@ -99,6 +111,41 @@ def test_training_goes_on_bit_for_bit(two: Ranks, tmp_path: Path) -> None:
     shapes = {name: tuple(param.shape) for name, param in build(MLP).named_parameters()}
     assert {name: source.tensors[f"model.{name}"].shape for name in shapes} == shapes
     assert {name: source.tensors[f"optimizer.state.{name}.exp_avg"].shape for name in shapes} == shapes
+
+
+def _ends_side_by_side() -> Stack:
+    """Both ends are registered before the blocks."""
+    model = mlp()
+    blocks = model.blocks
+    del model.blocks
+    model.blocks = blocks
+    return model
+
+
+def _goes_on_with_other_flats(rank: int, root: Path) -> None:
+    case = replace(MLP, build=_ends_side_by_side)
+    for how in ("eager", "aot_eager"):
+        models = []
+        for large, flats in ((2**22, 1), (2**5, 3)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("fsdp_compile.construct.units._WORTH_A_COLLECTIVE", large)
+                reference, model = reference_and_model(case)
+            assert [len(unit.flats) for unit in model._fsdp.units] == [flats]
+            follow(executor(model, how), reference, case)
+            models.append(model)
+        train(models[0], OPTIMIZERS["adamw"](models[0].parameters()), range(1))
+        for saved, loaded in (models, models[::-1]):
+            checkpoint.save({"model": saved}, root, 1)
+            checkpoint.load({"model": loaded}, root)
+            expected = full_parameters(saved)
+            assert all(torch.equal(full, expected[name]) for name, full in full_parameters(loaded).items())
+            train(loaded, OPTIMIZERS["adamw"](loaded.parameters()), range(1))
+
+
+def test_other_flat_parameters(two: Ranks, tmp_path: Path) -> None:
+    """Where both ends are large and side by side, each has a flat parameter; it trains as unsharded, and a checkpoint
+    of one division loads into another."""
+    two.run(_goes_on_with_other_flats, tmp_path)
 
 
 def _wrapped(rank: int, root: Path) -> None:
