@@ -195,6 +195,37 @@ def test_a_root_reduces_what_is_ready_before_its_blocks(
     assert kinds.index("reduce") <= 2 and kinds.count("reduce") == 4  # behind both products of the head at the latest
 
 
+class SideBySide(nn.Module):
+    """Embedding, norm and head are registered behind the blocks, without a unit between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        self.tokens, self.norm, self.head = nn.Embedding(64, 16), nn.LayerNorm(16), nn.Linear(16, 64, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.tokens(tokens))))
+
+
+def test_backward_gathers_nothing_of_a_root_that_ends_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Head and norm, which have flat parameters of their own, stay; the first gather of backward is a block's.
+
+    The norm's is small. Gathered again it would be what is prefetched, and the block's gather would wait behind it.
+    """
+    monkeypatch.setattr(units, "_WORTH_A_COLLECTIVE", 1024)
+    model = SideBySide()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    run = torch.compile(model, backend=fsdp_compile_backend, fullgraph=True)
+    forward, backward = programs(lambda: run(torch.arange(8)).square().mean())
+    assert sum(step.is_gather for step in forward.steps) == 5  # embedding, two blocks, norm, head
+    assert sum(step.is_gather for step in backward.steps) == 2
+    assert sum(step.is_reduce for step in backward.steps) == 5
+    kinds = [step.is_gather for step in backward.steps if step.is_gather or step.is_product]
+    assert kinds[0]  # before the head's products, which hide it
+
+
 def test_all_waits_at_the_end_if_asked() -> None:
     """`reduces_in_flight=None` waits for every reduce-scatter after all matrix products."""
     _, backward = compiled("mlp", fsdp_compile_backend, options={"reduces_in_flight": None})

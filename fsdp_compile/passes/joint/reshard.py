@@ -22,12 +22,16 @@ from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.safe import safe_plan
 from fsdp_compile.passes.plan.workload import with_update
 
+_SMALL = 16  # a tensor that is this many times smaller than a parameter may be saved
+
 
 def keep_where_forward_ends(context: GraphContext) -> None:
     """Let the root stay unsharded, or those of its flat parameters that forward reads last and backward reads first.
 
     Freeing a head would free nothing for long, and no computation could hide its second gather. The eager runtime keeps
-    the root for the same reason. Other units are freed, also where they are last: each may have a graph of its own.
+    the root for the same reason. Much smaller flat parameters of the root stay too, such as that of a norm: gathered
+    again, one of them would be what backward prefetches in place of a block. Other units are freed, also where they are
+    last: each may have a graph of its own.
     With a budget all are freed, as memory may be short.
     """
     roots = {unit for unit, spec in context.specs.items() if spec.of_root and spec.reshard_after_forward}
@@ -37,14 +41,19 @@ def keep_where_forward_ends(context: GraphContext) -> None:
     step = info.workload
     ends = max((last for _, last in step.reads_in_forward.values()), default=None)
     begins = min((first for first, _ in step.reads_in_backward.values()), default=None)
-    kept = {
-        nodes.tag_of(info.gathers[step.units[unit].name].start[-1]).unit
-        for unit in step.reads_in_forward.keys() & step.reads_in_backward.keys()
-        if step.reads_in_forward[unit][1] == ends and step.reads_in_backward[unit][0] == begins
+    of_root: dict[int, int] = {}  # indices of units -> tags
+    for unit in step.reads_in_forward.keys() & step.reads_in_backward.keys():
+        tagged_as = nodes.tag_of(info.gathers[step.units[unit].name].start[-1]).unit
+        if tagged_as in roots:
+            of_root[unit] = tagged_as
+    last = {
+        unit for unit in of_root if step.reads_in_forward[unit][1] == ends and step.reads_in_backward[unit][0] == begins
     }
+    most = max((step.units[unit].gathered for unit in last), default=0) // _SMALL
+    kept = {tag for unit, tag in of_root.items() if unit in last or step.units[unit].gathered <= most}
     for node in context.graph.nodes:
         tag = nodes.get_tag(node)
-        if tag is not None and tag.unit in kept & roots:
+        if tag is not None and tag.unit in kept:
             nodes.set_tag(node, replace(tag, reshard=False))
 
 
@@ -107,9 +116,6 @@ def reshard(context: GraphContext) -> None:
         elif tag.kind in ("gather", "wait"):
             set_policy((node,), CheckpointPolicy.MUST_SAVE)
     set_policy(_computed_from_parameters(context.graph), CheckpointPolicy.MUST_RECOMPUTE)
-
-
-_SMALL = 16  # a tensor that is this many times smaller than a parameter may be saved
 
 
 def _computed_from_parameters(graph: fx.Graph) -> list[fx.Node]:
