@@ -20,19 +20,19 @@ PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 FILES = 115
 BUDGET = {
-    PACKAGE: 29_070,
-    f"{PACKAGE}/*.py": 3_475,
-    f"{PACKAGE}/core": 4_925,
+    PACKAGE: 29_225,
+    f"{PACKAGE}/*.py": 3_480,
+    f"{PACKAGE}/core": 4_975,
     f"{PACKAGE}/comm": 1_600,
-    f"{PACKAGE}/construct": 1_200,
-    f"{PACKAGE}/eager": 3_215,
+    f"{PACKAGE}/construct": 1_210,
+    f"{PACKAGE}/eager": 3_230,
     f"{PACKAGE}/optim": 1_320,
-    f"{PACKAGE}/passes": 7_560,
+    f"{PACKAGE}/passes": 7_615,
     f"{PACKAGE}/state_dict": 1_210,
     f"{PACKAGE}/checkpoint": 1_665,
     f"{PACKAGE}/explain": 2_585,
-    f"{PACKAGE}/integrations": 365,
-    "bench": 4_790,
+    f"{PACKAGE}/integrations": 371,
+    "bench": 4_975,
 }
 """Lines of a folder with all that lies below it; `*.py` is what lies in no folder.
 
