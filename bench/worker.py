@@ -42,9 +42,8 @@ class Worker:
 
     def __init__(self, spec: Spec) -> None:
         self.spec, self.number = spec, 0
-        self.device = torch.device("cuda", spec.rank if spec.mode == "nccl" else 0)
-        if spec.device == "cpu":
-            self.device = torch.device("cpu")
+        gpu = torch.device("cuda", spec.rank if spec.mode == "nccl" else 0)
+        self.device = gpu if spec.device == "cuda" else torch.device("cpu")
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)  # what is never really received must not slow kernels
         if spec.mode == "link":
@@ -65,7 +64,6 @@ class Worker:
         step: Any = self.optimizer.step
         self.update = torch.compile(step) if spec.system.endswith(":optimizer") else step
         self.whole_step = self.prepared.whole_step(self.optimizer)
-        self.yield_memory()
 
     def _setup(self, model: torch.nn.Module) -> systems.Setup:
         names = {module: name for name, module in model.named_modules()}
@@ -122,9 +120,7 @@ class Worker:
         """The step that compiles: seconds and CPU seconds, of the compilers that it starts too."""
         begin, before = time.perf_counter(), _cpu_seconds()
         done = self.step()
-        took = {"seconds": time.perf_counter() - begin, "cpu": _cpu_seconds() - before}
-        self.yield_memory()
-        return {**done, **took}
+        return {**done, "seconds": time.perf_counter() - begin, "cpu": _cpu_seconds() - before}
 
     def train(self, steps: int) -> list[dict[str, float]]:
         """`steps` steps, each timed, after the other ranks have come."""
@@ -132,21 +128,13 @@ class Worker:
             dist.barrier()
         if self.whole_step is not None or self.device.type == "cuda":
             self.step()  # what was started for it has ended while others had their turns; and memory was given back
-        done = [self.step() for _ in range(steps)]
-        self.yield_memory()
-        return done
-
-    def yield_memory(self) -> None:
-        """On a GPU that all systems share, give the memory that no tensor has back to those whose turn is next."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        return [self.step() for _ in range(steps)]
 
     def configure(self, latency: float, bandwidth: float) -> None:
         """Set the emulated link, and let the system plan for it."""
         LINK.configure(0.0, FREE)
         if bandwidth < FREE:
             self.prepared.configured(f"custom:{latency},{bandwidth}", self._batch())
-            self.yield_memory()
         LINK.configure(latency, bandwidth)
 
     def calls(self) -> dict[str, Any]:
@@ -154,7 +142,6 @@ class Worker:
         done = self.step()
         origin = done["begin"] if self.device.type == "cpu" else 0.0
         kept = [{**asdict(call), "origin": origin} for call in LINK.calls]
-        self.yield_memory()
         return {**done, "summary": LINK.summary(), "list": kept}
 
     def copies(self) -> int:
@@ -179,15 +166,13 @@ class Worker:
             torch.cuda.reset_peak_memory_stats()
         points = curve(self.accumulate if self.whole_step is None else self.step, self.device)
         model.zero_grad()
-        allocated = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
-        self.yield_memory()
         return {
             "resident": there,
             "optimizer": resident(states),
             "above": max((total for _, total in points), default=0),
             "curve": thinned(points),
             "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "allocator": allocated,
+            "allocator": torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
         }
 
 
@@ -206,7 +191,10 @@ def main() -> None:
     worker = Worker(Spec(**json.loads(sys.argv[2])))
     for line in sys.stdin:
         told = json.loads(line)
-        answer(getattr(worker, told.pop("do"))(**told))
+        found = getattr(worker, told.pop("do"))(**told)
+        if worker.device.type == "cuda":  # what no tensor has goes back to the systems whose turn is next
+            torch.cuda.empty_cache()
+        answer(found)
     dist.destroy_process_group()
 
 

