@@ -158,6 +158,27 @@ def _alone(rank: int) -> None:
     dist.barrier()
 
 
+def _dies_before_it_says_what(rank: int) -> None:
+    group = dist.new_group()
+    if rank == 1:
+        board = comparison._Round(group).board
+        board.count("same/another")
+        board.count("came")
+    dist.barrier()
+    if rank == 0:
+        before = time.monotonic()
+        subject = comparison.Subject("this", "the same", "the end", "let ranks agree")
+        with pytest.raises(RuntimeError, match=r"^this: expected the same on all ranks, found others; let ranks agree"):
+            comparison.compare(group, "a\nb", 1.0, subject)
+        assert time.monotonic() - before < 10
+    dist.barrier()
+
+
+def test_a_rank_that_ends_within_a_comparison(two: Ranks) -> None:
+    """A rank that comes with another text, and dies before it says which, keeps others no longer than the limit."""
+    two.run(_dies_before_it_says_what)
+
+
 def test_the_timeout_of_the_group_holds_if_it_is_shorter(two: Ranks) -> None:
     """A forward on one rank alone raises after the group's timeout, not only after that of comparisons (600 s)."""
     two.run(_alone)

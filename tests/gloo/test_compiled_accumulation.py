@@ -270,6 +270,12 @@ def _orders(rank: int) -> None:
         model.train()
     both.accumulate("ns", 14)
     finish(forward(8), forward(9, sync=False), forward(10))  # one backward for all
+    both.step()
+    finish(forward(16, sync=False), forward(17, sync=False))  # both graphs leave their reduces to one backward
+    both.step()
+    for model in both.models:
+        model.register_comm_hook(DefaultState(dist.group.WORLD), reduce_scatter_hook)
+    finish(forward(18), forward(19), forward(20, sync=False))
 
 
 def test_orders(two: Ranks) -> None:

@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from workloads import blocks, random_workload, updated
 
 from fsdp_compile.explain.sharded import report
-from fsdp_compile.passes.plan.plan import Plan, PlanError, prefetched, simulate, verify
+from fsdp_compile.passes.plan.plan import Plan, PlanError, held_units, prefetched, simulate, verify
 from fsdp_compile.passes.plan.schedule import search_plan
 from fsdp_compile.passes.plan.workload import smallest_budget
 
@@ -68,6 +68,26 @@ def test_verify_sees_what_crosses() -> None:
     for number in range(len(plan.steps)):
         with pytest.raises(PlanError):
             verify(workload, Plan(tuple(step for at, step in enumerate(plan.steps) if at != number)))
+
+
+def test_verify_sees_what_a_step_begins_with() -> None:
+    """A unit crosses into the next step unsharded only if it may stay so, and only for a backward that reads it."""
+    workload = updated(blocks(3, keep=True))
+    plan = search_plan(workload).plan
+    assert "blocks.1" in held_units(workload, plan)
+    (index,) = (at for at, unit in enumerate(workload.units) if unit.name == "blocks.1")
+    units = tuple(
+        replace(each, keep_unsharded=False if at == index else None) for at, each in enumerate(workload.units)
+    )
+    refused = "free blocks.1: expected it freed with the forward that gathered it"
+    with pytest.raises(PlanError, match=refused):
+        verify(replace(workload, units=units), plan)
+    unread = tuple(
+        replace(task, reads=tuple(read for read in task.reads if at >= workload.forward or read != index))
+        for at, task in enumerate(workload.tasks)
+    )
+    with pytest.raises(PlanError, match=refused):
+        verify(replace(workload, tasks=unread), plan)
 
 
 def test_gathers_that_were_launched_before() -> None:
