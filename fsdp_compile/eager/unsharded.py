@@ -127,7 +127,7 @@ class UnshardedUnit:
     def __init__(
         self,
         unit: Unit,
-        full_precision: bool = False,
+        full_precision: bool,
         streams: Streams = NO_STREAMS,
         iteration: object | None = None,
     ) -> None:

@@ -136,7 +136,7 @@ class Segment:
     def take_state(self, states: Sequence[dict[str, Any]], shares: bool = False) -> bool:
         """Turn the parameters' state into views of `tensors`; return False if it differs in more than its elements.
 
-        With `shares`, parameters share one scalar of each kind until `release`: no step copies it to each of them.
+        With `shares`, parameters share one scalar of each kind from then on: no step copies it to each of them.
         """
         values = list(chain.from_iterable(map(dict.values, states)))
         same = len(values) == len(self._values) and all(map(operator.is_, values, self._values))
@@ -163,11 +163,9 @@ class Segment:
                     return False
                 if shares:
                     of_each = [value]
-                elif len(of_each) > 1 and of_each[0] is of_each[1]:
-                    of_each = [each.clone() for each in of_each]
-                self.scalars[name], value = of_each, of_each[0]
-                for state, own in zip(states, of_each * len(states) if shares else of_each, strict=True):
-                    state[name] = own
+                    for state in states:
+                        state[name] = value
+                self.scalars[name] = of_each
             elif any(each != value for each in of_each):
                 return False
             self.state[name] = value
@@ -180,15 +178,19 @@ class Segment:
         self.record_versions()
         return True
 
-    def release(self, states: Sequence[dict[str, Any]]) -> None:
-        """Give each parameter scalars of its own again, before parameters are updated one by one."""
-        for state in states:
-            state.update({name: state[name].clone() for name in self.scalars if name in state})
-        self._forget()
-
     def record_versions(self) -> None:
         """Expect the scalars' present values: `take_state` looks again after any other change."""
         self._versions = list(map(_VERSION, self._counted))
+
+
+def _give_own_scalars(states: Iterable[dict[str, Any]]) -> None:
+    """Copy scalars that parameters share since `flat_step`: one would count the steps of all of them."""
+    seen: set[int] = set()
+    for state in states:
+        for name, value in state.items():
+            if isinstance(value, Tensor) and id(value) in seen:
+                state[name] = value.clone()
+            seen.add(id(value))
 
 
 @dataclass(eq=False)
@@ -307,6 +309,7 @@ class FlatStep:
         chosen: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
         for segment in segments:
             chosen[segment.group] += segment.params
+            _give_own_scalars(self._states(segment))
         with self._stepping(chosen):
             step_without_hooks(self.optimizer)
 
@@ -324,8 +327,8 @@ class FlatStep:
                 ready.append(segment)
                 updated.update(map(id, segment.params))
                 changed += [*segment.params, segment.shard]
-            elif segment.scalars:
-                segment.release(states)
+            else:
+                _give_own_scalars(states)
         params = [[param for param in group["params"] if id(param) not in updated] for group in optimizer.param_groups]
         for segment in ready:
             params[segment.group].append(segment.param)
@@ -434,7 +437,7 @@ class FlatStep:
         sets = {key: position for position, key in enumerate(distinct)}
         programs = tuple((each.program, sets[id(each)]) for each in recorded)
         scalars = tuple(len(each.scalars) for each in distinct.values())
-        clips, shard = coefficient is not None, segments[0].shard
+        clips, shard = coefficient is not None, update.flat.shard
         inputs: list[Tensor] = []
         for segment, gradient, each in zip(segments, update.gradients, recorded, strict=True):
             inputs += [segment.data, gradient, *(segment.tensors[name] for name in each.program.names)]

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compile import fully_shard
+from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.optim import flat_step
+from fsdp_compile.optim.flat import FlatStep
 
 from .ranks import Ranks
 from .training import local
@@ -83,6 +84,57 @@ def _train(rank: int, names: list[str], by_groups: bool) -> None:
 def test_as_ordinary_steps(two: Ranks, by_groups: bool) -> None:
     """Parameters and state are those of ordinary steps: schedules, clipping, missing gradients, loaded state."""
     two.run(_train, list(OPTIMIZERS), by_groups)
+
+
+def _look(rank: int) -> None:
+    model = fully_shard(_model(), auto_wrap_policy="auto")
+    optimizer = flat_step(torch.optim.AdamW(_groups(model), lr=0.1))
+    seen: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.extend(len(group["params"]) for group in optimizer.param_groups))
+    for _ in range(2):
+        model(torch.ones(3, 9)).square().sum().backward()
+        optimizer.step()
+    assert seen == [3, 9, 3, 3], "three times one weight before three other parameters"
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer.step()
+    step = FlatStep(optimizer, fuses=True)
+    assert [len(update.recorded) for update in step.before_backward().values()] == [1]
+    optimizer.register_step_pre_hook(lambda *_: None)  # an ordinary step alone calls it
+    assert [len(update.recorded) for update in step.before_backward().values()] == [0]
+
+
+def test_what_is_updated_at_once(two: Ranks) -> None:
+    """Parameters that lie side by side are one parameter to the optimizer, and one call of what is fused; nothing is
+    fused where the optimizer's own step has more to do."""
+    two.run(_look)
+
+
+def _take_turns(rank: int, how: str) -> None:
+    models = [fully_shard(_model(), auto_wrap_policy="auto") for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    flat_step(optimizers[0])
+    options: dict[str, Any] = {"backend": "aot_eager", "update_in_backward": how == "in backward"}
+    step = compile_step(models[0], optimizers[0], lambda output: output.square().sum(), **options)
+    for turn in range(6):
+        x = torch.randn(3, 9, generator=torch.Generator().manual_seed(turn + 10 * rank))
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            if turn in (2, 3) and how != "state" and optimizer is optimizers[0]:
+                step(x)
+                continue
+            model(x).square().sum().backward()
+            if turn == 2 and how == "state":  # it cannot be joined any more
+                optimizer.state[model[0][0].weight]["of_a_user"] = 0
+            optimizer.step()
+    _assert_equal(*models, optimizers)
+
+
+@pytest.mark.parametrize("how", ["step", "in backward", "state"])
+def test_before_other_steps(two: Ranks, how: str) -> None:
+    """Steps that update parameters one by one count as ordinary steps where flat ones came before: those of
+    `compile_step`, its updates in backward, and steps after a parameter has got more state than others."""
+    two.run(_take_turns, how)
 
 
 def _refuse(rank: int) -> None:
