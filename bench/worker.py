@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from bench import link, systems
 from bench.copies import GeneratedCode, copied
 from bench.link import FREE, LINK
-from bench.memory import curve, resident, states_of, thinned
+from bench.memory import thinned
 from bench.models import WORKLOADS
+from fsdp_compile.compare.memory import curve, resident, states_of
 
 
 @dataclass(frozen=True)

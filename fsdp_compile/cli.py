@@ -1,4 +1,4 @@
-"""The command `fsdp-compile`: explain, calibrate, plan, build, selfcheck, checkpoint show, checkpoint convert.
+"""The command `fsdp-compile`: explain, compare, calibrate, plan, build, selfcheck, checkpoint show, checkpoint convert.
 
 Exit status: 0; 1 if a check fails, or a file is damaged or cannot be read or written; 2 if arguments are invalid.
 Functions import what they need themselves: importing torch takes seconds, and `--help` answers at once without it.
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("dcp", "safetensors", "torch")
 STANDARD_OUTPUT = Path("-")
+COMPARED = ("eager", "compiled", "step", "fsdp2", "fsdp2-compiled", "ddp", "unsharded")
 
 HELP = """examples:
   fsdp-compile explain gpt.py:make_model --gpus 8,64 --batch 4 --seq 1024 --hardware h100-80
@@ -54,6 +55,25 @@ Several values with commas between them, as in --gpus 8,64, give one prediction 
 examples:
   fsdp-compile explain llama.py:make --gpus 8,64,512,4096 --batch 1,2 --seq 8192 --hardware h100-80 --html step.html
   fsdp-compile explain llama.py:make --gpus 256 --seq 8192 --checkpointing "none,selective op,full" --json step.json"""
+COMPARE = """Train a model with this package, FSDP2, DDP and unsharded, side by side on this machine: speed, first step,
+memory and losses of each, beside what explain predicts."""
+COMPARE_EXAMPLE = """FILE.py:FUNCTION, and example_inputs(batch, sequence) in the same file, are as of explain, but here
+the model is made and trained. Each system runs in processes of its own, and they take turns. One that cannot train the
+model says so in its row.
+
+  eager            fully_shard(model)
+  compiled         torch.compile(fully_shard(model))
+  step             compile_step(fully_shard(model), optimizer)
+  fsdp2            torch's fully_shard of each repeated block, and of the model: the same units
+  fsdp2-compiled   the same, each block compiled before
+  ddp              torch.compile(DistributedDataParallel(model))
+  unsharded        torch.compile(model), on each rank for its own batch: what communication costs nothing
+
+Under torchrun the ranks are its own, on one node or several; without it --ranks starts them here.
+
+examples:
+  fsdp-compile compare llama.py:make --ranks 2 --batch 2 --seq 128 --html compare.html
+  torchrun --nproc-per-node 8 -m fsdp_compile compare llama.py:make --seq 4096 --systems compiled,fsdp2-compiled"""
 CALIBRATE = """Measure this machine and write a hardware file: matrix products by size, attention by length, fused
 chains, the optimizer's update, launches and, with several ranks, collectives by size."""
 CALIBRATE_EXAMPLE = """Measuring alternates between all cases, so that what disturbs the machine disturbs all alike.
@@ -153,6 +173,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"fsdp-compile {version('fsdp_compile')}")
     groups = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_explain(_command(groups, "explain", EXPLAIN, EXPLAIN_EXAMPLE, run_explain).add_argument)
+    _add_compare(_command(groups, "compare", COMPARE, COMPARE_EXAMPLE, run_compare).add_argument)
     _add_calibrate(_command(groups, "calibrate", CALIBRATE, CALIBRATE_EXAMPLE, run_calibrate).add_argument)
     _add_plan(_command(groups, "plan", PLAN, PLAN_EXAMPLE, run_plan).add_argument)
     _add_build(_command(groups, "build", BUILD, BUILD_EXAMPLE, run_build).add_argument)
@@ -221,6 +242,22 @@ def _add_explain(add: Add) -> None:
     add("--html", type=Path, metavar="OUT", help="write one page: timeline, memory, scaling, alternatives")
     add("--trace", type=Path, metavar="OUT", help="write timelines for ui.perfetto.dev")
     add("--no-alternatives", action="store_true", help="predict the settings that were named alone")
+
+
+def _add_compare(add: Add) -> None:
+    add("factory", metavar="FILE.py:FUNCTION", help="makes the model")
+    add("--ranks", type=positive, metavar="N", help="to start on this machine (default: one for each GPU, or 2)")
+    add("--systems", type=_one_of(*COMPARED), default=[*COMPARED], metavar="S[,S...]", help=f"{', '.join(COMPARED)} "
+        "(default: all)")
+    add("--steps", type=positive, default=20, metavar="N", help="steps of each system that count (default: 20)")
+    add("--rounds", type=positive, default=3, metavar="N", help="turns into which they are divided (default: 3)")
+    add("--batch", type=positive, default=1, metavar="N", help="sequences per rank and step (default: 1)")
+    add("--seq", type=positive, default=256, metavar="N", help="tokens of a sequence (default: 256)")
+    add("--precision", choices=("fp32", "bf16"), help="to compute in (default: bf16 on GPUs, else fp32)")
+    add("--device", choices=("cuda", "cpu"), help="default: the GPUs, if there are any")
+    add("--hardware", metavar="NAME|FILE", help="of predictions (default: by the device's name)")
+    add("--json", type=Path, metavar="OUT", help="write all figures")
+    add("--html", type=Path, metavar="OUT", help="write one page, with pictures of speed and losses")
 
 
 def _add_calibrate(add: Add) -> None:
@@ -318,8 +355,48 @@ def run_explain(args: argparse.Namespace) -> None:
 
 
 def _check_folder(path: Path | None) -> None:
-    if path is not None and not path.parent.is_dir():
+    if path is None:
+        return
+    if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: expected its folder to exist, found none")
+    if path.is_dir():
+        raise ValueError(f"{path}: expected the name of a file, found a folder")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{path}: expected a place that can be written to, found one that cannot")
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """Print and write what each system makes of the model; 1 if none could."""
+    make, example_inputs = load_factory(args.factory)
+    for path in (args.json, args.html):
+        _check_folder(path)
+    import torch
+
+    from fsdp_compile.compare.rounds import compare, launch
+    from fsdp_compile.compare.systems import Task
+    from fsdp_compile.explain.predict import hardware_of
+
+    gpus = torch.cuda.device_count()
+    kind = args.device or ("cuda" if gpus else "cpu")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "RANK" in os.environ else args.ranks or gpus or 2
+    if kind == "cuda" and here > gpus:
+        raise ValueError(f"--ranks {here}: expected at most {gpus}, one for each GPU here; --device cpu needs no GPU")
+    if "RANK" in os.environ and args.ranks not in (None, int(os.environ["WORLD_SIZE"])):
+        raise ValueError(f"--ranks {args.ranks}: expected {os.environ['WORLD_SIZE']}, as torchrun has started; "
+                         "leave it out")  # fmt: skip
+    hardware = hardware_of(args.hardware, None) if args.hardware else None
+    bf16 = args.precision == "bf16" or (args.precision is None and kind == "cuda")
+    task = Task(args.batch, args.seq, bf16, kind)
+    launched = launch(here)
+    found = compare(args.factory, make, example_inputs, task, launched, systems=list(dict.fromkeys(args.systems)),
+                    steps=args.steps, rounds=args.rounds, hardware=hardware)  # fmt: skip
+    if launched.speaks:
+        print(found, end="")
+        for path, render in {args.json: found.to_json, args.html: found.to_html}.items():
+            if path is not None:
+                path.write_text(render(), encoding="utf-8")
+                print(f"wrote {path}")
+    return 0 if found.ran else 1
 
 
 def load_factory(text: str) -> tuple[Callable[[], Any], Callable[..., Sequence[Any]] | None]:

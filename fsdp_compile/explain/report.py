@@ -186,12 +186,12 @@ def _detail(prediction: Prediction) -> Iterator[str]:
     if p.collectives:
         rows = [(str(each.kind), LEVELS[each.level], f"{each.count:,}", _gib(each.bytes), _ms(each.seconds),
                  _ms(each.exposed)) for each in p.collectives]  # fmt: skip
-        yield from ("", *_table(("~collectives", "~links", "number", "GiB", "ms", "exposed ms"), rows))
+        yield from ("", *table(("~collectives", "~links", "number", "GiB", "ms", "exposed ms"), rows))
     exposed = [each for each in p.top if each.exposed > 0]
     if exposed:
         rows = [(each.name, LEVELS[each.level], _gib(each.bytes), _ms(each.seconds), _ms(each.exposed), each.limit)
                 for each in exposed]  # fmt: skip
-        yield from ("", *_table(("~largest", "~links", "GiB", "ms", "exposed ms", "~limited by"), rows))
+        yield from ("", *table(("~largest", "~links", "GiB", "ms", "exposed ms", "~limited by"), rows))
     if p.alternatives:
         yield from ("", *_alternatives(p))
     origins = Counter(each.origin for each in p.constants)
@@ -205,7 +205,7 @@ def _settings(predictions: Sequence[Prediction]) -> Iterator[str]:
     varied = [name for name in ("sequence", "strategy", "checkpointing", "precision", "hardware")
               if len({getattr(each.setting, name) for each in predictions}) > 1]  # fmt: skip
     heads = ("GPUs", "batch", "step ms", "tokens/s/GPU", "MFU", "exposed ms", "peak GiB", "memory", "~")
-    yield from _table(heads, [
+    yield from table(heads, [
         (f"{p.setting.world_size:,}", str(p.setting.batch), _ms(p.step), f"{p.tokens_per_second:,.0f}",
          f"{p.mfu:.1%}", _ms(p.exposed), _gib(p.memory.peak), FITS[p.fits],
          ", ".join(str(getattr(p.setting, name)) for name in varied))
@@ -216,14 +216,14 @@ def _settings(predictions: Sequence[Prediction]) -> Iterator[str]:
 def _alternatives(prediction: Prediction) -> Iterator[str]:
     best = prediction.best
     listed = [*prediction.alternatives, *([best] if best is not None and best not in prediction.alternatives else [])]
-    yield from _table(("~alternatives", "step ms", "difference", "tokens/s/GPU", "peak GiB", "memory"), [
+    yield from table(("~alternatives", "step ms", "difference", "tokens/s/GPU", "peak GiB", "memory"), [
         ("best: " * (each == best) + each.change, _ms(each.step), f"{1e3 * (each.step - prediction.step):+,.1f}",
          f"{each.tokens_per_second:,.0f}", _gib(each.peak), FITS[each.fits])
         for each in listed
     ])  # fmt: skip
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Lines of a table. A column is text if its head begins with "~", otherwise numbers."""
     shown = [head.removeprefix("~") for head in heads]
     widths = [max(map(len, column)) for column in zip(shown, *rows, strict=True)]
@@ -255,7 +255,7 @@ def _count(value: int) -> str:
 def _plan(step: Scheduled) -> Iterator[str]:
     """Each collective, what hides it and what limits the rest; updates, blocks, totals."""
     workload = step.workload
-    yield from _table(("~collective", "bytes", "ms", "hidden", "exposed", "~limited by"), [
+    yield from table(("~collective", "bytes", "ms", "hidden", "exposed", "~limited by"), [
         (each.name, f"{each.bytes:,}", *(f"{1e3 * seconds:.3f}" for seconds in (
             each.seconds, each.seconds - each.exposed, each.exposed)), each.limit)
         for each in step.collectives
@@ -264,13 +264,13 @@ def _plan(step: Scheduled) -> Iterator[str]:
     if updates:
         begun = {after: " ".join(name for each in prefetched(workload, step.plan) if each.at == after
                                  for name in each.units) for after, _ in updates}  # fmt: skip
-        yield from ("", *_table(("~update", "ms", "~starts for the next forward"), [
+        yield from ("", *table(("~update", "ms", "~starts for the next forward"), [
             (task.name, f"{1e3 * task.seconds:.3f}", f"gather {begun[after]}" if begun[after] else "")
             for after, task in updates
         ]))  # fmt: skip
     if step.blocks:
         rows = [(each.name, each.activations, f"{each.unsharded} of {each.units}") for each in step.blocks]
-        yield from ("", *_table(("~block", "~activations", "~units that stay unsharded"), rows))
+        yield from ("", *table(("~block", "~activations", "~units that stay unsharded"), rows))
     seconds, computing = step.timeline.makespan, sum(task.seconds for task in workload.tasks)
     gap = max(0.0, seconds / step.bound - 1) if step.bound else 0.0
     repeats = ", backward, update and the next forward, which repeats" * bool(workload.forward)

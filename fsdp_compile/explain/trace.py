@@ -12,7 +12,6 @@ is saved and recomputed; full checkpointing is added afterwards (`StepWork.check
 """
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +28,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fsdp_compile.construct.wrap_policy import repeated_blocks
 from fsdp_compile.explain._torch import Graphs, fake_tensors, is_fake, partitioned, pytree
+from fsdp_compile.explain.batch import Inputs, batch_of, loss_of
 from fsdp_compile.explain.prediction import Setting
 from fsdp_compile.explain.work import BATCHES, Kernels, NotAffine, StepWork, UnitWork, at_batch
 from fsdp_compile.passes._torch import is_tangent
@@ -37,7 +37,6 @@ from fsdp_compile.passes.graph.lifetimes import Lifetime, inlined, last_uses_of,
 from fsdp_compile.passes.graph.nodes import is_product, packet_of, source_of
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "amp_fp16": torch.float16}  # all others: bfloat16
-Inputs = Callable[..., Sequence[Any]]
 
 
 # --- operators that stand for attention and for a block ---------------------------------------------------------------
@@ -207,7 +206,7 @@ class Model:
         loss = setting.compiles_loss
         try:
             with self.mode, _WithoutValues(), torch.enable_grad():
-                given = self._inputs(setting.batch, setting.sequence)
+                given = batch_of(self.model, self.example_inputs, setting.batch, setting.sequence)
                 calls, order = self._once(("calls", sizes), partial(self._calls, *given, dtype))
                 blocks = {
                     key: self._once((key, sizes, how), partial(_block, call, *how)) for key, call in calls.items()
@@ -219,19 +218,6 @@ class Model:
             raise ValueError(f"model: expected one that can be traced, found {text}") from error
         units = tuple(replace(blocks[key], count=len([*alike])) for key, alike in groupby(order))
         return StepWork(self.name, self.parameters, begin, units, end, setting.batch * setting.sequence)
-
-    def _inputs(self, batch: int, sequence: int) -> tuple[list[Any], dict[str, Any]]:
-        """Positional arguments and arguments by name of a forward."""
-        if self.example_inputs is not None:
-            return list(self.example_inputs(batch, sequence)), {}
-        ids = torch.zeros(batch, sequence, dtype=torch.int64)
-        names = list(inspect.signature(self.model.forward).parameters)
-        without = {"use_cache": False} if "use_cache" in names else {}  # keys and values for generation
-        if "labels" in names:
-            return [ids], {"labels": torch.zeros_like(ids), **without}
-        second = names[1] if len(names) > 1 else ""
-        wants_targets = "target" in second or "label" in second or second == "y"
-        return ([ids, torch.zeros_like(ids)] if wants_targets else [ids]), without
 
     def _calls(self, inputs: list[Any], names: dict[str, Any], dtype: torch.dtype) -> tuple[dict[Any, Call], list[Any]]:
         """One call of each kind of block, and the kinds in the order of all calls."""
@@ -282,7 +268,7 @@ class Model:
             upcoming[:] = range(len(order))
             tensors, by_name = given
             output = torch.func.functional_call(self.model, {**blocks, **params, **buffers}, tuple(tensors), by_name)
-            return (_loss(output),)
+            return (loss_of(output),)
 
         with _forwards(self.blocks, stand_in):
             graphs = partitioned(run, (state, _buffers(self.model), (_cast_inputs(inputs, dtype), names)), compiled)
@@ -317,21 +303,6 @@ def _block(call: Call, compiled: bool, by_operator: bool, dtype: torch.dtype) ->
     parameters = sum(each.numel() for each in call.module.parameters())
     read = Read(graphs, compiled, len(state))
     return read.unit("blocks", parameters, passed, list(graphs.forward.nodes), list(graphs.backward.nodes))
-
-
-def _loss(output: Any) -> Tensor:
-    """The scalar of which backward computes gradients."""
-    for name in ("loss", "logits"):
-        output = output[name] if isinstance(output, dict) and name in output else getattr(output, name, output)
-    if isinstance(output, (tuple, list)):
-        losses = [each for each in output if isinstance(each, Tensor) and each.dim() == 0]
-        output = losses[0] if losses else output[0]
-    if output.dim() == 0:
-        return output
-    if output.dim() < 3:
-        return output.float().sum()
-    logits = output.flatten(0, -2)
-    return F.cross_entropy(logits.float(), torch.zeros(logits.shape[0], dtype=torch.int64))
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from models import GPT, MODELS, mlp
 from torch import Tensor, nn
 
 from bench.link import start
-from bench.memory import curve, resident
 from bench.planned_step import noted
 from fsdp_compile import fully_shard
+from fsdp_compile.compare.memory import curve, resident
 from fsdp_compile.passes.plan.plan import simulate
 
 ROWS = 128  # of a batch: activations are most of the memory

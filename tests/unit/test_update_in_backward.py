@@ -14,10 +14,10 @@ from torch import Tensor, fx, nn
 from workloads import blocks, no_prefetch, random_workload
 
 from bench.link import FREE, start
-from bench.memory import curve
 from bench.planned_step import noted
 from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.comm.collectives import WAIT
+from fsdp_compile.compare.memory import curve
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import UPDATE_SHARD
 from fsdp_compile.core.sharding import units_gathered_below

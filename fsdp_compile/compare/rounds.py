@@ -1,0 +1,297 @@
+"""Let systems take turns, each in processes of its own, and gather what they say.
+
+A process for each rank of each system keeps compile caches, memory and settings apart. Under `torchrun` each of its
+processes starts one rank of each system, in the same order; otherwise one process starts all ranks. On the CPU
+processes wait while others have their turns. On GPUs they end with their turn, because the memory is for one system:
+there each turn begins with fresh weights, and finds what it compiles in its system's cache.
+"""
+
+import json
+import os
+import select
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fsdp_compile
+from fsdp_compile.compare.report import Comparison, Row
+from fsdp_compile.compare.systems import SYSTEMS, Spec, Task, Turn
+from fsdp_compile.explain.batch import Inputs
+from fsdp_compile.explain.predict import predict_step
+from fsdp_compile.explain.prediction import Prediction, Setting
+from fsdp_compile.passes.cost.hardware import Hardware, device, reported_device
+
+POLL = 0.5  # seconds between two looks for a failure elsewhere
+
+
+class Failed(Exception):
+    """A system that cannot run; why."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The ranks that this process starts, of how many, and the store where they meet."""
+
+    ranks: tuple[int, ...]
+    world: int
+    host: str
+    store: dist.Store
+    port: int
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process has rank 0, which says what comes out."""
+        return 0 in self.ranks
+
+
+def launch(ranks: int | None) -> Launch:
+    """Those of `torchrun`, or `ranks` of this machine."""
+    if "RANK" not in os.environ:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        world = ranks or 1
+        return Launch(tuple(range(world)), world, "127.0.0.1", store, store.port)
+    rank, world, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=serves, wait_for_workers=False)
+    return Launch((rank,), world, os.environ["MASTER_ADDR"], store, port)
+
+
+class Running:
+    """The ranks of one system that this process has started, a process each."""
+
+    def __init__(self, system: str, turn: int, factory: str, task: Task, launched: Launch, folder: Path) -> None:
+        self.launched, self._folder = launched, folder
+        self._key = f"fsdp_compile/compare/{system}/failed"  # what a rank says that fails, for the other launchers
+        folder.mkdir(exist_ok=True)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        for rank in launched.ranks:
+            local = int(os.environ.get("LOCAL_RANK", rank)) if "RANK" in os.environ else rank
+            own = replace(task, device=f"cuda:{local}") if task.device == "cuda" else task
+            meeting = f"fsdp_compile/compare/{system}/{turn}"
+            spec = Spec(system, factory, own, rank, launched.world, launched.host, launched.port, meeting)
+            self._processes.append(self._start(spec))
+            self._tell(self._processes[-1], asdict(spec))
+        try:
+            self.about = self._answers()
+        except BaseException:
+            self.stop(kills=True)
+            raise
+
+    def _start(self, spec: Spec) -> "subprocess.Popen[bytes]":
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(self._folder / "cache")}
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        paths = [str(Path(fsdp_compile.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        if "RANK" not in os.environ:
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        command = [sys.executable, "-m", "fsdp_compile.compare.worker"]
+        with (self._folder / f"{spec.rank}.err").open("ab") as errors:
+            return subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+                                    env=environment)  # fmt: skip
+
+    def turn(self, steps: int, looks: bool) -> Turn:
+        """Let all ranks train; what the first of them says."""
+        for process in self._processes:
+            self._tell(process, {"steps": steps, "looks": looks})
+        return Turn(**self._answers())
+
+    def _tell(self, process: "subprocess.Popen[bytes]", what: dict[str, Any]) -> None:
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended, which its answer says
+            process.stdin.write(json.dumps(what).encode() + b"\n")
+
+    def _answers(self) -> Any:
+        """A line of each rank; the answer of the first. Failed, as soon as any rank of any launcher has failed."""
+        pairs = zip(self._processes, self.launched.ranks, strict=True)
+        waiting = {process.stdout: rank for process, rank in pairs if process.stdout is not None}
+        answers: dict[int, Any] = {}
+        while waiting:
+            ready, _, _ = select.select(list(waiting), [], [], POLL)
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                line = pipe.readline()
+                answers[rank] = json.loads(line) if line else {"failed": self._last_words(rank)}
+                if "failed" in answers[rank]:
+                    self.launched.store.compare_set(self._key, "", answers[rank]["failed"])
+            if self.launched.store.check([self._key]):
+                raise Failed(self.launched.store.get(self._key).decode())
+        return answers[self.launched.ranks[0]]
+
+    def _last_words(self, rank: int) -> str:
+        process = self._processes[self.launched.ranks.index(rank)]
+        lines = (self._folder / f"{rank}.err").read_text(errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+        return f"rank {rank} ended with exit status {process.wait()}: {last[:300]}"
+
+    def stop(self, kills: bool = False) -> None:
+        """End the processes: by the end of their input, or at once."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+            if kills:
+                process.kill()
+        for process in self._processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class Side:
+    """Systems side by side; those that fail are left out from then on, with the reason.
+
+    Args:
+        systems: their names.
+        factory: `FILE.py:FUNCTION`.
+        task: what all do; its device is "cpu" or "cuda".
+        launched: which ranks this process starts.
+    """
+
+    def __init__(self, systems: Sequence[str], factory: str, task: Task, launched: Launch) -> None:
+        self.turns: dict[str, list[Turn]] = {name: [] for name in systems}
+        self.failed: dict[str, str] = {}
+        self.about: dict[str, Any] = {}
+        self._running: dict[str, Running] = {}
+        self._given = factory, task, launched
+        self._folder = tempfile.TemporaryDirectory(prefix="fsdp_compile_compare_")
+        self._done, self._begin = 0, time.monotonic()
+
+    def run(self, steps: int, rounds: int) -> None:
+        """Let each system train for `steps` steps that count, in `rounds` turns, in changing order.
+
+        Raises:
+            ValueError: the first systems all failed, and in the same way.
+        """
+        rounds = min(rounds, steps)
+        names = list(self.turns)
+        for index in range(rounds):
+            at = index % len(names)
+            for tried, name in enumerate((names[at:] + names[:at])[:: -1 if index % 2 else 1], 1):
+                if name not in self.failed:
+                    self._say(f"{name}, round {index + 1} of {rounds}")
+                    self._turn(name, index, steps // rounds + (index < steps % rounds), index == rounds - 1)
+                reasons = set(self.failed.values())
+                if index == 0 and len(self.failed) == tried >= min(2, len(names)) and len(reasons) == 1:
+                    raise ValueError(f"{self._given[0]}: no system can train it: {reasons.pop()}")
+
+    def _turn(self, name: str, index: int, steps: int, is_last: bool) -> None:
+        factory, task, launched = self._given
+        on_gpus = task.device == "cuda"
+        try:
+            if name not in self._running:
+                folder = Path(self._folder.name) / name
+                self._running[name] = Running(name, index, factory, task, launched, folder)
+                self.about = self._running[name].about
+            self.turns[name].append(self._running[name].turn(steps, looks=on_gpus or is_last))
+        except Failed as error:
+            self.failed[name] = str(error)
+            self._show(f"{name}: {error}\n")
+            self._stop(name, kills=True)
+        else:
+            middle = statistics.median(self.turns[name][-1].seconds)
+            self._show(f"{name}: {self.turns[name][-1].number / middle:,.0f} {self.turns[name][-1].unit}/s\n")
+            if on_gpus or is_last:
+                self._stop(name)
+
+    def _stop(self, name: str, kills: bool = False) -> None:
+        if name in self._running:
+            self._running.pop(name).stop(kills)
+
+    def _say(self, text: str) -> None:
+        if sys.stderr.isatty():
+            self._show(f"{time.monotonic() - self._begin:4.0f} s  {text} ...")
+
+    def _show(self, text: str) -> None:
+        """Write over what stands in the last line."""
+        if self._given[2].speaks:
+            start = "\r\x1b[K" if sys.stderr.isatty() else ""
+            print(f"{start}{text}", end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> "Side":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self._running):
+            self._stop(name, kills=True)
+        self._folder.cleanup()
+
+
+def compare(
+    factory: str,
+    make: Callable[[], Any],
+    example_inputs: Inputs | None,
+    task: Task,
+    launched: Launch,
+    *,
+    systems: Sequence[str],
+    steps: int,
+    rounds: int,
+    hardware: Hardware | None,
+) -> Comparison:
+    """Train a model by each of `systems`, and say what came out beside what is predicted.
+
+    Args:
+        factory: `FILE.py:FUNCTION`, which gives `make` and `example_inputs`.
+        make: makes the model.
+        example_inputs: as in `explain`.
+        task: what all do; its device is "cpu" or "cuda".
+        launched: which ranks this process starts.
+        systems: names in `SYSTEMS`.
+        steps: that count, of each system.
+        rounds: turns of each system.
+        hardware: what predictions are made for; None: what the device says that it is.
+
+    Raises:
+        ValueError: no system can train the model.
+    """
+    with Side(systems, factory, task, launched) as side:
+        side.run(steps, rounds)
+    seconds, note = {}, ""
+    if launched.speaks:
+        try:
+            here = hardware or hardware_here(side.about["device"], side.about["memory"])
+            found = predict(make, example_inputs, task, launched.world, systems, here)
+            seconds, note = {name: each.step for name, each in found.items()}, f"predicted for {here.name}"
+        except (ValueError, KeyError) as error:
+            note = f"nothing is predicted: {error}"
+    rows = tuple(
+        Row.of(name, side.turns[name], side.failed.get(name), seconds.get(name), again=task.device == "cuda")
+        for name in systems
+    )
+    where = {
+        "model": side.about.get("model", ""), "ranks": launched.world, "device": side.about.get("device", task.device),
+        "backend": "nccl" if task.device == "cuda" else "gloo", "precision": "bf16" if task.bf16 else "fp32",
+        "batch": task.batch, "sequence": task.sequence, "steps": steps, "rounds": min(rounds, steps),
+        "torch": torch.__version__, "fsdp_compile": version("fsdp_compile"), "date": f"{date.today()}",
+    }  # fmt: skip
+    return Comparison(where, rows, note)
+
+
+def hardware_here(name: str, memory: int) -> Hardware:
+    """That of a device which reports this name, and so many bytes. ValueError if none is known."""
+    return device(name) if name == "cpu" else reported_device(name, memory)
+
+
+def predict(
+    make: Callable[[], Any], example_inputs: Inputs | None, task: Task, world: int, systems: Sequence[str],
+    hardware: Hardware,
+) -> dict[str, Prediction]:  # fmt: skip
+    """What `explain` says of the same step by each system. ValueError if it cannot."""
+    alike = {"world_size": world, "batch": task.batch, "sequence": task.sequence, "clip": False,
+             "precision": "bf16" if task.bf16 else "fp32", "hardware": hardware.name}  # fmt: skip
+    settings = [Setting(**{**alike, **SYSTEMS[name].setting}) for name in systems]
+    found = predict_step(make, settings, example_inputs, hardware=hardware, alternatives=False)
+    return dict(zip(systems, found, strict=True))
