@@ -4,7 +4,7 @@ Each rank notes what it begins in a group, in order. A wait that takes long writ
 under their numbers, unless another rank has written there before:
 
     fsdp_flat/waits/<number>    what the first rank that waited long has begun as this group's collective of that number
-    fsdp_flat/waits/error       two ranks have begun different things: all that wait raise this
+    fsdp_flat/waits/error/<n>   two ranks have begun different things, for the n-th time: all that wait raise this once
 
 So ranks that do not wait pay for a note, and a slow rank is never taken for one that does something else.
 """
@@ -88,7 +88,7 @@ class GroupState:
         self.senders: tuple[dist.BroadcastOptions, ...] | None = None
         self.rounds, self.agreed = 0, dict[str, str]()
         self._group = weakref.ref(group)
-        self._begun = 0
+        self._begun = self._errors = 0  # collectives begun here, and errors raised that the group was told
         self._last: deque[tuple[str, str | int, str | torch.Size]] = deque(maxlen=_NOTES)
         self._written: list[str] = []
 
@@ -120,8 +120,14 @@ class GroupState:
             raise RuntimeError(error)
 
     def tell(self, error: str) -> None:
-        """Let all ranks of the group whose waits take long raise `error`."""
-        self._on_board(lambda board, _rank: board.decide("error", error))
+        """Let all ranks of the group whose waits take long raise `error`, which this one raises."""
+        self._on_board(lambda board, _rank: board.decide(self._error, error))
+        self._errors += 1
+        self._last.clear()
+
+    @property
+    def _error(self) -> str:
+        return f"error/{self._errors}"
 
     def _on_board(self, call: Callable[[MessageBoard, int], str | None]) -> str | None:
         group = self._group()
@@ -135,8 +141,8 @@ class GroupState:
             return None
 
     def _difference(self, board: MessageBoard, rank: int) -> str | None:
-        if board.has("error"):
-            return (board.read("error") or b"").decode()
+        if board.has(self._error):
+            return (board.read(self._error) or b"").decode()
         first = self._begun - len(self._last)
         numbers = [str(first + index) for index in range(len(self._last))]
         if numbers == self._written:
@@ -150,7 +156,7 @@ class GroupState:
             mine = words or f"the {kind} of {names_of(what)}"
             key, other, theirs = board.decide(number, f"{kind} {what}\n{rank}\n{mine}").split("\n", 2)
             if key != f"{kind} {what}":
-                return board.decide("error", _different(other, theirs, rank, mine))
+                return board.decide(self._error, _different(other, theirs, rank, mine))
         return None
 
 

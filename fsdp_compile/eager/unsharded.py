@@ -435,15 +435,15 @@ class UnshardedUnit:
         unit, versions, changed = self.unit, self.versions, ""
         for flat, version in zip(unit.flats, versions.shards[::2], strict=True):
             if flat.shard._version != version:  # of all that lies in the shard
-                changed = f"{flat.fqn} or another one of its unit"
+                changed = f"{flat.fqn} or another one"
         for name, param, version in zip(unit.names, unit.params, versions.params, strict=True):
             if param._version != version:
                 changed = name
                 break
         if changed:
             raise RuntimeError(
-                f"parameter {changed} was changed in place between forward and backward; run backward before the "
-                f"optimizer's step"
+                f"parameter {changed} of {unit.path} was changed in place between forward and backward; run backward "
+                f"before the optimizer's step"
             )
 
     def free(self, keep_slices: bool = False) -> None:

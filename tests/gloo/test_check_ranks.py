@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -124,6 +124,28 @@ def test_a_new_graph_meets_something_else(two: Ranks) -> None:
     """One rank runs a new graph, the other eagerly or a graph that has run before: both raise within seconds."""
     waited = two.run(_run_others)
     assert all(seconds < 20 for seconds in waited), waited
+
+
+def _go_on(rank: int) -> None:
+    fully_shard(nn.Linear(4, 4))(X)  # the world's group is told of errors in others
+    param = next(iter(fully_shard(nn.Linear(4, 4), process_group=dist.new_group()).parameters()))
+    with pytest.raises(RuntimeError, match="ranks communicate different things"):
+        param.full_tensor() if rank == 0 else param.norm()  # type: ignore[attr-defined]  # a sharded tensor
+    model = fully_shard(nn.Linear(4, 4))
+
+    def late(call: Callable[[], Any]) -> None:
+        time.sleep(2.5 * rank)
+        call()
+
+    late(lambda: model(X))  # a comparison comes first
+    late(lambda: model.weight.norm())
+    late(model(X).sum().backward)
+
+
+def test_waits_after_an_error(two: Ranks) -> None:
+    """Who has caught that ranks communicate different things may go on in other groups, where ranks may be late: for a
+    comparison, an operator, a backward."""
+    two.run(_go_on)
 
 
 def _forget() -> None:
