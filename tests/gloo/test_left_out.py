@@ -99,6 +99,24 @@ def test_left_out_under_hybrid_sharding(four: Ranks) -> None:
     four.run(_left_out, HYBRID, "eager", True, True, False)
 
 
+def _cleared(rank: int) -> None:
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        reference, model = _models(strategy)
+        model.set_requires_gradient_sync(False)
+        _loss(model, 0, rank, takes_aside=True).backward()
+        model.zero_grad()
+        model.set_requires_gradient_sync(True)
+        _loss(model, 1, rank, takes_aside=False).backward()
+        _reference_backward(reference, 1, range(dist.get_world_size()), takes_aside=False)
+        assert all(param.grad is None for param in model.aside.parameters())
+        assert_same_gradients(model, reference)
+
+
+def test_left_out_and_cleared(two: Ranks) -> None:
+    """What `zero_grad` has dropped is not reduced, under any strategy."""
+    two.run(_cleared)
+
+
 def test_left_out_with_a_reentrant_checkpoint(two: Ranks) -> None:
     """The backward pass within a backward pass, of a reentrant checkpoint, ends nothing."""
     two.run(_left_out, "FULL_SHARD", "eager", True, False, True)

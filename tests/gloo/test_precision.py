@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from models import MODELS, Case, Inputs, Residual, checkpointed, squared_error, vectors
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard
@@ -117,6 +117,35 @@ def test_inputs(two: Ranks, own: bool, root: bool, expected: tuple[torch.dtype, 
     E-MP-13, 14.
     """
     two.run(_cast_inputs, own, root, expected)
+
+
+class _Named(nn.Module):
+    """Returns its output and its input by name."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.last = inner, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        inner = self.inner(x)
+        return {"inner": inner, "last": self.last(inner.to(self.last.weight.dtype))}
+
+
+def _output_dtypes(rank: int) -> None:
+    policy = MixedPrecisionPolicy(BF16, FP32, output_dtype=FP32)
+    for how in ("eager", "aot_eager"):
+        model = _Named(fully_shard(nn.Linear(4, 4), mp_policy=policy))
+        run = executor(fully_shard(model, mp_policy=policy), how)
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                found: Any = run(torch.ones(2, 4))
+            assert _dtypes(found) == {"inner": FP32, "last": FP32}, (how, grad)
+            assert torch.equal(found["last"], found["last"].to(BF16).to(FP32)), "expected it computed in bfloat16"
+
+
+def test_outputs(two: Ranks) -> None:
+    """The policy's `output_dtype` is that of outputs, of inner units too, with and without gradients."""
+    two.run(_output_dtypes)
 
 
 class _WidensBetween(nn.Module):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.core.shard_spec import Chunk, FlatSharding, chunks_of_range
+from fsdp_compile.core.shard_spec import Chunk, FlatSharding, ShardRanks, ShardSpec, chunks_of_range
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -67,3 +67,18 @@ def test_a_sharding_is_what_the_layout_says(shapes: list[tuple[int, ...]], world
             assert sum(chunk.numel for chunk in sharding.chunks(rank)) == numel
             covered += range(first, first + numel)
         assert covered == list(range(math.prod(shape)))
+
+
+def test_ranges_of_specs() -> None:
+    """Tensors of one shape are alike where every rank has the same elements, wherever they lie in their flat buffers;
+    complete rows are shown without a copy; new process groups count for all tensors over the same ranks."""
+    ranks = ShardRanks("first", 2, 1, "replicas")
+    whole = ShardSpec(FlatSharding((2, 2), 0, 8), ranks)
+    assert whole.same_ranges(ShardSpec(FlatSharding((2, 2), 4, 8), ranks))
+    assert not whole.same_ranges(ShardSpec(FlatSharding((2, 2), 6, 8), ranks))
+    assert not whole.same_ranges(ShardSpec(FlatSharding((4,), 0, 8), ranks))
+    local = torch.arange(6.0)
+    rows = ShardSpec(FlatSharding((4, 3), 0, 6), ranks).rows_of(local, 0.0)
+    assert rows.shape == (2, 3) and rows.data_ptr() == local.data_ptr()
+    ranks.set_groups("second", None)
+    assert (whole.ranks.group, whole.ranks.replicas) == ("second", None)

@@ -105,6 +105,8 @@ ATTACKS: dict[str, Callable[[Path, Path], None]] = {
     "a call of getattr": lambda at, mark: (at / ".metadata").write_bytes(b"cbuiltins\ngetattr\n."),
     "a dotted name": lambda at, mark: (at / ".metadata").write_bytes(DOTTED),
     "a call among names": lambda at, mark: edit(at, lambda m: setattr(m, "planner_data", {"weight": (Run(mark),)})),
+    "a name of another type": lambda at, mark: edit(at, lambda m: setattr(m, "planner_data", {"weight": (1.5,)})),
+    "no places": lambda at, mark: edit(at, lambda m: setattr(m, "storage_data", None)),
     "a call as a size": lambda at, mark: edit(at, tensor(size=Run(mark))),
     "a call as a dtype": lambda at, mark: edit(at, tensor(dtype=Run(mark))),
     "a path upward": lambda at, mark: edit(at, moved(relative_path="../secret")),
