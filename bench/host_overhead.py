@@ -11,9 +11,13 @@ once. In microseconds of CPU time per step, the variants interleaved:
 Whole steps with AdamW: a loop with the stock optimizer, unsharded and sharded; unsharded with a compiled update, as
 `torch.compile(optimizer.step)` makes it; and `compile_step`.
 
+The eager loop as people write it, unsharded, sharded, and by torch's FSDP1 with `use_orig_params`: milliseconds of CPU
+time of forward, backward, clipping and the steps of several optimizers, without a call that would make them faster.
+
 As gloo, which the fake group stands for, would copy, a gather is 8 broadcasts.
 """
 
+import itertools
 import pathlib
 import statistics
 import sys
@@ -24,6 +28,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.utils import clip_grad_norm_
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.report import parser, write
@@ -32,7 +39,7 @@ from fsdp_compile.comm.direct import DirectCollectives
 from fsdp_compile.core.unit import unit_of
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
-from gpt import GPT, GPTConfig
+from gpt import GPT, Block, GPTConfig
 
 Step = Callable[[], Any]
 TOKENS = torch.zeros(1, 4, dtype=torch.long)
@@ -178,14 +185,66 @@ def whole_steps(layers: int, rounds: int) -> dict[str, float]:
     return {**medians, **added}
 
 
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "AdamW, foreach": partial(torch.optim.AdamW, foreach=True),
+    "AdamW, fused": partial(torch.optim.AdamW, fused=True),
+    "Adam": torch.optim.Adam,
+    "SGD": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    "SGD, foreach": partial(torch.optim.SGD, lr=0.01, momentum=0.9, foreach=True),
+}
+
+
+def eager_loops(layers: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of CPU time of each part of an eager step, interleaved: {part: {variant: median}}."""
+    unsharded = build(layers, False)
+    policy = ModuleWrapPolicy({Block})
+    fsdp1 = FSDP1(build(layers, False), auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+    models = {"unsharded": unsharded, "sharded": build(layers, True), "FSDP1": fsdp1}
+    optimizers = {
+        variant: {name: make(model.parameters()) for name, make in OPTIMIZERS.items()}
+        for variant, model in models.items()
+    }
+    spent: dict[str, dict[str, list[float]]] = {}
+    for number in range(rounds + 2):
+        for (variant, model), name in itertools.product(models.items(), OPTIMIZERS):
+            clip = fsdp1.clip_grad_norm_ if model is fsdp1 else partial(clip_grad_norm_, list(model.parameters()))
+            loss: list[Any] = []
+            parts: dict[str, Step] = {
+                "forward": lambda model=model, loss=loss: loss.append(model(TOKENS, TOKENS)),
+                "backward": lambda loss=loss: loss[0].backward(),
+                "clip": partial(clip, 1.0),
+                name: optimizers[variant][name].step,
+                "zero_grad": optimizers[variant][name].zero_grad,
+            }
+            for part, run in parts.items():
+                taken = cpu_microseconds(run, 1) / 1e3
+                if number > 1:
+                    spent.setdefault(part, {}).setdefault(variant, []).append(taken)
+    return {
+        part: {name: statistics.median(values) for name, values in variants.items()} for part, variants in spent.items()
+    }
+
+
+def print_eager(loops: dict[str, dict[str, float]]) -> None:
+    """A line for each part, a column for each variant."""
+    print(f"\n{'eager loop, ms':28}" + "".join(f"{name:>12}" for name in loops["forward"]))
+    for part, spent in loops.items():
+        print(f"    {part:24}" + "".join(f"{each:12.2f}" for each in spent.values()))
+
+
 def main() -> None:
     """Print a table and write `bench/results/host_overhead.json`."""
     arguments = parser(__doc__)
     arguments.add_argument("--layers", type=int, default=12)
     arguments.add_argument("--rounds", type=int, default=15)
+    arguments.add_argument("--eager", action="store_true", help="the eager loop alone; writes nothing")
     args = arguments.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    if args.eager:
+        print_eager(eager_loops(args.layers, args.rounds))
+        return
     figures = {
         "guards": compare(guards_only, args.layers, args.rounds, repeat=200),
         "step": compare(whole_step, args.layers, args.rounds, repeat=20),
@@ -200,6 +259,8 @@ def main() -> None:
         print(f"\n{title}")
         for name, spent in table.items():
             print(f"    {name:32}{spent:12.1f}")
+    loops = eager_loops(args.layers, args.rounds)
+    print_eager(loops)
     if not args.dry:
-        write("host_overhead", {"layers": args.layers, **figures, **tables})
+        write("host_overhead", {"layers": args.layers, **figures, **tables, "eager loop, ms": loops})
     dist.destroy_process_group()

@@ -40,6 +40,7 @@ from fsdp_compile.core.settings import InitFn, PlacementFn, Settings, full_preci
 from fsdp_compile.eager import Runtime
 from fsdp_compile.eager.accumulate import check_optimizers
 from fsdp_compile.fsdp_module import FSDPModule, HasShardedParameters
+from fsdp_compile.optim.flat import step_on_flat_shards
 from fsdp_compile.state_dict.optimizer import watch_optimizers
 from fsdp_compile.torch_names import TESTED_TORCH, is_untested
 
@@ -227,6 +228,7 @@ def fully_shard(
     call_before_tracing(_install_passes)
     watch_optimizers()
     check_optimizers()
+    step_on_flat_shards()  # behind these: it gives the step a closure
     _warn_of_untested_torch()
     return list(modules) if is_list else model
 

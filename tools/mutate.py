@@ -63,8 +63,9 @@ NEAREST = {
                         "tests/gloo/test_regional.py tests/gloo/test_interruptions.py",
     "eager/unsharded.py": f"{_RUNTIME} tests/gloo/test_kept_unsharded.py tests/gloo/test_interruptions.py",
     "eager/writeback.py": "tests/gloo/test_writeback.py",
-    "optim/flat.py": "tests/gloo/test_flat_step.py tests/gloo/test_optimizers.py tests/gloo/test_compile_step.py "
-                     "tests/gloo/test_update_in_backward.py",
+    "optim/segments.py": "tests/fake/test_flat_steps.py tests/gloo/test_flat_step.py",
+    "optim/flat.py": "tests/fake/test_flat_steps.py tests/gloo/test_flat_step.py tests/gloo/test_optimizers.py "
+                     "tests/gloo/test_compile_step.py tests/gloo/test_update_in_backward.py",
     "optim/in_backward.py": "tests/unit/test_update_in_backward.py tests/gloo/test_update_in_backward.py",
     "comm/comparison.py": "tests/gloo/test_compare_ranks.py tests/gloo/test_check_ranks.py",
     "passes/graph/lifetimes.py": "tests/fake/test_plans.py tests/fake/test_activations.py",

@@ -138,6 +138,10 @@ class FlatParam:
         with without_torch_function():
             return self._binding.is_bound() and list(map(_REQUIRES_GRAD, self.params)) == self._trained
 
+    def is_bound(self) -> bool:
+        """Whether all parameters lie in the shard."""
+        return self._binding.is_bound()
+
     def unbound(self) -> list[int]:
         """Indices of the parameters whose data was replaced and no longer lies in the shard."""
         return self._binding.unbound()

@@ -36,12 +36,13 @@ from fsdp_compile.core._torch import (
     register_foreach_type,
     set_plain_grad,
     swap_wrapper,
+    without_torch_function,
 )
 from fsdp_compile.core.shard_spec import Chunk, FlatSharding, ShardRanks, ShardSpec
 from fsdp_compile.core.tensor_parallel import TensorParallel
 from fsdp_compile.core.traced_writes import note_written
 
-_SHAPE = operator.attrgetter("shape")
+_SHAPE, _GRAD, _FLAT, _SPEC = map(operator.attrgetter, ("shape", "grad", "_flat", "spec"))
 
 
 def bump_version(written: Tensor | Sequence[Tensor]) -> None:
@@ -302,19 +303,15 @@ class FlatGradient:
         return self._segments[id(spec)]
 
     @staticmethod
-    def of(params: Sequence[nn.Parameter]) -> "FlatGradient | None":
-        """The flat gradient that the gradients of all `params` are segments of; None if there is no such."""
-        shared: FlatGradient | None = None
-        for param in params:
-            grad = param.grad
-            flat: FlatGradient | None = vars(grad).get("_flat") if type(grad) is ShardedTensor else None
-            if flat is None or flat is not (shared or flat) or vars(grad)["spec"] is not vars(param)["spec"]:
-                return None
-            own = vars(grad).get("local")  # if somebody has looked, or has assigned to its `data`
-            if own is not None and own is not flat.segment_of(vars(param)["spec"]):
-                return None
-            shared = flat
-        return shared
+    def of_each(params: Sequence[nn.Parameter]) -> "list[FlatGradient]":
+        """For each parameter the flat gradient that its gradient is a segment of; [] if some gradient is no segment."""
+        with without_torch_function():
+            grads = list(map(_GRAD, params))
+        try:  # at every step of an optimizer: the work for each parameter runs in C
+            flats = list(map(_FLAT, grads))
+            return flats if all(map(operator.is_, map(_SPEC, grads), map(_SPEC, params))) else []
+        except AttributeError:
+            return []
 
 
 def check_full_shape(tensor: ShardedTensor, data: Tensor, instead: str = "") -> None:
@@ -367,6 +364,7 @@ def set_local(tensor: Tensor, local: Tensor, spec: ShardSpec, kind: type[Sharded
     elif (tensor.dtype, tensor.device) != (local.dtype, local.device):
         change_wrapper(tensor, ShardedTensor(local, spec))
     vars(tensor).update(local=local, spec=spec)
+    vars(tensor).pop("_flat", None)  # no segment of a flat gradient any more
     if type(tensor) is not kind:
         tensor.__class__ = kind
 

@@ -190,7 +190,7 @@ def check_optimizers() -> None:
 def _note_fused_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Count versions of plain parameters for fused kernels, which do not (E-STRAT-10); sharded tensors do so."""
     fused = [param for group in optimizer.param_groups if group.get("fused") for param in group["params"]]
-    stepped = [param for param in fused if unit_of(param) is not None and not isinstance(param, ShardedTensor)]
+    stepped = [param for param in fused if not isinstance(param, ShardedTensor) and unit_of(param) is not None]
     if stepped:
         torch.autograd.graph.increment_version(stepped)
 

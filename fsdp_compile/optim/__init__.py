@@ -1,6 +1,7 @@
 """Optimizers over sharded parameters.
 
-flat.py          flat_step and FlatStep: elementwise optimizers, such as AdamW, update flat shards
+segments.py      runs of parameters that an optimizer updates as one tensor
+flat.py          elementwise optimizers, such as AdamW, update these: all in `step`, or one by one for compile_step
 program.py       what an optimizer does to each element, recorded from the optimizer itself, for Inductor
 in_backward.py   each flat shard's update in backward, so that its gradient is freed
 owners.py        by_owner: one rank updates each matrix, for optimizers such as Muon that need it complete

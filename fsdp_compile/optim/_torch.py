@@ -32,9 +32,9 @@ def announce_step(of: Optimizer) -> None:
         hook(of, (), {})
 
 
-def step_without_hooks(of: Optimizer) -> None:
+def step_without_hooks(of: Optimizer, closure: Callable[[], Any] | None = None) -> None:
     """Step the optimizer as its class does, without what torch calls around it."""
-    getattr(type(of).step, "__wrapped__", type(of).step)(of)
+    getattr(type(of).step, "__wrapped__", type(of).step)(of, closure)
 
 
 def note_step(of: Optimizer) -> None:
@@ -42,11 +42,6 @@ def note_step(of: Optimizer) -> None:
     of._opt_called = True  # type: ignore[attr-defined]  # which schedulers set
     for hook in optimizer._global_optimizer_post_hooks.values():
         hook(of, (), {})
-
-
-def copy_to_each(tensors: Sequence[Tensor], value: Tensor) -> None:
-    """Copy `value` into each of `tensors`, by one call."""
-    torch._foreach_copy_(list(tensors), [value] * len(tensors))
 
 
 def norm_of_each(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:

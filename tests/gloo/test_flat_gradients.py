@@ -31,8 +31,8 @@ def _passes_autograd_by(rank: int) -> None:
     for _ in range(2):
         model(torch.ones(4, 8)).sum().backward()
         for layer in (model[0], model[2], model[4]):
-            flat = FlatGradient.of(list(layer.parameters()))
-            assert flat is not None and "local" not in vars(layer.weight.grad)
+            flat, *others = FlatGradient.of_each(list(layer.parameters()))
+            assert all(each is flat for each in others) and "local" not in vars(layer.weight.grad)
             segments = [each for param in layer.parameters() if (each := param.grad.to_local()).numel()]
             assert {each.untyped_storage().data_ptr() for each in segments} == {flat.grad.untyped_storage().data_ptr()}
         optimizer.step()
@@ -41,7 +41,7 @@ def _passes_autograd_by(rank: int) -> None:
     model[0].weight.clone()  # a gradient that comes of this is to be averaged
     assert model[0].weight._backward_hooks
     model(torch.ones(4, 8)).sum().backward()
-    assert FlatGradient.of(list(model[0].parameters())) is not None
+    assert FlatGradient.of_each(list(model[0].parameters()))
     optimizer.zero_grad()
     seen: list[Tensor] = []
     model[0].weight.register_hook(seen.append)
@@ -52,9 +52,9 @@ def _passes_autograd_by(rank: int) -> None:
     model(torch.ones(4, 8)).sum().backward()
     for (name, param), both in zip(model.named_parameters(), alone, strict=True):
         torch.testing.assert_close(both - param.grad.full_tensor(), torch.full_like(both, float(name == "2.weight")))
-    flat = FlatGradient.of(list(model[2].parameters()))
+    assert FlatGradient.of_each(list(model[2].parameters()))
     model[2].bias.grad.data = torch.zeros(8)
-    assert flat is not None and FlatGradient.of(list(model[2].parameters())) is None
+    assert not FlatGradient.of_each(list(model[2].parameters()))
 
 
 def test_gradients_pass_autograd_by(two: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers that step on flat shards do what they do without."""
+"""Optimizers that step on flat shards do what they do without; what one process shows is in fake/test_flat_steps.py."""
 
 import copy
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from torch import nn
 from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.optim import flat_step
 from fsdp_compile.optim.flat import FlatStep
+from fsdp_compile.optim.segments import Segments
 
 from .ranks import Ranks
 from .training import local
@@ -63,7 +64,7 @@ def _train(rank: int, names: list[str], by_groups: bool) -> None:
         models = [fully_shard(_model(), auto_wrap_policy="auto") for _ in range(2)]
         of = _groups if by_groups else nn.Module.parameters
         optimizers = [OPTIMIZERS[name](of(model)) for model in models]
-        flat_step(optimizers[0])
+        flat_step(optimizers[1], False)
         schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
         for step in range(6):
             x = torch.randn(3, 9, generator=torch.Generator().manual_seed(step + 10 * rank))
@@ -71,6 +72,9 @@ def _train(rank: int, names: list[str], by_groups: bool) -> None:
                 optimizer.zero_grad()
                 model(x).square().sum().backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                if step == 2:  # not laid out as their parameters
+                    first, last = model[0][0].weight, model[2][0].weight
+                    first.grad, last.grad = last.grad, first.grad
                 if step == 3:  # one gradient less: a state that differs within a segment
                     model[1][0].weight.grad = None
                 optimizer.step()
@@ -88,13 +92,13 @@ def test_as_ordinary_steps(two: Ranks, by_groups: bool) -> None:
 
 def _look(rank: int) -> None:
     model = fully_shard(_model(), auto_wrap_policy="auto")
-    optimizer = flat_step(torch.optim.AdamW(_groups(model), lr=0.1))
-    seen: list[int] = []
-    optimizer.register_step_pre_hook(lambda *_: seen.extend(len(group["params"]) for group in optimizer.param_groups))
-    for _ in range(2):
-        model(torch.ones(3, 9)).square().sum().backward()
-        optimizer.step()
-    assert seen == [3, 9, 3, 3], "three times one weight before three other parameters"
+    optimizer = torch.optim.AdamW(_groups(model), lr=0.1)
+    model(torch.ones(3, 9)).square().sum().backward()
+    optimizer.step()
+    ready = Segments.of(optimizer).ready(optimizer)
+    assert [len(segment.params) for segment, _ in ready] == [1, 1, 1, 3, 3, 3], (
+        "a weight, before three other parameters"
+    )
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     optimizer.step()
@@ -113,7 +117,7 @@ def test_what_is_updated_at_once(two: Ranks) -> None:
 def _take_turns(rank: int, how: str) -> None:
     models = [fully_shard(_model(), auto_wrap_policy="auto") for _ in range(2)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
-    flat_step(optimizers[0])
+    flat_step(optimizers[1], False)
     options: dict[str, Any] = {"backend": "aot_eager", "update_in_backward": how == "in backward"}
     step = compile_step(models[0], optimizers[0], lambda output: output.square().sum(), **options)
     for turn in range(6):

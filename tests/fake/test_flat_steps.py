@@ -1,0 +1,530 @@
+"""`optimizer.step()` on flat shards: whatever a user does around it has the effect that it has on ordinary steps.
+
+Each member trains two equal models with equal gradients, one by flat steps and one by steps on each parameter, and
+compares parameters and state bit for bit. Parts of parameters have multiples of 64 elements, so that kernels use the
+same instructions for all of them.
+"""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fsdp_compile import fully_shard
+from fsdp_compile.core.sharded_tensor import ShardedTensor
+from fsdp_compile.optim import flat_step
+from fsdp_compile.optim.segments import Segments
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "plain_sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "foreach_sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
+    "fused_sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.1, amsgrad=True),
+    "adam_tensor_rate": lambda params: torch.optim.Adam(params, lr=torch.tensor(0.1), maximize=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "foreach_adamw": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True),
+    "fused_adamw": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, initial_accumulator_value=0.1),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, centered=True, momentum=0.5),
+    "adadelta": lambda params: torch.optim.Adadelta(params, lr=1.0),
+    "adamax": lambda params: torch.optim.Adamax(params, lr=0.01),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "radam": lambda params: torch.optim.RAdam(params, lr=0.01),
+    "rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
+}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64, bias=False)) for _ in range(3)]
+    return fully_shard(
+        nn.Sequential(*blocks), auto_wrap_policy=lambda module, recurse, **_: recurse or module in blocks
+    )
+
+
+def backward(of: nn.Module, seed: int, adds: bool = False) -> None:
+    """Gradients of this rank, which are segments of flat ones."""
+    before = [param.grad.to_local().clone() if adds else 0 for param in of.parameters()]
+    of(torch.ones(2, 64)).sum().backward()
+    generator = torch.Generator().manual_seed(seed)
+    for param, earlier in zip(of.parameters(), before, strict=True):
+        local = param.grad.to_local()
+        local.copy_(torch.randn(local.shape, generator=generator) + earlier)
+
+
+class Side:
+    """One of the two models, with its optimizer; `flat` counts the parameters that the last step updated as one."""
+
+    def __init__(self, make: Make, is_flat: bool) -> None:
+        self.model, self.is_flat, self.flat = model(), is_flat, 0
+        self.params = list(self.model.parameters())
+        self.optimizer = self.choose(make(self.params))
+
+    def choose(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return flat_step(optimizer, self.is_flat) if type(optimizer).__module__.startswith("torch") else optimizer
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        with counting() as counts:
+            result = self.optimizer.step(*args, **kwargs)
+        self.flat = sum(counts)
+        return result
+
+    def shown(self) -> list[Any]:
+        """Parameters, gradients and state: what a user sees."""
+        return [
+            [param.to_local() for param in self.params],
+            [param.grad for param in self.params],
+            [list(map(type, state.values())) for state in self.optimizer.state.values()],
+            self.optimizer.state_dict(),
+            [[self._number(param) for param in group["params"]] for group in self.optimizer.param_groups],
+            [self._number(param) for param in self.optimizer.state],
+            [type(self.optimizer.param_groups), len(self.optimizer._optimizer_step_pre_hooks)],
+        ]
+
+    def _number(self, param: Tensor) -> int:
+        return list(map(id, self.params)).index(id(param))
+
+
+@contextmanager
+def counting() -> Iterator[list[int]]:
+    """The numbers of parameters that steps in this block update as one."""
+    counts: list[int] = []
+    ready = Segments.ready
+
+    def counted(self: Segments, *args: Any) -> Any:
+        found = ready(self, *args)
+        counts.append(sum(len(segment.params) for segment, _ in found))
+        return found
+
+    with mock.patch.object(Segments, "ready", counted):
+        yield counts
+
+
+def assert_same(one: Any, other: Any) -> None:
+    if hasattr(one, "to_local") and not isinstance(one, type):
+        assert type(one) is type(other) and one.shape == other.shape
+        one, other = one.to_local(), other.to_local()
+    if isinstance(one, Tensor):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        assert_same(list(one.values()), list(other.values()))
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_same(mine, theirs)
+    else:
+        assert one == other
+
+
+def trained(make: Make, steps: int, between: Callable[[Side, int], Any] = lambda side, number: None) -> list[Side]:
+    """Two models after so many steps; `between` runs between each backward and step, and returns something to compare,
+    or True if it has stepped by itself."""
+    sides = [Side(make, is_flat) for is_flat in (True, False)]
+    for number in range(steps):
+        found = []
+        for side in sides:
+            side.optimizer.zero_grad()
+            backward(side.model, number)
+            found.append(between(side, number))
+            if found[-1] is not True:
+                side.step()
+        assert_same(*found)
+        assert_same(*[side.shown() for side in sides])
+    return sides
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_equal_bit_for_bit(name: str) -> None:
+    """20 steps of each class are those on each parameter, from the first one on, and all of them are flat."""
+
+    def all_are_flat(side: Side, number: int) -> None:
+        assert side.flat == (len(side.params) if side.is_flat and number else 0)
+
+    trained(OPTIMIZERS[name], 20, all_are_flat)
+
+
+# --- what users do between backward and step --------------------------------------------------------------------------
+
+ADAMW = OPTIMIZERS["adamw"]
+Between = Callable[[Side, int], Any]
+
+
+def _no_gradient_once(side: Side, number: int) -> None:
+    if number == 2:
+        side.params[1].grad = None
+
+
+def _no_gradient_at_first(side: Side, number: int) -> None:
+    if number == 0:
+        side.params[1].grad = None
+
+
+def _assigned_gradient(side: Side, number: int) -> None:
+    if number % 2:
+        side.params[2].grad = side.params[2].grad.clone() * 2
+
+
+def _data_of_gradient(side: Side, number: int) -> None:
+    if number == 1:
+        side.params[0].grad.data = torch.ones(64, 64)
+
+
+def _gradient_in_place(side: Side, number: int) -> None:
+    side.params[0].grad.mul_(2)
+    torch._foreach_mul_([param.grad for param in side.params], 0.5)
+
+
+def _clip(side: Side, number: int) -> Any:
+    return nn.utils.clip_grad_norm_(side.params, 0.1)
+
+
+def _count_in_place(side: Side, number: int) -> None:
+    if number == 2:
+        side.optimizer.state[side.params[1]]["step"].zero_()
+    if number == 4:
+        side.optimizer.state[side.params[3]]["step"].data.fill_(7.0)
+
+
+def _count_replaced(side: Side, number: int) -> None:
+    if number == 2:
+        side.optimizer.state[side.params[1]]["step"] = torch.tensor(5.0)
+
+
+def _counts_replaced(side: Side, number: int) -> None:
+    if number == 2:
+        for state in side.optimizer.state.values():
+            state["step"] = torch.tensor(5.0)
+
+
+def _moment_in_place(side: Side, number: int) -> None:
+    if number == 2:
+        side.optimizer.state[side.params[1]]["exp_avg"].fill_(0.5)
+
+
+def _moment_replaced(side: Side, number: int) -> None:
+    if number == 2:
+        side.optimizer.state[side.params[1]]["exp_avg"] = torch.ones_like(side.params[1])
+
+
+def _data_of_moment(side: Side, number: int) -> None:
+    if number == 2:
+        side.optimizer.state[side.params[1]]["exp_avg"].data = torch.ones(64)
+
+
+def _moment_of_other_dtype(side: Side, number: int) -> None:
+    if number == 2:
+        state = side.optimizer.state[side.params[0]]
+        state["exp_avg"] = state["exp_avg"].double()
+
+
+def _held_moment(side: Side, number: int) -> Any:
+    """A tensor of the state that somebody holds goes on to be that of the state, also when it is joined anew."""
+    state = side.optimizer.state.get(side.params[1])
+    if number == 2:
+        side.held = state["exp_avg"]  # type: ignore[attr-defined]
+        side.optimizer.state[side.params[0]]["exp_avg"] = torch.ones_like(side.params[0])
+    return [number < 2 or side.held is state["exp_avg"]]  # type: ignore[attr-defined]
+
+
+def _state_cleared(side: Side, number: int) -> None:
+    if number in (2, 3):
+        side.optimizer.state.clear()
+
+
+def _state_of_one_cleared(side: Side, number: int) -> None:
+    if number == 2:
+        del side.optimizer.state[side.params[1]]
+
+
+def _foreign_state(side: Side, number: int) -> None:
+    if number == 2:
+        side.optimizer.state[side.params[0]]["note"] = "mine"
+
+
+def _loaded(side: Side, number: int) -> None:
+    if number == 1:
+        side.saved = copy.deepcopy(side.optimizer.state_dict())  # type: ignore[attr-defined]
+    if number in (3, 4):
+        side.optimizer.load_state_dict(copy.deepcopy(side.saved))  # type: ignore[attr-defined]
+
+
+def _data_of_parameter(side: Side, number: int) -> None:
+    """An average takes the parameter's place for a step, as in docs/optimizers.md."""
+    if number == 2:
+        side.kept = side.params[0].data  # type: ignore[attr-defined]
+        side.params[0].data = side.params[0].data * 0.5
+    if number == 3:
+        side.params[0].data = side.kept  # type: ignore[attr-defined]
+
+
+def _options(side: Side, number: int) -> None:
+    side.optimizer.param_groups[0].update(lr=0.1 / (number + 1), weight_decay=0.1 * number, maximize=number % 2 == 1)
+    side.optimizer.param_groups[0]["foreach"] = number > 2
+
+
+def _turned_off_and_on(side: Side, number: int) -> None:
+    if number in (1, 3) and side.is_flat:
+        flat_step(side.optimizer, number == 3)
+
+
+def _zeroed_and_added(side: Side, number: int) -> None:
+    if number == 2:
+        side.optimizer.zero_grad(set_to_none=False)
+        backward(side.model, 10, adds=True)
+        backward(side.model, 11, adds=True)
+
+
+def _half_found(side: Side, number: int) -> None:
+    side.optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]  # as GradScaler does
+    side.optimizer.found_inf = torch.tensor(float(number == 2))  # type: ignore[attr-defined]
+
+
+def _schedule(side: Side, number: int) -> Any:
+    if number == 0:
+        side.schedule = torch.optim.lr_scheduler.OneCycleLR(side.optimizer, 0.5, 10)  # type: ignore[attr-defined]
+    side.step()
+    side.schedule.step()  # type: ignore[attr-defined]
+    return True
+
+
+BETWEEN: dict[str, tuple[Between, Make]] = {
+    each.__name__.removeprefix("_"): (each, ADAMW)
+    for each in (
+        *(_no_gradient_once, _no_gradient_at_first, _assigned_gradient, _data_of_gradient),
+        *(_gradient_in_place, _clip, _count_in_place, _count_replaced, _counts_replaced, _moment_in_place),
+        *(_moment_replaced, _data_of_moment, _held_moment, _state_cleared, _state_of_one_cleared, _foreign_state),
+        *(_loaded, _data_of_parameter, _options, _turned_off_and_on, _zeroed_and_added, _schedule),
+    )
+} | {
+    "scaled": (_half_found, OPTIMIZERS["fused_adamw"]),
+    "scaled_sgd": (_half_found, OPTIMIZERS["fused_sgd"]),
+    "loaded_sgd": (_loaded, OPTIMIZERS["sgd"]),
+    "loaded_radam": (_loaded, OPTIMIZERS["radam"]),
+    "cleared_sgd": (_state_cleared, OPTIMIZERS["sgd"]),
+    "half_without_gradient": (_no_gradient_once, OPTIMIZERS["nadam"]),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_what_users_change(name: str) -> None:
+    """Gradients, state, counts, data and options that users change count as in ordinary steps."""
+    between, make = BETWEEN[name]
+    trained(make, 6, between)
+
+
+# --- around the step --------------------------------------------------------------------------------------------------
+
+
+def test_closures() -> None:
+    """A closure, positional or by name, runs once, may clear and compute gradients, and its loss is returned."""
+
+    def between(side: Side, number: int) -> Any:
+        calls: list[int] = []
+
+        def closure() -> Tensor:
+            assert torch.is_grad_enabled() and type(side.optimizer.param_groups) is list
+            side.optimizer.zero_grad()
+            backward(side.model, number + 20)
+            calls.append(number)
+            return torch.tensor(float(number))
+
+        given = [((closure,), {}), ((), {"closure": closure}), ((None,), {}), ((), {"closure": None})][number % 4]
+        loss = side.step(*given[0], **given[1])
+        assert side.flat == (len(side.params) if side.is_flat else 0)
+        assert calls == ([number] if number % 4 < 2 else []) and (loss is not None) == bool(calls)
+        return True
+
+    trained(ADAMW, 6, between)
+
+
+def test_hooks() -> None:
+    """Hooks see arguments, groups and state of an ordinary step, in their order, and may change gradients."""
+    seen: dict[bool, list[Any]] = {True: [], False: []}
+
+    def hook(name: str, side: Side) -> Callable[..., None]:
+        def call(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if optimizer is side.optimizer:
+                state = [state["step"].item() for state in optimizer.state.values()]
+                numbers = [[side._number(param) for param in group["params"]] for group in optimizer.param_groups]
+                seen[side.is_flat].append((name, args[0] is optimizer, [*args[1:], *kwargs.values()], numbers, state))
+                if name == "before":
+                    side.params[0].grad.mul_(3)
+                    side.params[1].grad = None
+
+        return call
+
+    handles = []
+
+    def nothing() -> None:
+        pass
+
+    def between(side: Side, number: int) -> Any:
+        if number == 1:
+            side.optimizer.register_step_pre_hook(hook("before", side))
+            side.optimizer.register_step_post_hook(hook("after", side))
+            handles.extend(
+                [
+                    register_optimizer_step_pre_hook(hook("all before", side)),
+                    register_optimizer_step_post_hook(hook("all after", side)),
+                ]
+            )
+        side.step(*([nothing] if number == 3 else []))
+        return True
+
+    try:
+        trained(ADAMW, 5, between)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert [each[0] for each in seen[True][:4]] == ["all before", "before", "after", "all after"]
+    assert seen[True] == seen[False]
+
+
+def test_errors() -> None:
+    """A hook, a closure or a step that raises leaves groups, state and gradients as an ordinary step does."""
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    def between(side: Side, number: int) -> Any:
+        if number == 1:
+            handle = side.optimizer.register_step_pre_hook(fail)
+            with pytest.raises(ArithmeticError):
+                side.step()
+            handle.remove()
+        if number == 2:
+            with pytest.raises(ArithmeticError):
+                side.step(fail)
+        if number == 3:
+            side.optimizer.param_groups[0]["capturable"] = True  # refused on a CPU, within the step
+            with pytest.raises(AssertionError):
+                side.step()
+            side.optimizer.param_groups[0]["capturable"] = False
+        if number == 4:
+            side.optimizer.param_groups[0]["amsgrad"] = True  # without the state that it needs
+            with pytest.raises(KeyError):
+                side.step()
+            side.optimizer.param_groups[0]["amsgrad"] = False
+        if number == 5:
+            with pytest.raises(TypeError):
+                side.step(None, None)
+            with pytest.raises(TypeError):
+                side.step(wrong=1)
+
+    trained(ADAMW, 7, between)
+
+
+def test_groups() -> None:
+    """Groups by name, added later and with options of their own; parameters of two models, and plain ones beside."""
+
+    def make(params: list[Any]) -> torch.optim.Optimizer:
+        plain = nn.Parameter(torch.ones(64))
+        decayed = [param for param in params if param.dim() > 1]
+        rest = [param for param in params[:4] if param.dim() < 2]
+        groups = [{"params": decayed, "weight_decay": 0.5}, {"params": [*rest, plain], "lr": 0.2, "foreach": True}]
+        return torch.optim.AdamW(groups, lr=0.1)
+
+    sides = [Side(make, is_flat) for is_flat in (True, False)]
+    for number in range(6):
+        for side in sides:
+            plain = side.optimizer.param_groups[1]["params"][-1]
+            side.optimizer.zero_grad()
+            backward(side.model, number)
+            plain.grad = torch.full((64,), 1.0 + number)
+            if number == 3:
+                known = {id(each) for group in side.optimizer.param_groups for each in group["params"]}
+                side.optimizer.add_param_group({"params": [each for each in side.params if id(each) not in known]})
+            side.step()
+            count = len(side.params) if number > 2 else len(side.params) - 6
+            assert side.flat == (count if side.is_flat else 0)
+        assert_same(*[[side.optimizer.state_dict(), [each.to_local() for each in side.params]] for side in sides])
+
+
+class _Subclass(torch.optim.AdamW):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert all(type(param.grad) is ShardedTensor for group in self.param_groups for param in group["params"])
+        return super().step(closure)
+
+
+NEVER: dict[str, Make] = {
+    "subclass": lambda params: _Subclass(params, lr=0.1),
+    "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.1),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.1),
+    "turned_off": lambda params: flat_step(torch.optim.AdamW(params, lr=0.1), False),
+}
+
+
+@pytest.mark.parametrize("name", NEVER)
+def test_never(name: str) -> None:
+    """Subclasses, classes that are not elementwise, and optimizers that it was turned off for step as they are."""
+    side = Side.__new__(Side)
+    side.model = model()
+    side.optimizer = NEVER[name](list(side.model.parameters()))
+    with counting() as counts:
+        for number in range(2):
+            backward(side.model, number)
+            side.optimizer.step(*([lambda: 1.0] if name == "lbfgs" else []))
+    assert counts == []
+
+
+def test_differentiable() -> None:
+    """A group that is differentiable steps as it is."""
+
+    def between(side: Side, number: int) -> None:
+        assert number == 0 or side.flat == (len(side.params) if number != 2 and side.is_flat else 0)
+        side.optimizer.param_groups[0]["differentiable"] = number == 1
+
+    trained(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), 4, between)
+
+
+def test_copies() -> None:
+    """An optimizer and its state can be copied and saved between steps, and each parameter's state is its own."""
+    sides = trained(ADAMW, 3)
+    for side in sides:
+        steps = [state["step"] for state in side.optimizer.state.values()]
+        assert len({each.data_ptr() for each in steps}) == len(steps)
+        copied_model, copied = copy.deepcopy((side.model, side.optimizer))
+        side.copied = Side.__new__(Side)  # type: ignore[attr-defined]
+        vars(side.copied).update(model=copied_model, optimizer=side.choose(copied), is_flat=side.is_flat)  # type: ignore[attr-defined]
+        side.copied.params = list(copied_model.parameters())  # type: ignore[attr-defined]
+        side.pickled = pickle.loads(pickle.dumps(side.optimizer))  # type: ignore[attr-defined]
+        buffer = io.BytesIO()
+        torch.save(side.optimizer.state_dict(), buffer)
+        buffer.seek(0)
+        side.saved = torch.load(buffer, weights_only=False)  # type: ignore[attr-defined]
+    assert_same(*[side.pickled.state_dict()["state"] for side in sides])  # type: ignore[attr-defined]
+    assert_same(*[side.saved for side in sides])  # type: ignore[attr-defined]
+    for number in range(3):
+        for side in sides:
+            backward(side.copied.model, number)  # type: ignore[attr-defined]
+            side.copied.step()  # type: ignore[attr-defined]
+            assert side.copied.flat == (len(side.params) if side.is_flat else 0)  # type: ignore[attr-defined]
+        assert_same(*[side.copied.shown() for side in sides])  # type: ignore[attr-defined]
+        assert_same(*[side.shown() for side in sides])
+
+
+def test_compiled_steps() -> None:
+    """`torch.compile(optimizer.step)` before, between and after flat steps does what ordinary steps do."""
+    steps: dict[int, Any] = {}
+
+    def between(side: Side, number: int) -> Any:
+        if number in (0, 2, 4):
+            run = steps.setdefault(id(side), torch.compile(side.optimizer.step, backend="eager"))
+            run()
+            return True
+        return None
+
+    trained(OPTIMIZERS["sgd"], 6, between)
