@@ -44,7 +44,7 @@ _STATES = "tests/unit/test_sharded_value.py tests/gloo/test_state_dicts.py"
 NEAREST = {
     "core/layout.py": "tests/unit/test_layout.py tests/unit/test_flat_param.py tests/unit/test_rows.py",
     "core/flat_param.py": "tests/unit/test_flat_param.py tests/gloo/test_gradients.py tests/gloo/test_matrix.py "
-                          "tests/gloo/test_summon.py tests/gloo/test_changed_parameters.py",
+                          "tests/gloo/test_summon.py tests/gloo/test_features.py",
     "core/shard_spec.py": f"tests/unit/test_chunks.py {_STATES} tests/gloo/test_sharded_tensor.py "
                           "tests/gloo/test_fsdp1.py",
     "core/flat_collectives.py": "tests/gloo/test_communication.py tests/gloo/test_reduce.py tests/gloo/test_matrix.py",
