@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.worker import Spec
+from fsdp_compile.compare.rounds import rotated
 
 
 class Failed(Exception):
@@ -130,10 +131,3 @@ class Side:
             for rank in running.ranks:
                 rank.stop()
         self.folder.cleanup()
-
-
-def rotated(names: Sequence[str], index: int) -> list[str]:
-    """`names` begun at another one each time; after each whole turn the other way round: neighbours change places."""
-    turns, at = divmod(index, len(names) or 1)
-    turned = [*names[at:], *names[:at]]
-    return turned[::-1] if turns % 2 else turned

@@ -1,13 +1,16 @@
 """`fsdp-compile selfcheck`: whether the package works on this machine, with the ranks that it is started with.
 
-Each row is one check, made on all ranks; a row holds if it holds on all of them. What is compared is a small GPT that
-trains for three steps: sharded, on a part of the batch for each rank, and whole, on all of it.
+Each row is one check, made on all ranks; a row holds if it holds on all of them.
+
+values         a small GPT trains for three steps: sharded, on a part of the batch for each rank, and whole, on all
+a steady step  its collectives, the bytes that are alive, and the host's waits, by profilers (steady.py)
+side by side   its speed and losses by this package and by FSDP2 (compare/), beside the prediction
 """
 
 import json
 import os
 import platform
-import re
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,17 +26,26 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_compile.api import fully_shard
-from fsdp_compile.comm.waits import names_of, state_of
+from fsdp_compile import steady
+from fsdp_compile.api import explain_plan, fully_shard
+from fsdp_compile.comm.waits import state_of
+from fsdp_compile.compare.memory import alive, resident
+from fsdp_compile.compare.report import Comparison, Row, bars, page
+from fsdp_compile.compare.rounds import hardware_here, predict
+from fsdp_compile.compare.systems import WARM, Task, Training, Turn
 from fsdp_compile.eager.summon import summon_full_params
 from fsdp_compile.torch_names import check_all, is_untested
 
 STEPS, TOKENS, WIDTH, LENGTH = 3, 32, 32, 16
+MANY = 64  # sequences of a batch of which activations are most of the memory
+OURS = ("eager", "compiled", "step")
+SPEED = ("fsdp2", "fsdp2-compiled", *OURS)
+ROUNDS = 3
 WAYS = {"eager": None, "aot_eager": "aot_eager", "inductor": "inductor"}
 
 
 @dataclass
-class Row:
+class Check:
     """One check: whether it holds on all ranks, what it found on this one, and how long it took."""
 
     name: str
@@ -45,10 +56,11 @@ class Row:
 
 @dataclass
 class Report:
-    """All rows, and where they were made."""
+    """All rows, where they were made, and systems side by side."""
 
     where: dict[str, Any]
-    rows: list[Row]
+    rows: list[Check]
+    speed: Comparison | None = None
 
     @property
     def holds(self) -> bool:
@@ -59,10 +71,20 @@ class Report:
         """The report, to be sent with a bug report."""
         return json.dumps({"holds": self.holds, **asdict(self)}, indent=1) + "\n"
 
+    def to_html(self) -> str:
+        """One page, which fetches nothing."""
+        cells = [[row.name, "holds" if row.holds else "FAILS", f"{row.seconds:.1f}", row.found] for row in self.rows]
+        pictures = [("Speed, all ranks", bars(self.speed.ran))] if self.speed is not None and self.speed.ran else []
+        title = f"selfcheck: {'all hold' if self.holds else 'some fail'}"
+        return page(title, self._about, ["row", "", "seconds", "found"], cells, [], pictures)
+
+    @property
+    def _about(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.where.items())
+
     def __str__(self) -> str:
-        where = [f"{name} {value}" for name, value in self.where.items()]
         rows = [f"{'ok  ' if r.holds else 'FAIL'}  {r.name:10} {r.seconds:5.1f} s  {r.found}" for r in self.rows]
-        return "\n".join([", ".join(where), *rows, "all hold" if self.holds else "some fail"])
+        return "\n".join([self._about, *rows, "all hold" if self.holds else "some fail"])
 
 
 def selfcheck(device: torch.device) -> Report:
@@ -79,8 +101,18 @@ def selfcheck(device: torch.device) -> Report:
     rows = [_row("names", _names, device)]
     for way, backend in WAYS.items():
         rows.append(_row(way, partial(_trains_as_one_process, backend, device), device))
-    rows.append(_row("order", partial(_order_is_the_plan, device), device))
-    return Report(where, rows)
+    for name, look in LOOKS.items():
+        rows.append(_row(name, partial(look, device), device))
+    compared: list[Comparison] = []
+
+    def speed() -> str:
+        compared.append(side_by_side(device))
+        return _speed(compared[0])
+
+    rows.append(_row("speed", speed, device))
+    if compared:
+        rows.append(_row("predicted", partial(_predicted, compared[0]), device))
+    return Report(where, rows, *compared)
 
 
 @contextmanager
@@ -102,8 +134,10 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _row(name: str, check: Callable[[], str], device: torch.device) -> Row:
+def _row(name: str, check: Callable[[], str], device: torch.device) -> Check:
     """A row that holds if `check` raises nothing on any rank."""
+    if dist.get_rank() == 0 and sys.stderr.isatty():
+        print(f"\r\x1b[K{name} ...\r", end="", file=sys.stderr, flush=True)
     torch.compiler.reset()
     begun = time.monotonic()
     try:
@@ -116,7 +150,7 @@ def _row(name: str, check: Callable[[], str], device: torch.device) -> Row:
     dist.all_reduce(everywhere, dist.ReduceOp.MIN)
     if holds and not everywhere:
         found = "another rank failed"
-    return Row(name, bool(everywhere), found, round(time.monotonic() - begun, 1))
+    return Check(name, bool(everywhere), found, round(time.monotonic() - begun, 1))
 
 
 def _names() -> str:
@@ -197,15 +231,13 @@ def _trains_as_one_process(backend: str | None, device: torch.device) -> str:
     return f"parameters after {STEPS} steps as of one process, by {most:.1e} at most"
 
 
-# --- order ------------------------------------------------------------------------------------------------------------
+# --- what a steady step does ------------------------------------------------------------------------------------------
 
 
 def _order_is_the_plan(device: torch.device) -> str:
     """Compare the collectives that a profile of a compiled step shows with those of the graphs, which follow plans."""
     if dist.get_world_size() == 1:
         return "no collectives on one rank"
-    if device.type != "cpu":
-        return "not looked at: generated code calls torch's operators here"
     world = dist.group.WORLD
     assert world is not None
     compared = state_of(world).agreed
@@ -213,29 +245,133 @@ def _order_is_the_plan(device: torch.device) -> str:
     model, batches = _make(device)
     run = torch.compile(fully_shard(model))
     _loss(run, batches[0, dist.get_rank()]).backward()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         _loss(run, batches[0, dist.get_rank()]).backward()
-    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
-    names = (re.fullmatch(r"fsdp_compile\.\w+\.(all_gather|reduce) (.*)", event.name) for event in events)
     graphs = sorted(compared, key=lambda text: "reduce" in text)  # forward, backward
-    planned = [collective for text in graphs for collective in _collectives(text)]
-    compare_order(planned, [(match[1], match[2]) for match in names if match])
+    planned = [collective for text in graphs for collective in steady.planned(text)]
+    steady.compare_order(planned, [*steady.ran(profiler.events())])
     return f"{len(planned)} collectives of forward and backward ran as planned"
 
 
-def _collectives(sequence: str) -> Iterator[tuple[str, str]]:
-    """What a graph's text for comparisons lists, in the words of profiles."""
-    for line in sequence.splitlines():
-        kind, sizes, dtype = re.match(r"(\w+) .*?, ([\d +]+) bytes of (\w+)", line).groups()  # type: ignore[union-attr]
-        numel = sum(map(int, sizes.split("+"))) // getattr(torch, dtype).itemsize
-        if kind == "gather":
-            yield "all_gather", names_of(numel * dist.get_world_size())
-        elif kind == "reduce":
-            yield "reduce", names_of(numel)
+class _WithLoss(nn.Module):
+    """The loss is part of the graph, whose bytes are planned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = _GPT()
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (batch, length) -> ()
+        return _loss(self.model, tokens)
 
 
-def compare_order(planned: list[tuple[str, str]], ran: list[tuple[str, str]]) -> None:
-    """Raise AssertionError with the first collective that was not the planned one."""
-    for number, (expected, found) in enumerate(zip_longest(planned, ran)):
-        if expected != found:
-            raise AssertionError(f"collective {number}: expected {expected}, found {found}")
+def _memory(device: torch.device) -> str:
+    """A steady step leaves nothing behind, and has no more bytes alive than planned; on one rank than unsharded.
+
+    Activations are most of them, so that what a GPU's allocator rounds up, 512 bytes a tensor, is within 5 %. A plan is
+    an upper bound. Recomputing cheap values, which it does not count, saves about a fifth of it here.
+    """
+    tokens = torch.randint(TOKENS, (MANY, LENGTH)).to(device)
+    alone = dist.get_world_size() == 1
+    found = []
+    for shards in (False, True) if alone else (True,):
+        torch.manual_seed(0)
+        model: Any = _WithLoss().to(device)
+        if shards:
+            fully_shard(model)
+        run = model if alone else torch.compile(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def step(run: Any = run, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            run(tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(2):
+            step()
+        found.append(alive(step, device, resident(model.parameters())))
+    peak, left = found[-1]
+    if left:
+        raise AssertionError(f"a step leaves {left:,} bytes behind")
+    if alone:
+        most, words = int(1.05 * found[0].peak), "5 % above unsharded"
+    else:
+        priced = "h100" if device.type == "cuda" else "cpu"  # seconds do not matter here
+        plan = explain_plan(model, (tokens,), link="h100-nvlink", device=priced)
+        most, words = plan.timeline.peak + steady.workspace(device), "planned"
+    if not most / 2 <= peak <= most:
+        raise AssertionError(f"{peak:,} bytes are alive at most, expected {most // 2:,} to {most:,}, {words}")
+    rest = "what a step leaves behind is not seen with gloo" if left is None else "a step leaves none behind"
+    return f"{peak:,} bytes alive at most, {words} {most:,}; {rest}"
+
+
+def _streams(device: torch.device) -> str:
+    """The host issues a whole steady step, however it runs, without waiting for the device."""
+    if device.type != "cuda":
+        return "not looked at on a CPU, where collectives hold up the host"
+    for system in OURS:
+        training = Training(system, _GPT, None, _task(device))
+        for _ in range(WARM):
+            training.step(training.batch())
+        waits = steady.host_waits(partial(training.step, training.batch()))
+        if waits is None:
+            return "not seen: the profiler shows no calls of CUDA here"
+        if waits:
+            raise AssertionError(f"{system}: the host waits for the device within a step: {', '.join(waits)}")
+    return f"no wait of the host for the device in a step of {', '.join(OURS)}"
+
+
+LOOKS = {"order": _order_is_the_plan, "memory": _memory, "streams": _streams}
+
+
+# --- systems side by side ---------------------------------------------------------------------------------------------
+
+
+def _task(device: torch.device) -> Task:
+    return Task(2, LENGTH, False, str(device))
+
+
+def side_by_side(device: torch.device) -> Comparison:
+    """Train the GPT by each system, in turns. Only another package's failure is a row, ours raises."""
+    turns: dict[str, list[Turn]] = {}
+    failed: dict[str, str] = {}
+    trainings: dict[str, Training] = {}
+    for number in range(ROUNDS):
+        for system in SPEED:
+            try:
+                if number == 0:
+                    trainings[system] = Training(system, _GPT, None, _task(device))
+                if system not in failed:
+                    turns.setdefault(system, []).append(trainings[system].turn(STEPS, looks=False))
+            except Exception as error:
+                if system in OURS:
+                    raise
+                failed[system] = f"{type(error).__name__}: {error}"
+    ran = [system for system in SPEED if system in turns]
+    try:
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+        hardware = hardware_here(_name(device), memory)
+        found = predict(_GPT, None, _task(device), dist.get_world_size(), ran, hardware)
+        seconds, note = {name: each.step for name, each in found.items()}, f"predicted for {hardware.name}"
+    except ValueError as error:
+        seconds, note = {}, f"nothing is predicted: {error}"
+    rows = tuple(Row.of(name, turns.get(name, []), failed.get(name), seconds.get(name), False) for name in SPEED)
+    return Comparison({"model": "GPT", "ranks": dist.get_world_size(), "precision": "fp32"}, rows, note)
+
+
+def _speed(compared: Comparison) -> str:
+    """Losses of all systems agree; how fast they are is information."""
+    differences = [*compared.differences()]
+    if differences:
+        raise AssertionError("; ".join(differences))
+    speeds = [f"{row.system} {row.speed:,.0f}" for row in compared.ran]
+    failed = [f"{row.system} failed: {row.failed}" for row in compared.rows if row.failed is not None]
+    return "; ".join([f"tokens/s: {', '.join(speeds)}", *failed])
+
+
+def _predicted(compared: Comparison) -> str:
+    """Information: what the prediction knows of this machine is no fault of an installation."""
+    pairs = [f"{row.system} {1e3 * row.step:,.1f} ({1e3 * row.predicted:,.1f})"
+             for row in compared.ran if row.predicted is not None]  # fmt: skip
+    if not pairs:
+        return compared.note
+    return f"ms a step ({compared.note}): {', '.join(pairs)}; so small a model takes what the host does"

@@ -172,7 +172,8 @@ def bars(rows: Sequence[Row]) -> str:
         ends = [140 + 430 * row.speed * row.step / (most * seconds) for seconds in (row.high, row.low)]
         parts.append(f'<text x="132" y="{y + 17}" text-anchor="end">{html.escape(row.system)}</text>')
         parts.append(f'<rect x="140" y="{y}" width="{width:.1f}" height="24" fill="{_color(row)}"/>')
-        parts.append(f'<path d="M{ends[0]:.1f} {y + 12}H{ends[1]:.1f}" stroke="#1f2328" stroke-width="2"/>')
+        for color, wide in (("#fff", 5), ("#1f2328", 2)):
+            parts.append(f'<path d="M{ends[0]:.1f} {y + 12}H{ends[1]:.1f}" stroke="{color}" stroke-width="{wide}"/>')
         parts.append(f'<text x="{ends[1] + 8:.1f}" y="{y + 17}">{row.speed:,.0f}</text>')
     unit = f"{rows[0].unit} a second of the median step; the lines reach from the 10th to the 90th percentile"
     return "".join([*parts, f'<text x="140" y="{34 * len(rows) + 20}" font-size="12">{unit}</text></svg>'])

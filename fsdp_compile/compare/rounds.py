@@ -150,6 +150,13 @@ class Running:
                 process.wait()
 
 
+def rotated(names: Sequence[str], index: int) -> list[str]:
+    """`names` begun at another one each time; after each whole turn the other way round: neighbours change places."""
+    turns, at = divmod(index, len(names) or 1)
+    turned = [*names[at:], *names[:at]]
+    return turned[::-1] if turns % 2 else turned
+
+
 class Side:
     """Systems side by side; those that fail are left out from then on, with the reason.
 
@@ -167,7 +174,7 @@ class Side:
         self._running: dict[str, Running] = {}
         self._given = factory, task, launched
         self._folder = tempfile.TemporaryDirectory(prefix="fsdp_compile_compare_")
-        self._done, self._begin = 0, time.monotonic()
+        self._begin = time.monotonic()
 
     def run(self, steps: int, rounds: int) -> None:
         """Let each system train for `steps` steps that count, in `rounds` turns, in changing order.
@@ -178,8 +185,7 @@ class Side:
         rounds = min(rounds, steps)
         names = list(self.turns)
         for index in range(rounds):
-            at = index % len(names)
-            for tried, name in enumerate((names[at:] + names[:at])[:: -1 if index % 2 else 1], 1):
+            for tried, name in enumerate(rotated(names, index), 1):
                 if name not in self.failed:
                     self._say(f"{name}, round {index + 1} of {rounds}")
                     self._turn(name, index, steps // rounds + (index < steps % rounds), index == rounds - 1)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile.api import fully_shard
-from fsdp_compile.compare.memory import curve, resident, states_of
+from fsdp_compile.compare.memory import alive, resident, states_of
 from fsdp_compile.construct.wrap_policy import repeated_blocks
 from fsdp_compile.core._torch import tree_map
 from fsdp_compile.explain.batch import Inputs, batch_of, loss_of
@@ -75,6 +75,7 @@ class Turn:
 
 
 Run = Callable[..., Any]
+Batch = tuple[list[Any], dict[str, Any]]
 
 
 class Training:
@@ -114,12 +115,13 @@ class Training:
         self.optimizer.zero_grad()
         return loss.detach()
 
-    def step(self) -> Tensor:
-        """One step on a batch of its own; the loss on this rank, shape `()`."""
-        args, kwargs = self._batch()
-        return self._step(*args, **kwargs)
+    def step(self, batch: Batch) -> Tensor:
+        """One step; the loss on this rank, shape `()`."""
+        args, kwargs = batch
+        loss: Tensor = self._step(*args, **kwargs)
+        return loss
 
-    def _batch(self) -> tuple[list[Any], dict[str, Any]]:
+    def batch(self) -> Batch:
         """The next batch, which is another one on each rank and in each step, and the same for all systems."""
         torch.manual_seed(1 + dist.get_rank() + 1000 * self._done)
         self._done += 1
@@ -134,14 +136,14 @@ class Training:
     def turn(self, steps: int, looks: bool) -> Turn:
         """Train for `steps` steps that count, and some before; `looks`: see how many bytes are alive."""
         is_first, warm = self._done == 0, 1 if self._done else WARM
-        batches = [self._batch() for _ in range(warm + steps)]
+        batches = [self.batch() for _ in range(warm + steps)]
         seconds, losses = list[float](), list[Tensor]()
         dist.barrier()
-        for number, (args, kwargs) in enumerate(batches):
+        for number, batch in enumerate(batches):
             if number == warm and self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             begin = self._clock()
-            losses.append(self._step(*args, **kwargs))
+            losses.append(self.step(batch))
             seconds.append(self._clock() - begin)
         mean = torch.stack(losses).float()
         dist.all_reduce(mean)
@@ -159,13 +161,13 @@ class Training:
         )
 
     def _peak(self) -> int:
-        """Bytes alive at most in a step: by the allocator; on the CPU what stays, and what one more step allocates."""
+        """Bytes alive at most in a step: by the allocator; on the CPU what stays, and what more steps allocate."""
         if self.device.type == "cuda":
             bytes_alive = torch.cuda.max_memory_allocated()
         else:
-            above = max((total for _, total in curve(self.step, self.device)), default=0)
+            batch = self.batch()
             states = [*self.model.parameters(), *self.model.buffers(), *states_of(self.optimizer)]
-            bytes_alive = resident(states) + self._kept + above
+            bytes_alive = alive(lambda: self.step(batch), self.device, resident(states) + self._kept).peak
         most = torch.tensor(bytes_alive, device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most)

@@ -10,9 +10,9 @@ from bench import parts, report
 from bench.copies import copied, element_counts, moved_in
 from bench.memory import thinned
 from bench.models import WORKLOADS
-from bench.rounds import rotated
 from bench.systems import SYSTEMS
 from fsdp_compile.compare.memory import curve, resident
+from fsdp_compile.compare.rounds import rotated
 
 
 def call(kind: str, begin: float, end: float, waits: Any = ()) -> dict[str, Any]:
