@@ -38,10 +38,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile.core._torch import FakeTensor, executes_formula, gives_gradients_of_leaves, never_compile
+from fsdp_compile.core._torch import (
+    FakeTensor,
+    executes_formula,
+    gives_gradients_of_leaves,
+    never_compile,
+    without_torch_function,
+)
 from fsdp_compile.core.shard_spec import ShardSpec
 from fsdp_compile.core.sharded_tensor import (
     RULES,
+    FlatGradient,
     Rule,
     ShardedTensor,
     ShardedView,
@@ -281,7 +288,16 @@ _LINEAR = {aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.add_.Tensor, 
 
 # --- foreach and fused ------------------------------------------------------------------------------------------------
 
-_spec_of, _local_of = attrgetter("spec"), attrgetter("local")
+_spec_of, _local_of, _numel_of = attrgetter("spec"), attrgetter("local"), attrgetter("spec.numel")
+_group_of, _tensor_parallel_of = attrgetter("spec.ranks.group", "device"), attrgetter("spec.tensor_parallel")
+_dtype_of, _requires_grad = attrgetter("dtype"), attrgetter("requires_grad")
+
+# What scales all gradients of a unit alike, and keeps the zeros between them, runs once on the flat one.
+_SCALING = {
+    *(aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor),
+    *(aten._foreach_div_.Scalar, aten._foreach_div_.Tensor),
+    *(aten._foreach_zero_.default, aten._foreach_neg_.default),
+}
 
 
 def _foreach(func: Any, args: Any, kwargs: Any) -> Any:
@@ -295,6 +311,11 @@ def _foreach(func: Any, args: Any, kwargs: Any) -> Any:
             return gather(func, args, kwargs)
     if set(map(type, targets)) != {ShardedTensor}:
         return _foreach_mixed(func, args, kwargs, targets)
+    if func in _SCALING and (flats := FlatGradient.all_of(targets)):
+        func([flat.grad for flat in flats], *args[1:], **kwargs)
+        bump_version([flat.grad for flat in flats])
+        bump_version(targets)
+        return None
     specs = list(map(_spec_of, targets))
     local = [_locals(arg, specs) for arg in args]
     result = func(*local, **{key: _locals(value, specs) for key, value in kwargs.items()})
@@ -533,7 +554,13 @@ def _foreach_norm(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """One all-reduce for each group of ranks and device, however many tensors there are."""
     tensors, order = args[0], float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
-    average_gradients(tensors)
+    with without_torch_function():
+        if any(map(_requires_grad, tensors)):
+            average_gradients(tensors)
+        if set(map(type, tensors)) == {ShardedTensor} and not any(map(_tensor_parallel_of, tensors)):
+            dtypes = set(map(_dtype_of, tensors))
+            if len(dtypes) == 1 and len(set(map(_group_of, tensors))) == 1:  # the work for each runs in C
+                return list(_norms(tensors, order).to(dtype or dtypes.pop()).unbind())
     norms: list[Any] = [None] * len(tensors)
     groups: dict[Any, list[int]] = {}
     for i, each in enumerate(tensors):
@@ -546,11 +573,11 @@ def _foreach_norm(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return norms
 
 
-def _norms(tensors: Sequence[ShardedTensor], order: float, dims: Any = None, keepdim: bool = False) -> Sequence[Tensor]:
-    """Norms of sharded tensors of one group, in at least float32."""
+def _norms(tensors: Sequence[ShardedTensor], order: float, dims: Any = None, keepdim: bool = False) -> Tensor:
+    """Norms of sharded tensors of one group, `[len(tensors), ...]`, in at least float32."""
     first = tensors[0]
     precise = torch.float32
-    for dtype in {each.dtype for each in tensors}:
+    for dtype in set(map(_dtype_of, tensors)):
         precise = torch.promote_types(precise, dtype)
     op, fill = "sum", 0.0 if order >= 0 else math.inf
     if math.isinf(order):
@@ -566,13 +593,14 @@ def _norms(tensors: Sequence[ShardedTensor], order: float, dims: Any = None, kee
         return power(torch.linalg.vector_norm(x, order, dims, keep, dtype=precise))
 
     if dims and len(dims) < first.dim():
-        return [root(_reduced(first, dims, keepdim, fill, op, of_rows))]
-    stored = [each.local for each in tensors if each.local.numel()]
+        return root(_reduced(first, dims, keepdim, fill, op, of_rows)).unsqueeze(0)
+    numels = list(map(_numel_of, tensors))
+    stored = [each.local for each, numel in zip(tensors, numels, strict=True) if numel]
     norms = iter(aten._foreach_norm.Scalar(stored, order, dtype=precise) if stored else ())
     neutral = first.local.new_full((), fill, dtype=precise)
-    powers = power(torch.stack([next(norms) if each.local.numel() else neutral for each in tensors]))
+    powers = power(torch.stack([next(norms) if numel else neutral for numel in numels]))
     total = root(first.spec.all_reduce(powers, op))
-    return [each.view([1] * first.dim()) for each in total.unbind()] if keepdim else total.unbind()
+    return total.view([-1, *[1] * first.dim()]) if keepdim else total
 
 
 # --- what all ranks must find alike -----------------------------------------------------------------------------------
@@ -593,9 +621,10 @@ def _equal(func: Any, args: Any, kwargs: Any) -> bool:
 def _unscale(func: Any, args: Any, kwargs: Any) -> None:
     """Unscale local gradients; all ranks learn whether any rank found an infinity or NaN."""
     grads, found_inf, inv_scale = args
-    func([each.local if is_sharded(each) else each for each in grads], found_inf, inv_scale)
+    flats = [flat.grad for flat in FlatGradient.all_of(grads)]
     sharded = [each for each in grads if is_sharded(each)]
-    bump_version([each.local for each in sharded])
+    func(flats or [each.local if is_sharded(each) else each for each in grads], found_inf, inv_scale)
+    bump_version(flats or [each.local for each in sharded])
     for spec in {each.spec.reducing_groups: each.spec for each in sharded}.values():
         found_inf.copy_(spec.all_reduce(found_inf, "max"))
 

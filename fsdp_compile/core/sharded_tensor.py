@@ -14,6 +14,7 @@ Two subclasses have all elements here, because a parameter must remain the same 
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -312,6 +313,16 @@ class FlatGradient:
             return flats if all(map(operator.is_, map(_SPEC, grads), map(_SPEC, params))) else []
         except AttributeError:
             return []
+
+    @staticmethod
+    def all_of(grads: Sequence[Tensor]) -> "list[FlatGradient]":
+        """The flat gradients all of whose segments `grads` are, and nothing else; [] if they are not."""
+        try:
+            flats = list(dict.fromkeys(map(_FLAT, grads)))
+        except AttributeError:
+            return []
+        specs = set(map(id, itertools.chain.from_iterable(flat.specs for flat in flats)))
+        return flats if len(specs) == len(grads) and specs == set(map(id, map(_SPEC, grads))) else []
 
 
 def check_full_shape(tensor: ShardedTensor, data: Tensor, instead: str = "") -> None:

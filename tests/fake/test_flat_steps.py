@@ -528,3 +528,34 @@ def test_compiled_steps() -> None:
         return None
 
     trained(OPTIMIZERS["sgd"], 6, between)
+
+
+SCALING: dict[str, Callable[[list[Tensor]], Any]] = {
+    "mul": lambda grads: torch._foreach_mul_(grads, 2.0),
+    "mul by a tensor": lambda grads: torch._foreach_mul_(grads, torch.tensor(2.0)),
+    "div": lambda grads: torch._foreach_div_(grads, 0.5),
+    "zero": torch._foreach_zero_,
+    "unscale": lambda grads: torch._amp_foreach_non_finite_check_and_unscale_(
+        grads, torch.zeros(1), torch.full((1,), 2.0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCALING)
+def test_scaled_gradients(name: str) -> None:
+    """What scales gradients scales those that it is given, once each: all, in any order, or some of a unit's."""
+    of = model()
+    for chosen in (slice(None), slice(None, None, -1), slice(0, 5), slice(1, 4)):
+        backward(of, 0)
+        grads: Any = [param.grad for param in of.parameters()]
+        factor = 0.0 if name == "zero" else 2.0
+        expected = [grad.to_local().clone() for grad in grads]
+        expected[chosen] = [each * factor for each in expected[chosen]]
+        versions = [grad._version for grad in grads]
+        SCALING[name](grads[chosen])
+        assert_same([grad.to_local() for grad in grads], expected)
+        flats = {id(vars(grad)["_flat"]): vars(grad)["_flat"].grad for grad in grads}
+        assert sum(flat.norm(1) for flat in flats.values()) == pytest.approx(sum(each.norm(1) for each in expected))
+        changed = [grad._version > before for grad, before in zip(grads, versions, strict=True)]
+        assert name == "unscale" or changed[chosen] == [True] * len(changed[chosen])
+        of.zero_grad()
