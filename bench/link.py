@@ -315,6 +315,10 @@ class EchoStore(dist.Store):
             self.values[key] = _bytes(value)
         return self.values[key]
 
+    def forget(self, *topics: str) -> None:
+        """Forget all keys about these topics."""
+        self.values = {key: each for key, each in self.values.items() if not any(topic in key for topic in topics)}
+
     def check(self, keys: list[str]) -> bool:
         return all(key in self.values for key in keys)
 

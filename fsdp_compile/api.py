@@ -335,7 +335,7 @@ def _check_environment() -> None:
     """Raise ValueError now, and not when a compiled forward is traced, if `FSDP_COMPILE_*` have impossible values."""
     try:
         config = CompileConfig.from_environment()
-        if any((config.disable, config.link, config.profile, config.plan)):
+        if config != CompileConfig(share_artifacts=config.share_artifacts):
             from fsdp_compile.passes.inductor import checked  # imports Inductor
 
             checked(config)

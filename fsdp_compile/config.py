@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 MOST_BYTES = 1 << 28  # of a file of text
 
+AUTO, MEASURED = "auto", "measured:"  # what `CompileConfig.link` may be, or begin with
 ACTIVATIONS = ("keep", "recompute", "offload", "auto")
 
 
@@ -79,23 +80,26 @@ class CompileConfig:
             alive. None waits for all of them at the end of the graph.
         check_ranks_timeout: seconds that a rank waits for the others before it runs a compiled graph for the first
             time; compilation may take longer on some ranks.
-        link: what connects the ranks: a name in `fsdp_compile.passes.cost.hardware.links()` or
-            `custom:<latency in seconds>,<bandwidth in bytes per second>`. With a link, graphs are planned by simulated
-            time, and ranks need batches of equal sizes: plans that differ raise an error. Without one, the all-gather
-            of a unit is issued one unit ahead and its reduce-scatter at once.
+        link: what connects the ranks. With a link, graphs are planned by simulated time, and ranks need batches of
+            equal sizes: plans that differ raise an error. "auto": the ranks measure it together, for less than a second
+            when they first compile a sharded model, and nothing is planned where they cannot. Or a name in
+            `fsdp_compile.passes.cost.hardware.links()`, or `custom:<latency in seconds>,<bandwidth in bytes per
+            second>`. None: nothing is planned, but the all-gather of a unit is issued one unit ahead and its
+            reduce-scatter at once.
         device: what computes: a name in `fsdp_compile.passes.cost.hardware.devices()`, such as "h100", or the path of
-            a hardware file. None looks it up by the name that the device itself reports.
+            a hardware file. None looks it up by the name that the device itself reports; a CPU, and a device of another
+            name, is measured with the link.
         budget: bytes that may be alive at once in a graph: shards, activations, gathered and packed buffers. Needs
-            `link`.
+            `link`. None: on a CPU there is no limit; elsewhere a plan has no more buffers alive than without a link.
         activations: what becomes of each block's activations between forward and backward. "keep": they stay, but torch
             may recompute cheap ones; "recompute": they are recomputed from the block's inputs; "offload": results of
             matrix products and of attention are copied to the host and back, and the others recomputed, except in the
             last block; "auto": for each block what makes the step shortest within `budget`, together with which units
             stay unsharded. "offload" and "auto" need `link`. A block that the user has checkpointed is left as it is.
-        profile: path of a JSON file with measured seconds, as `record_profile` leads to. Needs `link`, and the same
-            file on all ranks.
+        profile: path of a JSON file with measured seconds, as `fsdp_compile.profile_step` saves it. Needs `link`, and
+            the same file on all ranks.
         plan: path of a file with plans to follow, as `str(plan)` under the headings `forward:` and `backward:`.
-        record_profile: whether graphs measure the seconds of each task while they run, for `profile`.
+        record_profile: whether graphs measure the seconds of each task while they run, for `profile_step`.
         reshard_after_forward: in graphs of another sharding, whether backward gathers parameters again. False: what
             forward saves is torch's choice. `fully_shard` has an argument of this name for its own graphs.
         update: what follows a backward, if that is known: `compile_step` says so. With a link it is planned with
@@ -113,7 +117,7 @@ class CompileConfig:
     disable: tuple[str, ...] = ()
     reduces_in_flight: int | None = 1
     check_ranks_timeout: float = 600.0
-    link: str | None = None
+    link: str | None = AUTO
     device: str | None = None
     budget: int | None = None
     activations: str = "keep"
@@ -163,12 +167,14 @@ class CompileConfig:
         Raises:
             ValueError: a file cannot be read, and is named.
         """
-        files = {"profile": self.profile, "plan": self.plan}
+        device = self.device if self.device is not None and self.device.endswith(".json") else None
+        files = {"device": device, "profile": self.profile, "plan": self.plan}
         return tuple(_text_of(name, path) for name, path in files.items() if path is not None)
 
     @classmethod
     def from_environment(cls) -> "CompileConfig":
         """The configuration of plain `torch.compile`: field `name` from `FSDP_COMPILE_NAME`, where that is set.
+        `FSDP_COMPILE_LINK=none` stands for None.
 
         Raises:
             ValueError: a variable has a value of another type than its field, and is named.
@@ -180,7 +186,7 @@ class CompileConfig:
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "disable": lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
     "check_ranks_timeout": float,
-    "link": str,
+    "link": lambda text: None if text == "none" else text,
     "device": str,
     "budget": int,
     "activations": str,

@@ -47,7 +47,7 @@ class JointPasses:
         return aot_autograd(fw_compiler=_run, bw_compiler=_run, partition_fn=self._partition)(gm, inputs)
 
     def _partition(self, gm: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
-        config = CompileConfig(disable=self.disable, **self.options)
+        config = CompileConfig(disable=self.disable, **{"link": None, **self.options})
         passes = [each for each in enabled(PASSES, config) if each.stage == "joint"]
         if is_ours(gm.graph, MARKERS):
             sort(gm.graph)

@@ -6,14 +6,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import CustomPolicy
 
+from bench.link import FREE, LINK
 from bench.models import in_float8
 from bench.systems import Prepared, Setup, layers_of
 from bench.systems.replicated import autocast
-from fsdp_compile import FSDPModule, MixedPrecision, compile_step, fully_shard
-from fsdp_compile.passes.post_grad.plan_pass import TaskProfile
+from fsdp_compile import FSDPModule, MixedPrecision, compile_step, fully_shard, profile_step
+from fsdp_compile.comm.waits import state_of
+from fsdp_compile.passes.agreement import cache_folder
+from fsdp_compile.passes.measure import measured_link
 
 PROFILED = 5  # steps
 
@@ -42,21 +46,50 @@ def by_block(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Pre
 
 
 def compiled(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
-    """The whole model is one graph. The option names passes to leave out, for the ablation.
+    """The whole model is one graph, planned for the link that the package measures.
 
-    It may begin with `autocast`: bf16 then comes from autocast, as in DDP, and not from `param_dtype`; or with
-    `float8`: linear layers of blocks multiply in float8 beside it.
+    The option names passes to leave out, for the ablation; `rule` plans nothing. It may begin with `autocast`: bf16
+    then comes from autocast, as in DDP, and not from `param_dtype`; or with `float8`: linear layers of blocks multiply
+    in float8 beside it.
     """
     names = setup.option.split("+") if setup.option else []
     by_autocast = names[:1] in (["autocast"], ["float8"])
     if names[:1] == ["float8"]:
         in_float8(blocks)
     shard(model, blocks, replace(setup, bf16=setup.bf16 and not by_autocast))
-    left_out: dict[str, Any] = {}
-    if disabled := tuple(names[by_autocast:]):
-        left_out = {"backend": "fsdp_compile", "options": {"disable": disabled}}
-    forward: Any = torch.compile(model, fullgraph=True, **left_out)
-    return Prepared(model, autocast(forward, setup) if by_autocast else forward)
+    chosen: dict[str, Any] = {}
+    if names == ["rule"]:
+        chosen = {"backend": "fsdp_compile", "options": {"link": None}}
+    elif disabled := tuple(names[by_autocast:]):
+        chosen = {"backend": "fsdp_compile", "options": {"disable": disabled}}
+    forward: Any = torch.compile(model, fullgraph=True, **chosen)
+    inputs = autocast(forward, setup) if by_autocast else forward
+    return Prepared(model, inputs) if names == ["rule"] else Default(model, inputs)
+
+
+class Default(Prepared):
+    """Compiled again for each link, which is measured as a training script would have it measured."""
+
+    def configured(self, link: str, batch: Sequence[Tensor]) -> None:
+        """Measure `link`, and plan for it; it takes no time while that is compiled."""
+        measure(link, batch[0].device)
+        torch._dynamo.reset()
+        for _ in range(2):
+            self.forward(*batch).backward()
+            self.model.zero_grad()
+
+
+def measure(link: str, device: torch.device) -> None:
+    """Let the package forget the link that it knows and measure this one, by the clock of the emulation."""
+    group: Any = dist.group.WORLD
+    state_of(group).link = None
+    group.alive_store.forget("fsdp_flat/agreed", "fsdp_flat/link")
+    for path in cache_folder().glob("fsdp_compile/*.kept"):
+        path.unlink()
+    latency, bandwidth = map(float, link.removeprefix("custom:").split(","))
+    LINK.configure(latency, bandwidth)
+    measured_link(group, device, 1 << 24, 60.0, LINK.clock)
+    LINK.configure(0.0, FREE)
 
 
 class Planned(Prepared):
@@ -65,13 +98,8 @@ class Planned(Prepared):
     def configured(self, link: str, batch: Sequence[Tensor]) -> None:
         """Plan for `link`; the link itself takes no time meanwhile."""
         self.compile(link=link, record_profile=True)
-        for _ in range(2):  # the second call of `compile_step` compiles the update
-            self.run(*batch)
-        with TaskProfile() as profile:
-            for _ in range(PROFILED):
-                self.run(*batch)
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            profile.save(file.name)
+            profile_step(lambda: self.run(*batch), file.name, PROFILED)
             self.compile(link=link, profile=file.name)
             for _ in range(2):
                 self.run(*batch)

@@ -13,6 +13,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,12 +82,14 @@ class GroupState:
             nobody has asked (Note [What gloo copies]).
         rounds: how many comparisons were begun, the same number on all ranks.
         agreed: the texts of graphs on which all ranks agreed, and how notes name the graphs.
+        link: latency and bandwidth as its ranks measured them, or the reason why not; None: nobody has asked.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.units: dict[int, set[str]] = defaultdict(set)
         self.senders: tuple[dist.BroadcastOptions, ...] | None = None
         self.rounds, self.agreed = 0, dict[str, str]()
+        self.link: dict[str, Any] | None = None
         self._group = weakref.ref(group)
         self._begun = self._errors = 0  # collectives begun here, and errors raised that the group was told
         self._last: deque[tuple[str, str | int, str | torch.Size]] = deque(maxlen=_NOTES)

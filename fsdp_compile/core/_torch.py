@@ -151,11 +151,11 @@ def call_with_graph(function: Callable[[torch.fx.GraphModule], None]) -> None:
         output.add_graph_finalizer(function)
 
 
-inductor_settings: list[Callable[[], dict[str, Any]]] = []
-"""What Inductor compiles sharded models with is what the last of these returns."""
+inductor_settings: list[Callable[[torch.fx.Graph], dict[str, Any]]] = []
+"""What Inductor compiles a graph of a sharded model with is what the last of these returns."""
 
 
-def set_inductor(_graph: torch.fx.GraphModule) -> None:
+def set_inductor(traced: torch.fx.GraphModule) -> None:
     """If Inductor gets the graph that Dynamo has traced: compile it, and its backward, with `inductor_settings`.
     They hold for this graph alone, and on the thread that compiles the backward too, which torch's own do not.
     """
@@ -164,7 +164,7 @@ def set_inductor(_graph: torch.fx.GraphModule) -> None:
     backend = innermost_backend(around)
     if inductor_settings and isinstance(backend, torch._TorchCompileInductorWrapper):
         ours = copy.copy(backend)
-        ours.config = {**backend.config, **inductor_settings[-1]()}
+        ours.config = {**backend.config, **inductor_settings[-1](traced.graph)}
         around._torchdynamo_orig_backend = ours
         output.compiler_fn = around if around is not backend else ours
 

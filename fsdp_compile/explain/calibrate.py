@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from fsdp_compile.comm import collectives
 from fsdp_compile.explain.sharded import process_group
 from fsdp_compile.passes.cost.hardware import Hardware, Link, Source, device, reported_device, with_figures
+from fsdp_compile.passes.measure import fit_link
 
 LEAST_ROUNDS = 5
 BURST = 2e-3  # seconds that a case is repeated for in each round, at least
@@ -327,16 +328,12 @@ def fitted_link(cases: Sequence[Case], base: Link, ranks: int, source: str, rank
     """`base` with the latency and bandwidth that agree best with the collectives' times.
 
     All ranks of a node send at once what the others lack: 1 of them where the link is within a node.
-
-    Least squares of predicted over measured seconds, so that small messages count as well.
     """
     sent = (1 - ranks_per_node / ranks) / ranks_per_node
     points = [(case.work * sent, case.seconds) for case in cases if case.kind in ("gather", "reduce")]
-    rows = torch.tensor([[1 / seconds, size / seconds] for size, seconds in points], dtype=torch.float64)
-    latency, slope = torch.linalg.lstsq(rows, torch.ones_like(rows[:, :1])).solution.flatten().tolist()
-    bandwidth = 1 / max(slope, 1e-15)
-    figures = {"latency": max(latency, 0.0), "hop": 0.0, "bandwidth": bandwidth, "protocols": (), "ramp": ()}
-    return replace(base, **figures, origin="measured", source=source)
+    latency, bandwidth = fit_link(points)
+    return replace(base, latency=latency, hop=0.0, bandwidth=bandwidth, protocols=(), ramp=(), origin="measured",
+                   source=source)  # fmt: skip
 
 
 def _fit_ramp(points: Sequence[tuple[float, int, float]]) -> tuple[float, float]:

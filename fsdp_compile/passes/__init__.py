@@ -2,6 +2,8 @@
 
 inductor.py    `PASSES`; Inductor's hooks for plain `torch.compile`, and `backend="fsdp_compile"`
 pipeline.py    Pass, GraphContext, and graphs as text
+agreement.py   what ranks follow together: figures of links, plans
+measure.py     the link between ranks, and how fast they compute
 artifacts.py   compiled code in a folder or on the way to other ranks
 graph/         reading a graph: tags, kinds of nodes, costs, lifetimes, tasks and units
 joint/         passes on forward and backward in one graph, which the partitioner then splits

@@ -65,6 +65,7 @@ from torch._inductor.virtualized import ops as _ops
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._ordered_set import OrderedSet
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
@@ -81,6 +82,7 @@ __all__ = [
     "register_lowering",
     "reset_dynamo",
     "tree_leaves",
+    "without_dispatch_modes",
 ]
 
 ir: Any = _ir  # annotated differently in the two versions of torch

@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
@@ -38,7 +38,6 @@ import torch.distributed as dist
 from fsdp_compile.comm.comparison import exists, limit_in
 from fsdp_compile.comm.waits import MessageBoard
 from fsdp_compile.config import file_in, path_in, read_json
-from fsdp_compile.core.ops import call_before_tracing
 from fsdp_compile.passes._torch import (
     cache_folder,
     cache_hits,
@@ -259,15 +258,9 @@ class ArtifactSharing:
         self.is_first, self.limit = group.rank() == 0, limit_in(group, limit)
         self.count, self.hits = 0, 0
         self._compiling: ExitStack | None = None
-        self._begins_at_tracing = False
 
-    def begin(self, at_tracing: bool = False) -> None:
-        """Call before a graph with sharded parameters is compiled; returns when its artifacts are in the caches.
-
-        Args:
-            at_tracing: the call comes from tracing, and shall come again with the next traced graph.
-        """
-        self._begins_at_tracing |= at_tracing
+    def begin(self) -> None:
+        """Call before a graph with sharded parameters is compiled; returns when its artifacts are in the caches."""
         if self._compiling is not None:  # the same compilation
             return
         self._compiling = ExitStack()
@@ -291,8 +284,6 @@ class ArtifactSharing:
                 "share_artifacts: this rank has compiled for itself, as what the first rank compiled did not fit: they "
                 "differ in versions, devices, groups or shapes, or the compiler's caches are off"
             )
-        if self._begins_at_tracing:
-            call_before_tracing(partial(share_artifacts, self.limit, at_tracing=True))
 
     def _write(self) -> None:
         header: tuple[str, int] | None = None
@@ -334,13 +325,12 @@ def _marker(digest: str) -> Path:
     return folder / digest
 
 
-def share_artifacts(limit: float, at_tracing: bool = False) -> None:
+def share_artifacts(limit: float) -> None:
     """Let the first rank compile the next graph for all ranks, if there are others.
 
     Args:
         limit: seconds to wait for the first rank before this one compiles, or the timeout of all ranks' group if that
             is shorter.
-        at_tracing: see `ArtifactSharing.begin`.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
     if group is not None and exists(group):
@@ -348,7 +338,7 @@ def share_artifacts(limit: float, at_tracing: bool = False) -> None:
         if group not in sharings:
             sharings[group] = ArtifactSharing(group, limit)
         call_after_compiling(_end)
-        sharings[group].begin(at_tracing)
+        sharings[group].begin()
 
 
 def _end(_: object) -> None:

@@ -9,18 +9,19 @@ torch.compile(model, backend="fsdp_compile")   the same hooks and settings, for 
 
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
+from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import STARTS, compiles_as_gloo
-from fsdp_compile.config import CompileConfig, check_type
-from fsdp_compile.core.ops import MARKERS, set_inductor_settings
+from fsdp_compile.config import AUTO, CompileConfig, check_type
+from fsdp_compile.core.ops import MARKERS, UNSHARD, UnshardSpec, set_inductor_settings
 from fsdp_compile.passes._torch import (
     CustomGraphPass,
     CustomSchedulerPass,
@@ -34,13 +35,15 @@ from fsdp_compile.passes._torch import (
     sort,
     switched_off,
     tree_leaves,
+    without_dispatch_modes,
 )
 from fsdp_compile.passes.artifacts import hash_of_sources, load_folder, share_artifacts
-from fsdp_compile.passes.cost.hardware import device, link
+from fsdp_compile.passes.cost.hardware import device, link, measured_text, reported_device
 from fsdp_compile.passes.cost.roofline import read_profile
 from fsdp_compile.passes.graph.nodes import is_ours
 from fsdp_compile.passes.joint import choose_memory, insert_collectives, reshard, smallest_gather
-from fsdp_compile.passes.pipeline import GraphContext, Pass, Stage, check_passes, enabled, run_passes
+from fsdp_compile.passes.measure import NotMeasured, measured_link, measured_speed
+from fsdp_compile.passes.pipeline import GraphContext, Pass, Stage, check_passes, enabled, log, run_passes
 from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.post_grad import in_place_grads, lower_collectives, order, plan_pass
 from fsdp_compile.passes.post_grad.foreign import reshard_after_forward, tag_collectives
@@ -86,11 +89,10 @@ def install() -> None:
     config = CompileConfig.from_environment()
     hooks = pipelines(config)
     for hook, pipeline in hooks.items():
-        if not isinstance(getattr(inductor_config, hook), (Pipeline, AfterFusion)):
+        if not isinstance(getattr(inductor_config, hook), _OURS):
             setattr(inductor_config, hook, pipeline)
-    set_inductor_settings(partial(graph_settings, hooks))
+    set_inductor_settings(partial(graph_settings, config))
     _notice.start()
-    _load_artifacts(config, at_tracing=True)
 
 
 def fsdp_compile_backend(
@@ -133,10 +135,9 @@ def backend(
     check_passes(passes)
 
     def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        if is_ours(gm.graph, MARKERS):
-            _load_artifacts(config)
+        known = for_graph(config, gm.graph) if is_ours(gm.graph, MARKERS) else config
         try:
-            return compile_with(gm, example_inputs, tuple(passes), config)
+            return compile_with(gm, example_inputs, tuple(passes), known)
         except InductorError as error:
             if isinstance(error.inner_exception, Refused):  # which Inductor wraps only where its caches are off
                 raise error.inner_exception from None
@@ -163,7 +164,7 @@ def config_of(options: Any, passes: Sequence[Pass] = PASSES) -> CompileConfig:
 def checked(config: CompileConfig, passes: Sequence[Pass] = PASSES) -> CompileConfig:
     """Return `config`; ValueError if a pass, a link, a device or a file that it names does not exist or is no such."""
     enabled(passes, config)
-    if config.link is not None:
+    if config.link not in (None, AUTO):
         link(config.link)
     if config.device is not None:
         device(config.device)
@@ -185,11 +186,65 @@ class Refused(ShortenTraceback, PlanError):
         super().__init__(text, first_useful_frame=None)
 
 
-def _load_artifacts(config: CompileConfig, at_tracing: bool = False) -> None:
+def for_graph(config: CompileConfig, graph: fx.Graph) -> CompileConfig:
+    """The configuration for a graph that Dynamo has traced: "auto" gives way to the link that its ranks measure.
+
+    Loads artifacts too, or waits for the rank that makes them, once the link is known.
+
+    Raises:
+        Refused: nothing can be measured, and the configuration has an option that needs a link.
+    """
+    if config.link == AUTO:
+        try:
+            link_here, device_here = None, None
+            if config.artifacts is None:  # they were compiled where there was no link
+                link_here, device_here = _measured(config, graph)
+            config = replace(config, link=link_here, device=device_here)
+        except ValueError as error:
+            raise Refused(f"{error}; the ranks could not measure one") from None
     if config.artifacts is not None:
         load_folder(config.artifacts)
     if config.share_artifacts:
-        share_artifacts(config.check_ranks_timeout, at_tracing)
+        share_artifacts(config.check_ranks_timeout)
+    return config
+
+
+def _measured(config: CompileConfig, graph: fx.Graph) -> tuple[str | None, str | None]:
+    """Link and device as ranks have measured them; None where nothing can be measured or a device has a file."""
+    calls: list[Any] = list(graph.find_nodes(op="call_function", target=UNSHARD))
+    specs = [UnshardSpec.parse(node.args[-1]) for node in calls]
+    shards = [node.args[0].meta["example_value"] for node in calls]
+    groups = {named.name: named for spec in specs for named in (*spec.groups, *filter(None, [spec.replicas]))}
+    sharded = [(spec, shard) for spec, shard in zip(specs, shards, strict=True) if spec.is_sharded]
+    if not sharded or (device_here := sharded[0][1].device).type not in ("cpu", "cuda"):
+        return None, None
+    largest = max(spec.layout.numel * (spec.compute_dtype or shard.dtype).itemsize for spec, shard in sharded)
+    try:
+        with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
+            figures = {name: measured_link(group_named(name), device_here, largest, config.check_ranks_timeout)
+                       for name, group in groups.items() if group.size > 1}  # fmt: skip
+            return measured_text(figures), config.device or _measured_device(device_here)
+    except NotMeasured as reason:
+        _log_once(f"link='auto': collectives follow a fixed rule, as nothing was measured: {reason}")
+        return None, None
+
+
+def _measured_device(here: torch.device) -> str | None:
+    """The device of a hardware file and its speed, measured; None where there is a file for this one."""
+    if here.type == "cpu":
+        base, dtype = "cpu", torch.float32
+    else:
+        try:
+            reported_device(torch.cuda.get_device_name(here), torch.cuda.get_device_properties(here).total_memory)
+            return None
+        except ValueError:
+            base, dtype = "h100-80", torch.bfloat16
+    return f"{base}:{measured_speed(device(base), dtype, here):g}"
+
+
+@cache
+def _log_once(text: str) -> None:
+    log.info(text)
 
 
 def compile_with(
@@ -200,11 +255,13 @@ def compile_with(
     return compile_by_inductor(gm, list(example_inputs), patches)
 
 
-def graph_settings(hooks: Mapping[str, Any]) -> dict[str, Any]:
-    """What plain `torch.compile` sets for graphs with our markers: `hooks`, where this thread has none, and no others'
-    moves of collectives. From torch 2.12 on, each thread has a configuration of its own.
+def graph_settings(config: CompileConfig, graph: fx.Graph) -> dict[str, Any]:
+    """What plain `torch.compile` sets for a graph with our markers: our pipelines, where no others' stand, and no moves
+    of collectives by others. From torch 2.12 on, each thread has a configuration of its own.
     """
-    return {**switched_off(), **{name: getattr(inductor_config, name) or hook for name, hook in hooks.items()}}
+    hooks = pipelines(for_graph(config, graph))
+    others = {name: now for name in hooks if not isinstance(now := getattr(inductor_config, name), _OURS)}
+    return {**switched_off(), **hooks, **{name: now for name, now in others.items() if now}}
 
 
 def pipelines(
@@ -215,7 +272,7 @@ def pipelines(
 
     def previous(hook: str) -> Any:
         registered = getattr(inductor_config, hook)
-        return registered.previous if isinstance(registered, (Pipeline, AfterFusion)) else registered
+        return registered.previous if isinstance(registered, _OURS) else registered
 
     hooks = {hook: Pipeline(chosen, stage, config, previous(hook), others) for hook, stage in _HOOKS.items()}
     return {**hooks, _AFTER_FUSION: AfterFusion(previous(_AFTER_FUSION))}
@@ -231,6 +288,7 @@ class Pipeline(CustomGraphPass):
         self, passes: Sequence[Pass], stage: Stage, config: CompileConfig, previous: Any = None, others: bool = False
     ) -> None:
         self.passes = tuple(each for each in passes if each.stage == stage)
+        config = replace(config, link=None) if config.link == AUTO else config  # of a graph that nobody has seen
         self.stage, self.config, self.previous, self.others = stage, config, previous, others
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -288,6 +346,8 @@ class AfterFusion(CustomSchedulerPass):
         key = self.previous.uuid() if isinstance(self.previous, CustomSchedulerPass) else None
         return (hash_of_sources(), key) if key else None
 
+
+_OURS = (Pipeline, AfterFusion)
 
 # Note [What the compile caches key on]
 # Inductor and AOTAutograd store compiled graphs under a key that holds the `uuid` of each custom pass. On a hit no pass

@@ -1,5 +1,6 @@
 """The pipeline: passes by name, foreign passes and foreign graphs, cache keys, and what the forward may save."""
 
+import logging
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fsdp_compile import CompileConfig, ShardingStrategy, compile_step, explain_plan, fully_shard
 from fsdp_compile.comm.collectives import ALL_GATHER, WAIT
 from fsdp_compile.core.ops import UNSHARD
-from fsdp_compile.passes import PASSES
+from fsdp_compile.passes import PASSES, inductor
 from fsdp_compile.passes._torch import saved_for_backward, switched_off
 from fsdp_compile.passes.graph.lifetimes import lifetimes, live_bytes
 from fsdp_compile.passes.graph.nodes import is_view, tag_of, tagged
@@ -77,16 +78,16 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"link": 3}, "link: expected a str or None, found int"),
     ({"link": "ethernet"}, "link: expected one of h100-nvlink, .*found 'ethernet'"),
     ({"link": "custom:1"}, "link: expected custom:LATENCY,BANDWIDTH .*found 'custom:1'"),
-    ({"device": "h100"}, "device='h100' needs a link"),
+    ({"link": None, "device": "h100"}, "device='h100' needs a link"),
     ({**LINK, "device": "h1000"}, "device: expected one of a100-40, .*found 'h1000'"),
     ({**LINK, "device": 3}, "device: expected a str or None, found int"),
-    ({"budget": 1}, "budget=1 needs a link"),
+    ({"link": None, "budget": 1}, "budget=1 needs a link"),
     ({**LINK, "budget": "4GB"}, "budget: expected an int or None, found str"),
     ({**LINK, "budget": -1}, "budget must be at least 1 byte, or None, not -1"),
     ({"activations": "all"}, "activations must be one of keep, .*not 'all'"),
-    ({"activations": "auto"}, "activations='auto' needs a link"),
+    ({"link": None, "activations": "auto"}, "activations='auto' needs a link"),
     ({"activations": None}, "activations: expected a str, found NoneType"),
-    ({"profile": "absent"}, "profile='absent' needs a link"),
+    ({"link": None, "profile": "absent"}, "profile='absent' needs a link"),
     ({**LINK, "profile": "absent"}, "profile: expected absent to be JSON"),
     ({**LINK, "profile": 3}, "profile: expected a str or None, found int"),
     ({"plan": "absent"}, "plan: expected absent to be text with plans"),
@@ -120,6 +121,21 @@ def test_bad_options_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"^example_inputs: expected a Sequence, found Tensor"):
         explain_plan(model, X, **LINK)
     assert model._compiled_call_impl is None and model(X).shape == (4, 2)
+
+
+def test_without_other_ranks_the_rule_makes_the_plan(caplog: pytest.LogCaptureFixture) -> None:
+    """The default measures nothing where there are no other ranks, says so, and follows the rule; what needs a link is
+    refused."""
+    inductor._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, "fsdp_compile"):
+        torch.compile(fully_shard(small()))(X).sum().backward()
+        torch.compile(fully_shard(small()), backend="fsdp_compile")(X).sum().backward()
+    assert [text for text in caplog.messages if "link" in text] == [
+        "link='auto': collectives follow a fixed rule, as nothing was measured: there are no other ranks"
+    ]
+    for options in ({"budget": 1}, {"activations": "auto"}):
+        with pytest.raises(PlanError, match=r"needs a link: .*; the ranks could not measure one"):
+            torch.compile(fully_shard(small()), backend="fsdp_compile", options=options)(X)
 
 
 @pytest.mark.parametrize("budget", [1, 100])
@@ -161,7 +177,7 @@ def test_default_path_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     ("variable", "value", "text"),
     [
         ("FSDP_COMPILE_BUDGET", "much", "FSDP_COMPILE_BUDGET must be a number, not 'much'"),
-        ("FSDP_COMPILE_DEVICE", "h100", "device='h100' needs a link"),
+        ("FSDP_COMPILE_DEVICE", "h1000", "device: expected one of a100-40, .*found 'h1000'"),
         ("FSDP_COMPILE_LINK", "ethernet", "link: expected one of h100-nvlink"),
         ("FSDP_COMPILE_PLAN", "absent", "plan: expected absent to be text with plans"),
         ("FSDP_COMPILE_DISABLE", "reordr", "FSDP_COMPILE_DISABLE: expected names among insert_collectives"),

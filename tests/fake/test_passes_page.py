@@ -276,7 +276,7 @@ def test_a_changed_pass_is_no_hit(tmp_path: Path) -> None:
         (PASSES[1:], {}, "passes: 'smallest_gather' needs 'insert_collectives', which is not among the passes before"),
         (PASSES, {"budgett": 1}, "expected names among .*found budgett"),
         (PASSES, {"disable": ("ordr",)}, "found ordr"),
-        (PASSES, {"budget": 1}, "budget=1 needs a link"),
+        (PASSES, {"link": None, "budget": 1}, "budget=1 needs a link"),
     ],
 )
 def test_refused_at_once(passes: tuple[Pass, ...], options: dict[str, Any], text: str) -> None:

@@ -18,8 +18,8 @@ from torch._inductor.utils import fresh_inductor_cache
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import explain_plan, fully_shard
+from fsdp_compile.passes import agreement
 from fsdp_compile.passes.inductor import fsdp_compile_backend
-from fsdp_compile.passes.joint import reshard
 from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate
 from fsdp_compile.passes.plan.schedule import TOLERANCE, PlannedStep, search_plan
 from fsdp_compile.passes.plan.workload import Workload
@@ -207,18 +207,18 @@ def test_auto_keeps_by_measured_times(
     """What is kept is planned with the seconds measured in each direction; a file that lacks one is refused."""
     seen: list[Workload] = []
 
-    def see(workload: Workload, budget: int | None) -> PlannedStep:
+    def see(workload: Workload, budget: int | None, is_lean: bool = False) -> PlannedStep:
         seen.append(workload)
         return search_plan(workload, budget)
 
-    monkeypatch.setattr(reshard, "safe_plan", see)
+    monkeypatch.setattr(agreement, "safe_plan", see)
     path = tmp_path / "profile.json"
     options: dict[str, object] = {"link": SLOW, "profile": str(path)}
     table = {"forward of 10 products": [0.5] * 11, "forward of 900 products": [9.0] * 901}
     path.write_text(json.dumps({**table, "backward of 7 products": [0.5] * 8}))
     with pytest.raises(Exception, match=r"profile: expected .* to have 'backward of \d+ products'"):
         kept_of(plans, options)  # not by the whole step, but by the graph of backward
-    (step,) = seen
+    step = seen[0]  # the first plan is that of the joint graph
     forward, backward = step.tasks[: step.backward], step.tasks[step.backward :]
     assert sum(task.seconds for task in forward) == pytest.approx(5.5)
     assert sum(task.seconds for task in backward) == pytest.approx(4.0)

@@ -9,8 +9,7 @@ import torch
 from models import MODELS, MODULES, routed
 from torch import nn
 
-from fsdp_compile import fully_shard
-from fsdp_compile.passes.post_grad.plan_pass import TaskProfile
+from fsdp_compile import fully_shard, profile_step
 
 from .ranks import Ranks
 from .training import build, follow, mine, shard
@@ -45,19 +44,19 @@ def test_planned_graphs_compute_the_same(two: Ranks, how: Any, options: dict[str
 
 
 def _measure(rank: int, folder: str) -> None:
-    case, path = CASE, pathlib.Path(folder) / f"profile{rank}.json"
+    case, path = CASE, pathlib.Path(folder) / "profile.json"
+    run = torch.compile(shard(case), fullgraph=True, backend="fsdp_compile")
+    with pytest.raises(ValueError, match="step: expected a compiled step whose graphs record times, found none"):
+        profile_step(lambda: case.loss(run, mine(case, 0)).backward(), path, 1)
+    torch._dynamo.reset()
     run = torch.compile(shard(case), fullgraph=True, backend="fsdp_compile", options={"record_profile": True})
-    with TaskProfile() as profile:
-        for _ in range(3):
-            case.loss(run, mine(case, 0)).backward()
-    profile.save(path)
+    profile_step(lambda: case.loss(run, mine(case, 0)).backward(), path, 3)
     table = json.loads(path.read_text())
     assert sorted(name.split()[0] for name in table) == ["backward", "forward"]
     for name, seconds in table.items():
         assert len(seconds) == int(name.split()[-2]) + 1 and min(seconds) >= 0 < max(seconds)
     torch._dynamo.reset()
-    torch.distributed.barrier()
-    options = {"link": SLOW, "profile": str(path.with_name("profile0.json"))}  # the same on all ranks
+    options = {"link": SLOW, "profile": str(path)}
     run = torch.compile(shard(case), fullgraph=True, backend="fsdp_compile", options=options)
     follow(run, build(case), case)
     with pytest.raises(Exception, match=r"profile: expected .* to have 'forward of \d+ products'"):

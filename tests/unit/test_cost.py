@@ -18,6 +18,7 @@ from fsdp_compile.passes.cost.hardware import (
     devices,
     link,
     links,
+    measured_text,
     read_hardware,
     reported_device,
     to_json,
@@ -56,6 +57,15 @@ def test_links_and_devices():
     for text in ("custom:1e-5", "custom:1,2,3", "custom:a,b", "custom:-1,1", "custom:0,0", "custom:nan,1"):
         with pytest.raises(ValueError, match="expected custom:LATENCY,BANDWIDTH"):
             link(text)
+    several = link(measured_text({"0": (1e-5, 2e9), "fsdp.2x1": (3e-6, 4e9)}), group="fsdp.2x1")
+    assert (several.latency, several.bandwidth) == (3e-6, 4e9)
+    with pytest.raises(ValueError, match=r"link: expected figures for group fsdp.2x2, found those for 0, fsdp.2x1"):
+        link(several.name, group="fsdp.2x2")
+    slow, cpu = device("cpu:0.5"), device("cpu")
+    assert slow.bandwidth == cpu.bandwidth / 2 and slow.peak["float32"] == cpu.peak["float32"] / 2
+    for text in ("cpu:0", "cpu:fast", "cpu:-1", "cpu:nan"):
+        with pytest.raises(ValueError, match="device: expected a speed above 0 behind cpu:"):
+            device(text)
     assert device("h200").bandwidth > device("h100").bandwidth
     with pytest.raises(ValueError, match=r"device: expected one of a100-40, a100-80, b200, .*found 'tpu'"):
         device("tpu")

@@ -26,7 +26,7 @@ PROFILES = {  # by what is wrong: the text, and what is said of it
     "a large integer": (f'{{"{GRAPH}": [1{"0" * 400}, 1]}}', f"number 0 of its list: {SECONDS}1000"),
     "a longer integer": (
         f'{{"{GRAPH}": [1{"0" * 9000}, 1]}}',
-        "to be JSON as TaskProfile.save writes it, found Exceeds",
+        "to be JSON as profile_step writes it, found Exceeds",
     ),
     "negative": (f'{{"{GRAPH}": [0.5, -1e-9]}}', f"number 1 of its list: {SECONDS}-1e-09"),
     "text": (f'{{"{GRAPH}": [0.5, "1"]}}', f"number 1 of its list: {SECONDS}'1'"),
@@ -39,12 +39,12 @@ PROFILES = {  # by what is wrong: the text, and what is said of it
     "a nested layout": ('{"version": 2, "graphs": {}}', f"'version': {NAMED}"),
     "a list": ("[[1, 2]]", r"to be an object of seconds by graph, found \[\[1, 2\]\]"),
     "a number": ("3", "to be an object of seconds by graph, found 3"),
-    "too deep": (DEEP, "to be JSON as TaskProfile.save writes it, found JSON that is nested too deeply"),
+    "too deep": (DEEP, "to be JSON as profile_step writes it, found JSON that is nested too deeply"),
     "a deep value": (f'{{"{GRAPH}": {DEEP}}}', "found JSON that is nested too deeply"),
     "a deep number": (f'{{"{GRAPH}": [1, {"[" * 200}{"]" * 200}]}}', f"number 1 of its list: {SECONDS}"),
-    "no JSON": ("forward:\n", "to be JSON as TaskProfile.save writes it, found Expecting value"),
-    "cut off": (f'{{"{GRAPH}": [0.5,', "to be JSON as TaskProfile.save writes it, found Expecting value"),
-    "empty": ("", "to be JSON as TaskProfile.save writes it, found Expecting value"),
+    "no JSON": ("forward:\n", "to be JSON as profile_step writes it, found Expecting value"),
+    "cut off": (f'{{"{GRAPH}": [0.5,', "to be JSON as profile_step writes it, found Expecting value"),
+    "empty": ("", "to be JSON as profile_step writes it, found Expecting value"),
 }
 PLANS = {
     "a number": (

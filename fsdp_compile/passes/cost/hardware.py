@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from fsdp_compile.config import read_json
+from fsdp_compile.config import MEASURED, read_json
 
 FORMAT = 1
 Origin = Literal["measured", "fitted", "assumed", "data sheet"]
@@ -232,27 +232,47 @@ def is_finite(value: object) -> bool:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def link(text: "str | Link", what: str = "link") -> Link:
+def link(text: "str | Link", what: str = "link", group: str | None = None) -> Link:
     """Return a link by its name in `data/links.json`, or by `custom:<latency in s>,<bandwidth in bytes/s>`.
 
-    `what` is the name of the argument, for the error.
+    `measured:<group>=<latency>,<bandwidth>;...` has figures for each group.
+
+    Args:
+        text: the name.
+        what: the name of the argument, for errors.
+        group: the name of a group; None: the first one, as for texts that name no group.
 
     Raises:
-        ValueError: `text` is neither of them.
+        ValueError: `text` is none of them, or has no figures for `group`.
     """
     if isinstance(text, Link):
         return text
-    if text.startswith("custom:"):
+    if text.startswith(("custom:", MEASURED)):
         try:
-            latency, bandwidth = map(float, text.removeprefix("custom:").split(","))
-            return Link(text, latency, bandwidth, "the caller")
+            several = map(_figures_of_group, text.partition(":")[2].split(";"))
+            made = {name: Link(text, latency, bandwidth, "the caller") for name, latency, bandwidth in several}
         except ValueError:
             raise ValueError(f"{what}: expected custom:LATENCY,BANDWIDTH in seconds and bytes per second, as in "
                              f"custom:2e-5,1e9, found {text!r}") from None  # fmt: skip
+        if group is not None and group not in made and "" not in made:
+            raise ValueError(f"{what}: expected figures for group {group}, found those for {', '.join(made)}")
+        return made.get(group or "", next(iter(made.values())))
     if text not in links():
         raise ValueError(f"{what}: expected one of {', '.join(links())} or custom:LATENCY,BANDWIDTH (seconds, bytes "
                          f"per second), found {text!r}")  # fmt: skip
     return links()[text]
+
+
+def _figures_of_group(text: str) -> tuple[str, float, float]:
+    name, _, figures = text.rpartition("=")
+    latency, bandwidth = map(float, figures.split(","))
+    return name, latency, bandwidth
+
+
+def measured_text(figures: Mapping[str, tuple[float, float]]) -> str:
+    """The text by which `link` finds latency and bandwidth of each group, by its name."""
+    several = (f"{name}={latency:g},{bandwidth:g}" for name, (latency, bandwidth) in figures.items())
+    return MEASURED + ";".join(several)
 
 
 @cache
@@ -271,19 +291,34 @@ def links() -> dict[str, Link]:
 def device(text: "str | Hardware", what: str = "device") -> Hardware:
     """Return a device by the name of a file in `data/`, or by the path of a hardware file.
 
-    "h100" and "a100" are the variants with 80 GB.
+    "h100" and "a100" are the variants with 80 GB. `<name>:<speed>`, such as "cpu:0.7", is so many times as fast.
 
     Raises:
         ValueError: there is no device of that name, or the file is no hardware file.
     """
     if isinstance(text, Hardware):
         return text
-    name = f"{text}-80" if text in ("h100", "a100") else text
-    if name in devices():
+    name, _, speed = text.partition(":")
+    name = f"{name}-80" if name in ("h100", "a100") else name
+    if name in devices() and not speed:
         return devices()[name]
+    if name in devices():
+        try:
+            return _scaled(devices()[name], float(speed))
+        except ValueError:
+            raise ValueError(f"{what}: expected a speed above 0 behind {name}:, found {speed!r}") from None
     if text.endswith(".json"):
         return read_hardware(Path(text))
     raise ValueError(f"{what}: expected one of {', '.join(devices())} or a file of JSON, found {text!r}")
+
+
+def _scaled(hardware: Hardware, speed: float) -> Hardware:
+    """A device that does all in `1 / speed` of the time; its links stay. ValueError if that is no number above 0."""
+    expect_finite("speed", {"": speed}, above_zero=True)
+    shorter = {name: getattr(hardware, name) / speed for name in ("kernel_seconds", "layer_seconds", "step_seconds")}
+    peak = {dtype: flops * speed for dtype, flops in hardware.peak.items()}
+    bandwidth, source = hardware.bandwidth * speed, Source("measured", "a product and a copy")
+    return with_figures(hardware, source, peak=peak, bandwidth=bandwidth, **shorter)
 
 
 @cache

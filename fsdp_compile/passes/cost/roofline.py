@@ -251,7 +251,7 @@ def read_profile(path: str) -> Profile:
     try:
         table = read_json(Path(path))
     except ValueError as error:
-        raise PlanError(f"profile: expected {path} to be JSON as TaskProfile.save writes it, found {error}") from None
+        raise PlanError(f"profile: expected {path} to be JSON as profile_step writes it, found {error}") from None
     if type(table) is not dict:
         raise PlanError(f"profile: expected {path} to be an object of seconds by graph, found {reprlib.repr(table)}")
     for name, seconds in table.items():

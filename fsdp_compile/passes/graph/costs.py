@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, GROUP_ARGUMENT
+from fsdp_compile.comm.groups import shared_name
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes._torch import size_hint, tree_leaves
 from fsdp_compile.passes.cost.hardware import Hardware, Link, device, link, reported_device
@@ -272,7 +273,6 @@ def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
     starts = tagged(graph, "gather", "reduce")
     if config.link is None or not starts:
         return None
-    wire = link(config.link)
     where = starts[0].meta["val"].device
     if config.device or where.type == "cpu":
         computer = device(config.device or "cpu")
@@ -283,7 +283,7 @@ def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
     def of_node(node: fx.Node) -> float:
         return node_seconds(node, computer)
 
-    groups = {_group_of(start): _link_of(_group_of(start), wire) for start in starts}
+    groups = {_group_of(start): _link_of(_group_of(start), config.link) for start in starts}
     latency = min(launch_seconds(group.size(), used) for group, used in groups.items())
 
     def of_collective(start: fx.Node) -> float:
@@ -304,7 +304,7 @@ def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
 
     norm = max(all_reduce_seconds(4, group.size(), used) for group, used in groups.items())
     # Ranks compare what they know by a message on the host, where a GPU's link is another one.
-    on_cpu = where.type == "cpu" and config.device in (None, "cpu")
+    on_cpu = where.type == "cpu" and (config.device or "cpu").partition(":")[0] == "cpu"
     return Costs(
         of_node,
         of_collective,
@@ -340,8 +340,9 @@ def _group_of(start: fx.Node) -> dist.ProcessGroup:
     return group_named(start.args[GROUP_ARGUMENT[start.target]])  # type: ignore[arg-type,index]  # fx arguments are untyped
 
 
-def _link_of(group: dist.ProcessGroup, wire: Link) -> Link:
+def _link_of(group: dist.ProcessGroup, text: str) -> Link:
     """The link between the ranks of `group`, which may have fewer of a node than there are."""
+    wire = link(text, group=shared_name(group))
     if wire.ranks_per_node is None:
         return wire
     each = Counter(rank // wire.ranks_per_node for rank in dist.get_process_group_ranks(group))

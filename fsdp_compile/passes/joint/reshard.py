@@ -7,6 +7,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.core.ops import UNSHARD
 from fsdp_compile.passes._torch import saved_for_backward, size_hint
+from fsdp_compile.passes.agreement import plan_together
 from fsdp_compile.passes.cost.roofline import step_with_profile
 from fsdp_compile.passes.graph import nodes
 from fsdp_compile.passes.graph.analyze import (
@@ -19,7 +20,6 @@ from fsdp_compile.passes.graph.analyze import (
 )
 from fsdp_compile.passes.graph.costs import costs_of
 from fsdp_compile.passes.pipeline import GraphContext
-from fsdp_compile.passes.plan.safe import safe_plan
 from fsdp_compile.passes.plan.workload import with_update
 
 _SMALL = 16  # a tensor that is this many times smaller than a parameter may live until backward
@@ -82,9 +82,8 @@ def choose_reshard(context: GraphContext) -> None:
             step = step_with_profile(step, stretches_of(info.tasks), config.profile)
         update = update_cost(info, costs, config) if has_update else None
         step = step if update is None else with_update(step, update)
-        planned = safe_plan(step, config.budget)
-        names = planned.keep_unsharded
-        note_arrivals(info, step, planned.plan)
+        plan, names = plan_together(step, config, "step", nodes.tagged(graph, "gather")[0].meta["val"].device)
+        note_arrivals(info, step, plan)
     else:
         by_first_read = sorted(step.may_keep, key=lambda unit: step.reads_in_backward[unit])
         names = tuple(step.units[unit].name for unit in by_first_read[:1])

@@ -22,14 +22,16 @@ from fsdp_compile.passes.plan.schedule import (
     keep_by_rule,
     search_plan,
 )
-from fsdp_compile.passes.plan.workload import UnitCost, Workload
+from fsdp_compile.passes.plan.workload import UnitCost, Workload, smallest_budget
 
 _RATIOS = (4.0, 0.25, 2.8, 0.35, 2.0, 0.5, 1.4, 0.7)  # by which the prices of the link may be off from those of tasks
 _WORSE = 0.009  # of the step: what a plan may take longer than the rule if prices are off
 _WORTH = 0.005  # of the step: what more memory than that of the rule has to save
 
 
-def safe_plan(workload: Workload, budget: int | None = None, found: PlannedStep | None = None) -> PlannedStep:
+def safe_plan(
+    workload: Workload, budget: int | None = None, found: PlannedStep | None = None, is_lean: bool = False
+) -> PlannedStep:
     """Return a plan as short as `search_plan` finds that is no worse than the rule if prices are wrong.
 
     It has no more buffers alive than the rule, unless they make the step shorter by half a percent. See Note [Plans for
@@ -39,17 +41,21 @@ def safe_plan(workload: Workload, budget: int | None = None, found: PlannedStep 
         workload: what the step computes.
         budget: bytes that may live at most; None: no limit.
         found: what `search_plan` has found; None: search.
+        is_lean: whether it never has more buffers alive than the rule; in a step with updates, which has no rule, than
+            it needs and two of the largest units.
 
     Raises:
         PlanError: as of `search_plan`.
     """
     rule = None if workload.forward else simulate(workload, alternating(workload))  # the rule knows of no updates
+    if rule is None and is_lean:
+        budget = smallest_budget(workload) + 2 * max((unit.gathered for unit in workload.units), default=0)
     if rule is None or (budget is not None and rule.peak > budget):
         found = found or search_plan(workload, budget)
         return _early(workload, workload, found, found.plan, _kept(workload, found), budget or found.peak)
     lean = _as_lean_as_the_rule(workload, rule.peak)
     best = _safest(workload, lean, search_plan(lean, rule.peak), rule.makespan, rule.peak)
-    if best.seconds > best.bound / (1 - _WORTH):
+    if best.seconds > best.bound / (1 - _WORTH) and not is_lean:
         found = found or search_plan(workload, budget)
         if found.seconds < best.seconds * (1 - _WORTH):
             more = _safest(workload, workload, found, rule.makespan, max(rule.peak, found.peak))

@@ -6,6 +6,7 @@ seconds of tasks.
 
 import json
 import logging
+import os
 import pathlib
 import re
 import reprlib
@@ -18,15 +19,16 @@ from typing import ClassVar
 
 import torch
 
+from fsdp_compile.comm.collectives import broadcast_object
 from fsdp_compile.config import read_text
 from fsdp_compile.core.ops import RECORD_TIME
+from fsdp_compile.passes.agreement import plan_together
 from fsdp_compile.passes.cost.roofline import graph_name, with_profile
 from fsdp_compile.passes.graph.analyze import analyze, stretches_of, units_updated_in_backward, update_cost
 from fsdp_compile.passes.graph.costs import costs_of, relative_costs
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Plan, PlanError, verify
-from fsdp_compile.passes.plan.safe import safe_plan
 from fsdp_compile.passes.plan.schedule import alternating, prefetch
 from fsdp_compile.passes.plan.workload import UpdateCost, updating_in_backward
 
@@ -72,7 +74,8 @@ def choose_plan(context: GraphContext) -> None:
         plan = plans[context.direction]
     elif config.link is not None:
         try:
-            plan = safe_plan(workload, config.budget).plan
+            device = tagged(context.graph, "gather", "reduce")[0].meta["val"].device
+            plan, _ = plan_together(workload, config, context.direction, device)
         except PlanError as error:
             if config.activations == "keep":
                 raise
@@ -116,15 +119,7 @@ def verify_plan(context: GraphContext) -> None:
 
 # --- measured seconds -------------------------------------------------------------------------------------------------
 
-# `CompileConfig.profile` names a file that `TaskProfile` has saved:
-#
-#     compiled = torch.compile(model, backend="fsdp_compile", options={"record_profile": True})
-#     step(compiled)                                   compiles
-#     with TaskProfile() as profile:
-#         for _ in range(5):
-#             step(compiled)
-#     profile.save("profile.json")                     then options={"link": ..., "profile": "profile.json"}, the same
-#                                                      file on all ranks
+# `CompileConfig.profile` names a file that `profile_step` has saved.
 #
 # The pass puts an operator before and after the nodes of each task, without the collectives that are started and waited
 # for before it. On CUDA the operators record events, which time the stream and not the host.
@@ -188,9 +183,38 @@ class TaskProfile:
                 stretches[stretch] += statistics.median(map(_seconds_between, begins, ends))
         return table
 
-    def save(self, path: str | pathlib.Path) -> None:
-        """Write the seconds to `path` as JSON."""
-        pathlib.Path(path).write_text(json.dumps(self.seconds, indent=1) + "\n")
+
+def profile_step(step: Callable[[], object], path: str | pathlib.Path, steps: int = 5) -> None:
+    """Measure what the tasks of a compiled step take, and save it for the option `profile`; on all ranks together.
+
+        run = torch.compile(model, backend="fsdp_compile", options={"record_profile": True})
+        profile_step(lambda: run(x).sum().backward(), "profile.json")
+        run = torch.compile(model, backend="fsdp_compile", options={"profile": "profile.json"})
+
+    Args:
+        step: runs forward and backward once, or a step of `compile_step`, of a model that is compiled with
+            `record_profile`; what it does to gradients and parameters stays.
+        path: of the file, which each rank writes; the first rank's seconds count for all.
+        steps: how many steps are measured, beside two before them that compile.
+
+    Raises:
+        ValueError: `steps` is below 1, or no graph has recorded anything, on any rank.
+    """
+    if steps < 1:
+        raise ValueError(f"steps: expected at least 1, found {steps}")
+    for _ in range(2):  # the second call of `compile_step` compiles the update
+        step()
+    with TaskProfile() as profile:
+        for _ in range(steps):
+            step()
+    text = broadcast_object(json.dumps(profile.seconds, indent=1) + "\n" if profile.seconds else "", None)
+    if not text:
+        raise ValueError("step: expected a compiled step whose graphs record times, found none; compile the model with "
+                         "backend='fsdp_compile', options={'record_profile': True}")  # fmt: skip
+    target = pathlib.Path(path)
+    staged = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    staged.write_text(text)
+    staged.replace(target)
 
 
 @torch.library.impl("fsdp_flat::record_time", "default")

@@ -1,0 +1,126 @@
+"""What the first rank to come finds counts for all ranks, and for later runs: figures of links, and plans.
+
+Note [Why ranks agree on plans]
+A plan depends on seconds, and those on sizes of batches, which may differ between ranks. Ranks that follow different
+plans would wait for each other for ever (Note [Why ranks compare before the first collective]). So ranks whose graphs
+have the same units, tasks and figures of links follow the plan of the first of them. Nobody waits: who comes first
+writes to the store. A later run may find the graph of one rank in the compiler's caches and compile that of another,
+so plans are kept beside these caches.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fsdp_compile.comm.comparison import exists
+from fsdp_compile.comm.waits import MessageBoard
+from fsdp_compile.config import MEASURED, CompileConfig, read_text
+from fsdp_compile.passes._torch import cache_folder
+from fsdp_compile.passes.artifacts import hash_of_sources
+from fsdp_compile.passes.plan.plan import Plan, simulate, verify
+from fsdp_compile.passes.plan.safe import safe_plan
+from fsdp_compile.passes.plan.workload import Workload, lower_bound
+
+log = logging.getLogger("fsdp_compile")
+
+
+def board() -> MessageBoard | None:
+    """Where all ranks read and write; None if there are no others."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    return MessageBoard.of_group(world, "fsdp_flat/agreed") if world is not None and exists(world) else None
+
+
+def agree(key: str, text: str) -> str:
+    """`text`, or what another rank has written under `key` before."""
+    shared = board()
+    return text if shared is None else shared.decide(key, text)
+
+
+def kept(key: str) -> str | None:
+    """What an earlier run, or this one, has kept under `key`."""
+    try:
+        return read_text(_path(key))
+    except (OSError, ValueError):
+        return None
+
+
+def keep(key: str, text: str) -> None:
+    """Keep `text` under `key` for later runs, if the folder of the compiler's caches can be written."""
+    path = _path(key)
+    staged = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged.write_text(text, encoding="utf-8")
+        staged.replace(path)
+    except OSError:  # a later run decides anew
+        pass
+
+
+def _path(key: str) -> Path:
+    return cache_folder() / "fsdp_compile" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.kept"
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def plan_together(
+    workload: Workload, config: CompileConfig, what: str, device: torch.device
+) -> tuple[Plan, tuple[str, ...]]:
+    """A plan that ranks with the same units, tasks and link follow together, and the units that it keeps unsharded.
+
+    Without a budget, a measured link on an accelerator has no plan with more buffers alive than the rule has: what is
+    free there is not known when a model is compiled.
+
+    Args:
+        workload: with seconds and bytes, which may differ between ranks.
+        config: with a link.
+        what: is planned, for the log.
+        device: that computes.
+
+    Raises:
+        PlanError: no plan fits into the budget.
+    """
+    is_lean = config.budget is None and (config.link or "").startswith(MEASURED) and device.type != "cpu"
+    key = _shape_of(workload, config, is_lean)
+    text = kept(key) if board() is not None else None
+    if text is None:
+        found = safe_plan(workload, config.budget, is_lean=is_lean)
+        text = json.dumps({"keep": found.keep_unsharded, "plan": str(found.plan)})
+    if board() is not None:
+        keep(key, text := agree(key, text))
+    table = json.loads(text)
+    plan = Plan.parse(table["plan"])
+    verify(workload, plan, config.budget)
+    timeline, latency = simulate(workload, plan), workload.latency
+    bound = lower_bound(workload, 8 if workload.can_coalesce and latency else 1)
+    log.info(
+        "%s: planned for %s, %.1f ms expected, %.1f of them waiting for collectives; no plan takes less than %.1f ms",
+        what, config.link, timeline.makespan * 1e3, timeline.exposed * 1e3, bound * 1e3,
+    )  # fmt: skip
+    return plan, tuple(table["keep"])
+
+
+def _shape_of(workload: Workload, config: CompileConfig, is_lean: bool) -> str:
+    """All that plans depend on beside seconds, and bytes that batches decide."""
+    tasks = [(task.name, task.reads, task.writes, task.reduced, task.updates) for task in workload.tasks]
+    units = [
+        (
+            unit.name,
+            unit.gathered,
+            unit.packed,
+            unit.keep_unsharded,
+            unit.module,
+            unit.may_prefetch,
+            unit.arrives is None,
+        )
+        for unit in workload.units
+    ]
+    step = workload.backward, workload.forward, workload.can_coalesce, is_lean
+    chosen = config.link, config.device, config.budget, config.file_contents, config.update
+    text = repr((tasks, units, step, chosen, hash_of_sources()))
+    return f"plan/{hashlib.sha256(text.encode()).hexdigest()}"

@@ -1,0 +1,202 @@
+"""What ranks measure when they first compile a sharded model: the link of each group, and how fast they compute.
+
+    measured_link     seconds of a launch and bytes per second, between the ranks of a group
+    measured_speed    how fast a device is, beside one that there is a hardware file for
+
+Note [How a link is measured]
+The ranks of a group meet in its store. Then they time all-gathers and reduce-scatters of a few sizes, up to that of the
+largest unit, for less than a second. The figures that a rank writes first count for all ranks: with the same figures,
+ranks make the same plan. Groups along one dimension of a mesh have one name and share their figures.
+
+Figures differ from run to run, and compiled code is cached under a key that holds them. So ranks keep them beside the
+compiler's caches, and take the old ones again while they are near to the new ones: plans stay good where prices are off
+by as much (Note [Plans for wrong prices]).
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from fsdp_compile.comm import collectives
+from fsdp_compile.comm.comparison import exists, limit_in
+from fsdp_compile.comm.groups import shared_name
+from fsdp_compile.comm.waits import MessageBoard, state_of
+from fsdp_compile.passes import agreement
+from fsdp_compile.passes.cost.hardware import Hardware, is_finite
+from fsdp_compile.passes.cost.roofline import chain_seconds, product_seconds
+
+Clock = Callable[[], float]
+
+SIZES = (1 << 14, 1 << 18, 1 << 21, 1 << 24, 1 << 27)  # bytes of what is gathered or reduced; the first two always
+_SOON = 0.005  # seconds of a call: if one took longer, the next size is left out
+_NEAR = {"latency": 4.0, "bandwidth": 2.0, "speed": 2.0}  # by what factor figures of two runs may differ
+_SMALL_LATENCY = 2e-5  # seconds, below which differences do not matter
+_ANSWER = 60.0  # seconds that ranks wait for figures once they have met
+
+
+class NotMeasured(Exception):
+    """Why there are no figures; the same on all ranks of the group."""
+
+
+def measured_link(
+    group: dist.ProcessGroup, device: torch.device, largest: int, limit: float, clock: Clock = time.perf_counter
+) -> tuple[float, float]:
+    """Seconds of a launch, and bytes per second that a rank sends; all ranks of `group` measure once, together.
+
+    Args:
+        group: the ranks.
+        device: where the tensors are.
+        largest: bytes of the largest tensor that is to be gathered.
+        limit: seconds to wait for the others to come, or the group's timeout if that is shorter.
+        clock: returns seconds.
+
+    Raises:
+        NotMeasured: there is no link to measure, or a rank has not come in time or has no memory for it.
+    """
+    if not exists(group):
+        raise NotMeasured("there are no other ranks")
+    state, key = state_of(group), f"link/{shared_name(group)}"
+    if state.link is None:
+        try:
+            points = _times(group, device, largest, limit_in(group, limit), clock)
+            if group.rank() == 0:
+                latency, bandwidth = fit_link(points)
+                where = f"{key}, {group.size()} ranks, {dist.get_backend(group)}, {_name_of(device)}"
+                _offer(key, where, {"latency": latency, "bandwidth": bandwidth})
+        except NotMeasured as reason:
+            agreement.agree(key, json.dumps({"reason": str(reason)}))
+        state.link = _read(key)
+    if "reason" in state.link:
+        raise NotMeasured(state.link["reason"])
+    return state.link["latency"], state.link["bandwidth"]
+
+
+def _times(
+    group: dist.ProcessGroup, device: torch.device, largest: int, limit: float, clock: Clock
+) -> list[tuple[float, float]]:
+    """Bytes sent by a rank and seconds, of all-gathers and reduce-scatters."""
+    ranks = group.size()
+    sizes = [size for at, size in enumerate(SIZES) if at < 2 or SIZES[at - 1] < largest]
+    board = MessageBoard.of_group(group, "fsdp_flat/link")
+    try:
+        full = torch.zeros(-(-sizes[-1] // 4 // ranks) * ranks, device=device)
+    except torch.OutOfMemoryError:
+        board.decide("meeting", f"rank {dist.get_rank()} has no memory for {sizes[-1]} bytes")
+    _meet(board, ranks, limit)
+    points: list[tuple[float, float]] = []
+    for size in sizes:
+        part = full[: -(-size // 4 // ranks) * ranks]
+        seconds = _seconds_of_both(part, group, clock)
+        points += [(part.nbytes * (1 - 1 / ranks), each) for each in seconds]
+        if board.decide(f"after {size}", "next" if max(seconds) < _SOON else "end") == "end":
+            break
+    return points
+
+
+def _meet(board: MessageBoard, ranks: int, limit: float) -> None:
+    """Return when all ranks have come. NotMeasured, on all of them, if one comes too late or cannot measure."""
+    if board.count("came") < ranks:
+        board.read("meeting", limit)
+        outcome = board.decide("meeting", f"a rank has not compiled a sharded model within {limit:g} s")
+    else:
+        outcome = board.decide("meeting", "all have come")
+    if outcome != "all have come":
+        raise NotMeasured(outcome)
+
+
+def _seconds_of_both(full: Tensor, group: dist.ProcessGroup, clock: Clock) -> list[float]:
+    """Seconds of an all-gather that fills `full`, and of a reduce-scatter of it."""
+    ranks, name = group.size(), group.group_name
+    shard = full[: full.numel() // ranks].clone()
+    calls = 8 if full.nbytes <= SIZES[1] else 3
+    return [
+        _least_seconds(call, full.device, calls, clock)
+        for call in (
+            lambda: collectives.start_all_gather(full, shard, name).wait(),
+            lambda: collectives.reduce_scatter(full, ranks, name),
+        )
+    ]
+
+
+def _least_seconds(call: Callable[[], object], device: torch.device, calls: int, clock: Clock) -> float:
+    """Of a call, as other programs delay some; the first one prepares others and does not count."""
+    times = list[float]()
+    for _ in range(1 + calls):
+        _finish(device)
+        begin = clock()
+        call()
+        _finish(device)
+        times.append(clock() - begin)
+    return min(times[1:])
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def fit_link(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Latency and bandwidth that agree best with pairs of bytes sent and seconds.
+
+    Least squares of predicted over measured seconds, so that small messages count as well.
+    """
+    rows = torch.tensor([[1 / seconds, sent / seconds] for sent, seconds in points], dtype=torch.float64)
+    latency, slope = torch.linalg.lstsq(rows, torch.ones_like(rows[:, :1])).solution.flatten().tolist()
+    return max(latency, 0.0), 1 / max(slope, 1e-15)
+
+
+def measured_speed(base: Hardware, dtype: torch.dtype, device: torch.device) -> float:
+    """How fast `device` is beside `base`, by a product in `dtype` and a copy; equal on all ranks."""
+    key, shared = f"speed/{device.type}/{dtype}", agreement.board()
+    if shared is None or not shared.has(key):
+        _offer(
+            key, f"{key}, {torch.get_num_threads()} threads, {_name_of(device)}", {"speed": _speed(base, dtype, device)}
+        )
+    return _read(key)["speed"]
+
+
+def _speed(base: Hardware, dtype: torch.dtype, device: torch.device) -> float:
+    width, moved = (512, 1 << 22) if device.type == "cpu" else (4096, 1 << 26)
+    a, b = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(2))
+    x = torch.ones(moved, device=device)
+    name = str(dtype).removeprefix("torch.")
+    product = _least_seconds(lambda: F.linear(a, b), device, 6, time.perf_counter)
+    chain = _least_seconds(x.neg_, device, 6, time.perf_counter)
+    product_here = product_seconds(2.0 * width**3, 0.0, width, name, base) / product
+    return math.sqrt(product_here * chain_seconds(2.0 * x.nbytes, True, base) / chain)
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _offer(key: str, where: str, figures: dict[str, float]) -> None:
+    """Let these count under `key`, or those of the run before if they are near, unless others count already."""
+    before = json.loads(agreement.kept(where) or "{}")
+    if all(_are_near(name, each, before.get(name)) for name, each in figures.items()):
+        figures = before
+    rounded = {name: float(f"{each:.2g}") for name, each in figures.items()}
+    agreement.keep(where, agreement.agree(key, json.dumps(rounded)))
+
+
+def _are_near(name: str, one: float, other: float | None) -> bool:
+    if other is None or not is_finite(other):
+        return False
+    least, most = sorted((one, other))
+    return most <= least * _NEAR[name] or (name == "latency" and most < _SMALL_LATENCY)
+
+
+def _read(key: str) -> dict[str, Any]:
+    """What counts under `key`: figures, or the reason why there are none."""
+    shared = agreement.board()
+    message = None if shared is None else shared.read(key, _ANSWER)
+    reason = f"no rank has said within {_ANSWER:g} s what it measured"
+    read: dict[str, Any] = json.loads(message or agreement.agree(key, json.dumps({"reason": reason})))
+    return read

@@ -1,0 +1,123 @@
+"""`link="auto"`, the default: ranks measure their link together, and follow one plan."""
+
+import json
+import logging
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compile import fully_shard
+from fsdp_compile.comm.groups import shared_name
+from fsdp_compile.comm.waits import state_of
+from fsdp_compile.passes import agreement, measure
+from fsdp_compile.passes.cost.hardware import device
+from fsdp_compile.passes.measure import NotMeasured, measured_link, measured_speed
+
+from .ranks import Ranks
+
+CPU = torch.device("cpu")
+
+
+class _Texts(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _train_unequal(rank: int) -> list[str]:
+    """Ranks with batches of other sizes train a compiled model, with no option."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)))
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)))
+    run = torch.compile(fully_shard(model))
+    log, texts = logging.getLogger("fsdp_compile"), _Texts()
+    log.addHandler(texts)
+    level, log.level = log.level, logging.INFO
+    try:
+        batches = [torch.randn(rows, 64) for rows in (64, 8)]  # 8 times the work on rank 0
+        run(batches[rank]).square().mean().backward()
+    finally:
+        log.removeHandler(texts)
+        log.level = level
+    sum(whole(each).square().mean() for each in batches).div(2).backward()
+    with torch.no_grad():
+        for mine, expected in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), expected.grad)
+    return [text for text in texts.texts if "planned for" in text]
+
+
+def test_default_is_planned(two: Ranks) -> None:
+    """Without any option forward and backward are planned for the measured link, with one plan on ranks whose batches
+    differ, and gradients are those of one process.
+    """
+    texts = two.run(_train_unequal)
+    for each in texts:
+        assert [text.split(":")[0] for text in each] == ["forward", "backward"]
+    links = {text.split("planned for ")[1].split(", ")[0] for each in texts for text in each}
+    assert len(links) == 1 and next(iter(links)).startswith("measured:0=")
+
+
+def _figures(rank: int) -> object:
+    """Of three groups, each rank's; and the seconds that measuring takes."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    groups = [dist.group.WORLD, mesh.get_group(1), mesh.get_group(0)]
+    begin = time.monotonic()
+    found = {shared_name(group): measured_link(group, CPU, 1 << 24, 60.0) for group in groups}
+    seconds = time.monotonic() - begin
+    speed = measured_speed(device("cpu"), torch.float32, CPU)
+    assert {shared_name(group): measured_link(group, CPU, 1 << 24, 60.0) for group in groups} == found  # as known
+    return found, speed, seconds
+
+
+def _late(rank: int) -> str:
+    """The last rank comes after the limit."""
+    group = dist.new_group(timeout=dist.default_pg_timeout)
+    if rank == 1:
+        time.sleep(1.5)
+    with pytest.raises(NotMeasured) as caught:
+        measured_link(group, CPU, 0, 0.5)
+    return str(caught.value)
+
+
+def test_figures_are_the_same_on_all_ranks(four: Ranks, two: Ranks) -> None:
+    """Groups along one dimension share their figures; all ranks have the same ones, within seconds. A rank that comes
+    too late leaves all of them without, and they say so.
+    """
+    found, speeds, seconds = zip(*four.run(_figures), strict=True)
+    assert all(each == found[0] for each in found) and len({*speeds}) == 1
+    assert all(latency >= 0 and bandwidth > 0 for latency, bandwidth in found[0].values())
+    assert sorted(found[0]) == ["0", "fsdp.2x1", "fsdp.2x2"] and max(seconds) < 30
+    reason = "a rank has not compiled a sharded model within 0.5 s"
+    assert two.run(_late) == [reason] * 2
+
+
+def test_figures_of_the_run_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures near to those of the run before give way to them, so that a restart finds its compiled code."""
+    monkeypatch.setattr(agreement, "cache_folder", lambda: tmp_path)
+    offered = []
+    for bandwidth in (1.04e9, 1.9e9, 2.4e9, 6e8, 2.5e9):
+        measure._offer("link/0", "here", {"latency": 1e-3, "bandwidth": bandwidth})
+        offered.append(json.loads(agreement.kept("here") or "")["bandwidth"])
+    assert offered == [1e9, 1e9, 2.4e9, 6e8, 2.5e9]
+    assert agreement.kept("elsewhere") is None
+
+
+def _agree(rank: int) -> str:
+    first = agreement.agree("a test", f"rank {rank}")
+    assert agreement.agree("a test", "another text") == first
+    assert state_of(dist.group.WORLD).link is None or "bandwidth" in state_of(dist.group.WORLD).link
+    return first
+
+
+def test_first_text_counts(two: Ranks) -> None:
+    """What a rank says first, all ranks hear, and nothing else later."""
+    assert len({*two.run(_agree)}) == 1
