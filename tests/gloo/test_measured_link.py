@@ -41,13 +41,14 @@ def _train_unequal(rank: int) -> list[str]:
     run = torch.compile(fully_shard(model))
     log, texts = logging.getLogger("fsdp_compile"), _Texts()
     log.addHandler(texts)
-    level, log.level = log.level, logging.INFO
+    level = log.level
+    log.setLevel(logging.INFO)
     try:
         batches = [torch.randn(rows, 64) for rows in (64, 8)]  # 8 times the work on rank 0
         run(batches[rank]).square().mean().backward()
     finally:
         log.removeHandler(texts)
-        log.level = level
+        log.setLevel(level)
     sum(whole(each).square().mean() for each in batches).div(2).backward()
     with torch.no_grad():
         for mine, expected in zip(model.parameters(), whole.parameters(), strict=True):
@@ -59,10 +60,9 @@ def test_default_is_planned(two: Ranks) -> None:
     """Without any option forward and backward are planned for the measured link, with one plan on ranks whose batches
     differ, and gradients are those of one process.
     """
-    texts = two.run(_train_unequal)
-    for each in texts:
-        assert [text.split(":")[0] for text in each] == ["forward", "backward"]
-    links = {text.split("planned for ")[1].split(", ")[0] for each in texts for text in each}
+    texts = [text for each in two.run(_train_unequal) for text in each]  # graphs from the cache are not planned
+    assert {text.split(":")[0] for text in texts} == {"forward", "backward"}
+    links = {text.split("planned for ")[1].split(", ")[0] for text in texts}
     assert len(links) == 1 and next(iter(links)).startswith("measured:0=")
 
 
@@ -95,7 +95,7 @@ def test_figures_are_the_same_on_all_ranks(four: Ranks, two: Ranks) -> None:
     found, speeds, seconds = zip(*four.run(_figures), strict=True)
     assert all(each == found[0] for each in found) and len({*speeds}) == 1
     assert all(latency >= 0 and bandwidth > 0 for latency, bandwidth in found[0].values())
-    assert sorted(found[0]) == ["0", "fsdp.2x1", "fsdp.2x2"] and max(seconds) < 30
+    assert sorted(name[:8] for name in found[0]) == ["0", "fsdp.2x1", "fsdp.2x2"] and max(seconds) < 30
     reason = "a rank has not compiled a sharded model within 0.5 s"
     assert two.run(_late) == [reason] * 2
 

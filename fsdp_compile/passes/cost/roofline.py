@@ -13,10 +13,11 @@ Note [How operations are priced]
 
 Note [How collectives are priced]
 A ring through all ranks enters each node once and leaves it once. Inside a node it takes the fast links, and between
-nodes the adapters: there are as many rings as ranks of a node, so that all adapters carry one. Each node receives what
-its ranks together lack, `full x (nodes - 1) / nodes`, through all of its adapters; each rank receives
-`full x (world - 1) / world` through its fast links. The two happen at the same time, so the slower one counts. A launch
-takes a hop for each step of the ring, most of which stay inside of nodes.
+nodes the adapters: there are as many rings as ranks of a node, so that all adapters carry one. What the ranks of a node
+have passes the adapters of all others on its way, so each ring moves `full x (world - 1) / world` over every one of its
+links. Fast links and adapters work at the same time, so the slower ones count. A launch takes a hop for each step of
+the ring, most of which stay inside of nodes. SimGrid says the same, message by message (`python -m bench
+second_opinion`).
 
 NCCL has protocols that wait less at each step and reach less bandwidth, and takes the one that is fastest for the size
 of the message. Between nodes a ring reaches only a part of the bandwidth (`Link.ramp`) unless each rank has much to
@@ -76,8 +77,8 @@ def _ring(full_bytes: float, world: int, link: Link, times: int = 1) -> float:
     """Seconds of so many rounds in a ring."""
     nodes, link = _nodes(world, link)
     steps = times * (world - nodes), times * (nodes - 1)
-    sent = times * full_bytes * (world - 1) / world, times * full_bytes * (nodes - 1) / nodes
-    return _fastest(link, world / nodes, steps, sent, full_bytes / world)
+    sent = times * full_bytes * (world - 1) / world
+    return _fastest(link, world / nodes, steps, (sent, sent if nodes > 1 else 0.0), full_bytes / world)
 
 
 def _tree(full_bytes: float, world: int, link: Link) -> float:
