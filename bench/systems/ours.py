@@ -48,9 +48,9 @@ def by_block(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Pre
 def compiled(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
     """The whole model is one graph, planned for the link that the package measures.
 
-    The option names passes to leave out, for the ablation; `rule` plans nothing. It may begin with `autocast`: bf16
-    then comes from autocast, as in DDP, and not from `param_dtype`; or with `float8`: linear layers of blocks multiply
-    in float8 beside it.
+    The option names passes to leave out, for the ablation; `rule` plans nothing, `named` is told the link. It may begin
+    with `autocast`: bf16 then comes from autocast, as in DDP, and not from `param_dtype`; or with `float8`: linear
+    layers of blocks multiply in float8 beside it.
     """
     names = setup.option.split("+") if setup.option else []
     by_autocast = names[:1] in (["autocast"], ["float8"])
@@ -60,11 +60,23 @@ def compiled(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Pre
     chosen: dict[str, Any] = {}
     if names == ["rule"]:
         chosen = {"backend": "fsdp_compile", "options": {"link": None}}
-    elif disabled := tuple(names[by_autocast:]):
+    elif disabled := tuple(name for name in names[by_autocast:] if name != "named"):
         chosen = {"backend": "fsdp_compile", "options": {"disable": disabled}}
     forward: Any = torch.compile(model, fullgraph=True, **chosen)
+    if names == ["named"]:
+        return Named(model, forward)
     inputs = autocast(forward, setup) if by_autocast else forward
     return Prepared(model, inputs) if names == ["rule"] else Default(model, inputs)
+
+
+class Named(Prepared):
+    """Compiled again for each link, by its name."""
+
+    def configured(self, link: str, batch: Sequence[Tensor]) -> None:
+        """Plan for `link`."""
+        torch._dynamo.reset()
+        self.forward = torch.compile(self.model, fullgraph=True, backend="fsdp_compile", options={"link": link})
+        _prepare(self, batch)
 
 
 class Default(Prepared):
@@ -74,9 +86,14 @@ class Default(Prepared):
         """Measure `link`, and plan for it; it takes no time while that is compiled."""
         measure(link, batch[0].device)
         torch._dynamo.reset()
-        for _ in range(2):
-            self.forward(*batch).backward()
-            self.model.zero_grad()
+        _prepare(self, batch)
+
+
+def _prepare(prepared: Prepared, batch: Sequence[Tensor]) -> None:
+    """Compile."""
+    for _ in range(2):
+        prepared.forward(*batch).backward()
+        prepared.model.zero_grad()
 
 
 def measure(link: str, device: torch.device) -> None:
