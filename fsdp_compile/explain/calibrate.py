@@ -21,10 +21,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_compile.comm import collectives
 from fsdp_compile.explain.sharded import process_group
 from fsdp_compile.passes.cost.hardware import Hardware, Link, Source, device, reported_device, with_figures
-from fsdp_compile.passes.measure import fit_link
+from fsdp_compile.passes.measure import fit_link, link_times
 
 LEAST_ROUNDS = 5
 BURST = 2e-3  # seconds that a case is repeated for in each round, at least
@@ -40,7 +39,7 @@ LENGTHS = {"cpu": (64, 128, 256, 512), "cuda": (1024, 2048, 4096, 8192, 16384)}
 HEADS = {"cpu": (4, 4, 64), "cuda": (1, 16, 128)}  # batch, heads, width of a head
 CHAINS = {"cpu": (1 << 18, 1 << 20, 1 << 22), "cuda": (1 << 22, 1 << 25, 1 << 28)}  # elements
 UPDATE = {"cpu": 1 << 22, "cuda": 1 << 28}  # elements
-MESSAGES = {"cpu": (1 << 14, 1 << 18, 1 << 22, 1 << 24), "cuda": (1 << 14, 1 << 20, 1 << 24, 1 << 28)}  # bytes
+LARGEST, COMING = 1 << 28, 600.0  # bytes of a collective that is timed; seconds to wait for other ranks
 STEP_BLOCKS, STEP_RANKS = (2, 8), 8
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float32)}
 
@@ -51,7 +50,7 @@ class Case:
 
     Attributes:
         kind: what it measures: "product", "attention", "attention backward", "chain", "eager", "copy", "update",
-            "launch", "step", "gather" or "reduce".
+            "launch" or "step".
         call: does it once.
         work: operations of products and attention, which is causal; bytes that the others read and write or send.
         size: the inner dimension of a product, the length of attention's sequence, or how many blocks a step has.
@@ -109,16 +108,20 @@ def calibrate(
     source = Source("measured", f"fsdp-compile calibrate, torch {torch.__version__}, {where}")
     with process_group(STEP_RANKS) if kind == "cpu" and shard else nullcontext():
         cases = [*device_cases(at), *(step_cases(shard) if kind == "cpu" and shard else ())]
-        Rounds(cases, at).run(seconds / 2 if ranks > 1 else seconds)
+        Rounds(cases, at).run(seconds)
     made = fitted(cases, begin, source)
     if ranks > 1:
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
         try:
-            sent = Rounds(list(collective_cases(at)), at, together=True).run(seconds / 2)
             here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
             level = "network" if ranks > here else "node"
-            each = here if level == "network" else 1
-            link = fitted_link(sent, getattr(made, level), ranks, f"{source.source}, {ranks} ranks", each)
+            assert dist.group.WORLD is not None
+            link = fitted_link(
+                link_times(dist.group.WORLD, at, LARGEST, COMING),
+                getattr(made, level),
+                f"{source.source}, {ranks} ranks",
+                here if level == "network" else 1,
+            )
             made = replace(made, network=link) if level == "network" else replace(made, node=link)
         finally:
             dist.destroy_process_group()
@@ -194,21 +197,6 @@ def step_cases(shard: Callable[[nn.Module], nn.Module]) -> Iterator[Case]:
         yield Case("step", partial(step, torch.compile(model, fullgraph=True), optimizer), 1.0, blocks)
 
 
-def collective_cases(device: torch.device) -> Iterator[Case]:
-    """Cases for all ranks of the default group; work is the size of what is gathered or reduced."""
-    group, ranks = dist.group.WORLD, dist.get_world_size()
-    assert group is not None
-
-    for size in MESSAGES[device.type]:
-        full = torch.zeros(max(size // 4 // ranks, 1) * ranks, device=device)
-        shard = full[: full.numel() // ranks].clone()
-        for kind, start, given in (
-            ("gather", collectives.all_gather, shard),
-            ("reduce", collectives.reduce_scatter, full),
-        ):
-            yield Case(kind, partial(start, given, ranks, group.group_name), full.nbytes)
-
-
 # --- timing -----------------------------------------------------------------------------------------------------------
 
 
@@ -218,16 +206,13 @@ class Rounds:
     Args:
         cases: what to time; each gets one value in `times` for each round.
         device: where they run.
-        together: whether all ranks do this at once, and make equally many calls: those of the slowest one.
     """
 
-    def __init__(self, cases: Sequence[Case], device: torch.device, together: bool = False) -> None:
-        self.cases, self.device, self.together, self.done = cases, device, together, 0
+    def __init__(self, cases: Sequence[Case], device: torch.device) -> None:
+        self.cases, self.device, self.done = cases, device, 0
         for case in cases:
             _burst(case, 1, device)  # which may compile
         repeats = [max(1, math.ceil(BURST / max(_burst(case, 1, device), 1e-9))) for case in cases]
-        if together:
-            repeats = [min(each) for each in zip(*collectives.gather_objects(repeats, None), strict=True)]
         self.repeats = repeats
 
     def round(self) -> None:
@@ -240,11 +225,9 @@ class Rounds:
     def run(self, seconds: float) -> Sequence[Case]:
         """Rounds until `seconds` have passed, but at least `LEAST_ROUNDS`; the cases with their times."""
         end = time.perf_counter() + seconds
-        while True:
-            over = time.perf_counter() >= end
-            if self.done >= LEAST_ROUNDS and (any(collectives.gather_objects(over, None)) if self.together else over):
-                return self.cases
+        while self.done < LEAST_ROUNDS or time.perf_counter() < end:
             self.round()
+        return self.cases
 
 
 def midmean(values: Sequence[float]) -> float:
@@ -259,7 +242,7 @@ def _burst(case: Case, repeats: int, device: torch.device) -> float:
 
     One thread is timed by the time that it computes: what other programs compute meanwhile does not count.
     """
-    alone = device.type == "cpu" and torch.get_num_threads() == 1 and case.kind not in ("gather", "reduce")
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if alone else time.perf_counter
     _finish(device)
     begin = clock()
@@ -324,14 +307,12 @@ def fitted(cases: Sequence[Case], base: Hardware, source: Source) -> Hardware:
     )
 
 
-def fitted_link(cases: Sequence[Case], base: Link, ranks: int, source: str, ranks_per_node: int = 1) -> Link:
-    """`base` with the latency and bandwidth that agree best with the collectives' times.
+def fitted_link(times: Sequence[tuple[float, float]], base: Link, source: str, ranks_per_node: int = 1) -> Link:
+    """`base` with the latency and bandwidth that agree best with bytes that each rank sends and seconds.
 
-    All ranks of a node send at once what the others lack: 1 of them where the link is within a node.
+    Between nodes there are as many rings as ranks of a node, and each takes its part.
     """
-    sent = (1 - ranks_per_node / ranks) / ranks_per_node
-    points = [(case.work * sent, case.seconds) for case in cases if case.kind in ("gather", "reduce")]
-    latency, bandwidth = fit_link(points)
+    latency, bandwidth = fit_link([(sent / ranks_per_node, seconds) for sent, seconds in times])
     return replace(base, latency=latency, hop=0.0, bandwidth=bandwidth, protocols=(), ramp=(), origin="measured",
                    source=source)  # fmt: skip
 

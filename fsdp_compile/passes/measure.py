@@ -65,7 +65,7 @@ def measured_link(
     state, key = state_of(group), f"link/{shared_name(group)}"
     if state.link is None:
         try:
-            points = _times(group, device, largest, limit_in(group, limit), clock)
+            points = link_times(group, device, largest, limit_in(group, limit), clock)
             if group.rank() == 0:
                 latency, bandwidth = fit_link(points)
                 where = f"{key}, {group.size()} ranks, {dist.get_backend(group)}, {_name_of(device)}"
@@ -78,10 +78,13 @@ def measured_link(
     return state.link["latency"], state.link["bandwidth"]
 
 
-def _times(
-    group: dist.ProcessGroup, device: torch.device, largest: int, limit: float, clock: Clock
+def link_times(
+    group: dist.ProcessGroup, device: torch.device, largest: int, limit: float, clock: Clock = time.perf_counter
 ) -> list[tuple[float, float]]:
-    """Bytes sent by a rank and seconds, of all-gathers and reduce-scatters."""
+    """Bytes that a rank sends and seconds, of all-gathers and reduce-scatters; all ranks of `group` together.
+
+    Arguments and errors are those of `measured_link`.
+    """
     ranks = group.size()
     sizes = [size for at, size in enumerate(SIZES) if at < 2 or SIZES[at - 1] < largest]
     board = MessageBoard.of_group(group, "fsdp_flat/link")

@@ -74,12 +74,13 @@ def test_constants_are_found_again() -> None:
 
 def test_a_link_is_found_again() -> None:
     """From the times of collectives, latency and bandwidth."""
-    base = replace(device("h100-80").node, latency=3e-5, hop=0.0, bandwidth=2e11)
-    sent = [Case(kind, nothing, size) for kind in ("gather", "reduce") for size in (1e4, 1e6, 1e8)]
-    for case in sent:
-        case.times = [launch_seconds(8, base) + transfer_seconds(case.work, 8, base)]
-    found = fitted_link(sent, device("h100-80").node, 8, "here")
-    assert (found.latency, found.bandwidth) == pytest.approx((3e-5, 2e11)) and found.origin == "measured"
+    for each, base in ((1, device("h100-80").node), (4, replace(device("h100-80").network, ranks_per_node=4))):
+        made = replace(base, latency=3e-5, hop=0.0, bandwidth=2e11, protocols=(), ramp=())
+        made = replace(made, inside=None if each == 1 else replace(device("h100-80").node, hop=0.0, bandwidth=1e15))
+        sizes = (1e4, 1e6, 1e8)
+        times = [(size * 7 / 8, launch_seconds(8, made) + transfer_seconds(size, 8, made)) for size in sizes]
+        found = fitted_link(times, base, "here", each)
+        assert (found.latency, found.bandwidth) == pytest.approx((3e-5, 2e11)) and found.origin == "measured"
 
 
 def test_rounds_alternate() -> None:
