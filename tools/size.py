@@ -18,21 +18,22 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
-FILES = 115
+FILES = 126
 BUDGET = {
-    PACKAGE: 29_223,
-    f"{PACKAGE}/*.py": 3_480,
-    f"{PACKAGE}/core": 4_975,
-    f"{PACKAGE}/comm": 1_600,
-    f"{PACKAGE}/construct": 1_210,
+    PACKAGE: 31_177,
+    f"{PACKAGE}/*.py": 3_806,
+    f"{PACKAGE}/core": 5_017,
+    f"{PACKAGE}/comm": 1_599,
+    f"{PACKAGE}/construct": 1_209,
     f"{PACKAGE}/eager": 3_230,
-    f"{PACKAGE}/optim": 1_320,
-    f"{PACKAGE}/passes": 7_615,
-    f"{PACKAGE}/state_dict": 1_210,
-    f"{PACKAGE}/checkpoint": 1_665,
-    f"{PACKAGE}/explain": 2_585,
+    f"{PACKAGE}/optim": 1_507,
+    f"{PACKAGE}/passes": 8_064,
+    f"{PACKAGE}/state_dict": 1_201,
+    f"{PACKAGE}/checkpoint": 1_662,
+    f"{PACKAGE}/explain": 2_593,
+    f"{PACKAGE}/compare": 918,
     f"{PACKAGE}/integrations": 371,
-    "bench": 4_952,
+    "bench": 5_270,
 }
 """Lines of a folder with all that lies below it; `*.py` is what lies in no folder.
 
