@@ -86,12 +86,12 @@ def plan_together(
         PlanError: no plan fits into the budget.
     """
     is_lean = config.budget is None and (config.link or "").startswith(MEASURED) and device.type != "cpu"
-    key = _shape_of(workload, config, is_lean)
-    text = kept(key) if board() is not None else None
+    key, together = _shape_of(workload, config, is_lean), board() is not None
+    text = _kept_plan(key, workload, config.budget) if together else None
     if text is None:
         found = safe_plan(workload, config.budget, is_lean=is_lean)
         text = json.dumps({"keep": found.keep_unsharded, "plan": str(found.plan)})
-    if board() is not None:
+    if together:
         keep(key, text := agree(key, text))
     table = json.loads(text)
     plan = Plan.parse(table["plan"])
@@ -103,6 +103,17 @@ def plan_together(
         what, config.link, timeline.makespan * 1e3, timeline.exposed * 1e3, bound * 1e3,
     )  # fmt: skip
     return plan, tuple(table["keep"])
+
+
+def _kept_plan(key: str, workload: Workload, budget: int | None) -> str | None:
+    """The text that was kept under `key`, if it has a plan for `workload`: anybody may have written it."""
+    text = kept(key)
+    try:
+        table = json.loads(text or "")
+        verify(workload, Plan.parse(table["plan"]), budget)
+        return text if all(isinstance(name, str) for name in table["keep"]) else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _shape_of(workload: Workload, config: CompileConfig, is_lean: bool) -> str:

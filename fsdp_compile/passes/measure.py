@@ -182,15 +182,24 @@ def _name_of(device: torch.device) -> str:
 
 def _offer(key: str, where: str, figures: dict[str, float]) -> None:
     """Let these count under `key`, or those of the run before if they are near, unless others count already."""
-    before = json.loads(agreement.kept(where) or "{}")
+    before = _before(where)
     if all(_are_near(name, each, before.get(name)) for name, each in figures.items()):
-        figures = before
+        figures = {name: before[name] for name in figures}
     rounded = {name: float(f"{each:.2g}") for name, each in figures.items()}
     agreement.keep(where, agreement.agree(key, json.dumps(rounded)))
 
 
-def _are_near(name: str, one: float, other: float | None) -> bool:
-    if other is None or not is_finite(other):
+def _before(where: str) -> dict[str, Any]:
+    """The figures of the run before; none if there are none, or if they cannot be read."""
+    try:
+        table = json.loads(agreement.kept(where) or "{}")
+    except ValueError:
+        return {}
+    return table if isinstance(table, dict) else {}
+
+
+def _are_near(name: str, one: float, other: Any) -> bool:
+    if not is_finite(other):
         return False
     least, most = sorted((one, other))
     return most <= least * _NEAR[name] or (name == "latency" and most < _SMALL_LATENCY)

@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compile import fully_shard
+from fsdp_compile import CompileConfig, fully_shard
 from fsdp_compile.comm.groups import shared_name
 from fsdp_compile.comm.waits import state_of
 from fsdp_compile.passes import agreement, measure
 from fsdp_compile.passes.cost.hardware import device
 from fsdp_compile.passes.measure import NotMeasured, measured_link, measured_speed
+from fsdp_compile.passes.plan.plan import Plan
+from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 from .ranks import Ranks
 
@@ -109,6 +111,43 @@ def test_figures_of_the_run_before(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         offered.append(json.loads(agreement.kept("here") or "")["bandwidth"])
     assert offered == [1e9, 1e9, 2.4e9, 6e8, 2.5e9]
     assert agreement.kept("elsewhere") is None
+    for damaged in ("", "{", "[1]", '{"bandwidth": "fast", "latency": 1e-3}', '{"bandwidth": -1, "latency": null}'):
+        agreement.keep("here", damaged)
+        measure._offer("link/0", "here", {"latency": 1e-3, "bandwidth": 3e9})
+        assert json.loads(agreement.kept("here") or "")["bandwidth"] == 3e9, damaged
+
+
+class _Board:
+    """That of a rank which comes first."""
+
+    def decide(self, key: str, text: str) -> str:
+        return text
+
+
+def test_a_damaged_plan_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that was kept is followed; what is kept and no plan for the workload is not."""
+    monkeypatch.setattr(agreement, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(agreement, "board", _Board)
+    config = CompileConfig(link="custom:1e-3,1e9")
+    units = (UnitCost("a", 1.0, 0.0, 8, 0), UnitCost("b", 1.0, 0.0, 8, 0))
+    step = Workload((Task("0", 2.0, reads=(0,)), Task("1", 2.0, reads=(1,))), 2, units)
+    plan, _ = agreement.plan_together(step, config, "forward", CPU)
+    late = Plan.parse("at 0 gather a\nat 0 wait a\nat 1 free a\nat 1 gather b\nat 1 wait b\nat 2 free b\n")
+    assert plan != late
+    (path,) = tmp_path.rglob("*.kept")
+    path.write_text(json.dumps({"keep": [], "plan": str(late)}))
+    assert agreement.plan_together(step, config, "forward", CPU)[0] == late
+    for damaged in (
+        "",
+        "{",
+        "[]",
+        "7",
+        '{"plan": "at 0 gather a", "keep": []}',
+        '{"plan": 7, "keep": []}',
+        '{"keep": []}',
+    ):
+        path.write_text(damaged)
+        assert agreement.plan_together(step, config, "forward", CPU)[0] == plan, damaged
 
 
 def _agree(rank: int) -> str:
