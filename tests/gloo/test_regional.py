@@ -95,7 +95,8 @@ def _run_many_sizes(rank: int, weights_train: bool) -> None:
     assert_close(gradients("inductor"), gradients("eager"), rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("weights_train", [pytest.param(True, marks=LATE), False])
+@LATE
+@pytest.mark.parametrize("weights_train", [True, False])
 def test_units_of_many_sizes_run_by_one_piece_of_code(two: Ranks, weights_train: bool) -> None:
     """Dynamo makes the sizes of inputs symbolic when it meets others; those of flat shards stay constants, also where
     weights are frozen and the bias alone is reduced, which is a view of a sum."""

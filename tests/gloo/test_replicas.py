@@ -44,7 +44,8 @@ def run(*arguments: str, seconds: float = 200) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("how", [[], pytest.param(["--compile"], marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", [[], ["--compile"]])
 def test_the_example(how: list[str]) -> None:
     """A replica is killed and another one joins; losses and parameters are those of a run without a failure, bit for
     bit."""
