@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 )
 
 from fsdp_compile.comm.groups import GroupArgument, divide, resolve_groups
-from fsdp_compile.config import CompileConfig, check_type
+from fsdp_compile.config import AUTO, CompileConfig, check_type
 from fsdp_compile.construct.arguments import (
     check_one,
     given_device,
@@ -335,7 +335,7 @@ def _check_environment() -> None:
     """Raise ValueError now, and not when a compiled forward is traced, if `FSDP_COMPILE_*` have impossible values."""
     try:
         config = CompileConfig.from_environment()
-        if config != CompileConfig(share_artifacts=config.share_artifacts):
+        if config.link not in (None, AUTO) or any((config.disable, config.device, config.profile, config.plan)):
             from fsdp_compile.passes.inductor import checked  # imports Inductor
 
             checked(config)

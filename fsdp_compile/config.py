@@ -80,17 +80,17 @@ class CompileConfig:
             alive. None waits for all of them at the end of the graph.
         check_ranks_timeout: seconds that a rank waits for the others before it runs a compiled graph for the first
             time; compilation may take longer on some ranks.
-        link: what connects the ranks. With a link, graphs are planned by simulated time, and ranks need batches of
-            equal sizes: plans that differ raise an error. "auto": the ranks measure it together, for less than a second
-            when they first compile a sharded model, and nothing is planned where they cannot. Or a name in
-            `fsdp_compile.passes.cost.hardware.links()`, or `custom:<latency in seconds>,<bandwidth in bytes per
-            second>`. None: nothing is planned, but the all-gather of a unit is issued one unit ahead and its
-            reduce-scatter at once.
+        link: what connects the ranks. With a link, graphs are planned by simulated time, and all ranks follow one
+            plan. "auto": the ranks measure the link together, for less than a second, when they first compile a sharded
+            model; nothing is planned where they cannot. Or a name in `fsdp_compile.passes.cost.hardware.links()`, or
+            `custom:<latency in seconds>,<bandwidth in bytes per second>`. None: nothing is planned, but the all-gather
+            of a unit is issued one unit ahead and its reduce-scatter at once.
         device: what computes: a name in `fsdp_compile.passes.cost.hardware.devices()`, such as "h100", or the path of
             a hardware file. None looks it up by the name that the device itself reports; a CPU, and a device of another
             name, is measured with the link.
         budget: bytes that may be alive at once in a graph: shards, activations, gathered and packed buffers. Needs
-            `link`. None: on a CPU there is no limit; elsewhere a plan has no more buffers alive than without a link.
+            `link`. None: there is no limit, but a plan for a measured link on a GPU has no more buffers alive than
+            one without a link.
         activations: what becomes of each block's activations between forward and backward. "keep": they stay, but torch
             may recompute cheap ones; "recompute": they are recomputed from the block's inputs; "offload": results of
             matrix products and of attention are copied to the host and back, and the others recomputed, except in the

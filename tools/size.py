@@ -27,7 +27,7 @@ BUDGET = {
     f"{PACKAGE}/construct": 1_209,
     f"{PACKAGE}/eager": 3_230,
     f"{PACKAGE}/optim": 1_507,
-    f"{PACKAGE}/passes": 8_084,
+    f"{PACKAGE}/passes": 8_089,
     f"{PACKAGE}/state_dict": 1_201,
     f"{PACKAGE}/checkpoint": 1_662,
     f"{PACKAGE}/explain": 2_593,

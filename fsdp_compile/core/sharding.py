@@ -144,7 +144,7 @@ def _swap(module: nn.Module, lookups: tuple[Lookup, ...], mixin: type, constants
     stored = (
         () if READS_SHOWN_PARAMETERS or not lookups else tuple(n for n in stored_parameters(module) if n not in found)
     )
-    swapped = _swapped_class(original_class(module), lookups, names, stored, mixin, constants)  # type: ignore[arg-type]  # hash
+    swapped = _swapped_class(original_class(module), lookups, names, stored, mixin, constants)  # type: ignore[arg-type]  # a cached function
     module.__class__ = swapped
     if lookups:
         _store_parameters(module, module.__dict__["_parameters"])

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fsdp_compile.explain.sharded import process_group
 from fsdp_compile.passes.cost.hardware import Hardware, Link, Source, device, reported_device, with_figures
-from fsdp_compile.passes.measure import fit_link, link_times
+from fsdp_compile.passes.measure import finish, fit_link, link_times
 
 LEAST_ROUNDS = 5
 BURST = 2e-3  # seconds that a case is repeated for in each round, at least
@@ -244,17 +244,12 @@ def _burst(case: Case, repeats: int, device: torch.device) -> float:
     """
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if alone else time.perf_counter
-    _finish(device)
+    finish(device)
     begin = clock()
     for _ in range(repeats):
         case.call()
-    _finish(device)
+    finish(device)
     return (clock() - begin) / repeats
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # --- constants --------------------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ import hashlib
 import json
 import logging
 import os
+from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -52,13 +54,16 @@ def kept(key: str) -> str | None:
 def keep(key: str, text: str) -> None:
     """Keep `text` under `key` for later runs, if the folder of the compiler's caches can be written."""
     path = _path(key)
-    staged = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
+    with suppress(OSError):  # a later run decides anew
         path.parent.mkdir(parents=True, exist_ok=True)
-        staged.write_text(text, encoding="utf-8")
-        staged.replace(path)
-    except OSError:  # a later run decides anew
-        pass
+        replace_text(path, text)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file of text, whole or not at all. OSError if it cannot be written."""
+    staged = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    staged.write_text(text, encoding="utf-8")
+    staged.replace(path)
 
 
 def _path(key: str) -> Path:
@@ -96,12 +101,12 @@ def plan_together(
     table = json.loads(text)
     plan = Plan.parse(table["plan"])
     verify(workload, plan, config.budget)
-    timeline, latency = simulate(workload, plan), workload.latency
-    bound = lower_bound(workload, 8 if workload.can_coalesce and latency else 1)
-    log.info(
-        "%s: planned for %s, %.1f ms expected, %.1f of them waiting for collectives; no plan takes less than %.1f ms",
-        what, config.link, timeline.makespan * 1e3, timeline.exposed * 1e3, bound * 1e3,
-    )  # fmt: skip
+    if log.isEnabledFor(logging.INFO):
+        timeline, bound = simulate(workload, plan), lower_bound(workload)
+        log.info(
+            "%s: planned for %s, %.1f ms expected, %.1f of them waiting for collectives; no plan takes less than %.1f "
+            "ms", what, config.link, timeline.makespan * 1e3, timeline.exposed * 1e3, bound * 1e3,
+        )  # fmt: skip
     return plan, tuple(table["keep"])
 
 
@@ -119,18 +124,8 @@ def _kept_plan(key: str, workload: Workload, budget: int | None) -> str | None:
 def _shape_of(workload: Workload, config: CompileConfig, is_lean: bool) -> str:
     """All that plans depend on beside seconds, and bytes that batches decide."""
     tasks = [(task.name, task.reads, task.writes, task.reduced, task.updates) for task in workload.tasks]
-    units = [
-        (
-            unit.name,
-            unit.gathered,
-            unit.packed,
-            unit.keep_unsharded,
-            unit.module,
-            unit.may_prefetch,
-            unit.arrives is None,
-        )
-        for unit in workload.units
-    ]
+    names = "name", "gathered", "packed", "keep_unsharded", "module", "may_prefetch"
+    units = list(map(attrgetter(*names), workload.units)), [unit.arrives is None for unit in workload.units]
     step = workload.backward, workload.forward, workload.can_coalesce, is_lean
     chosen = config.link, config.device, config.budget, config.file_contents, config.update
     text = repr((tasks, units, step, chosen, hash_of_sources()))

@@ -259,9 +259,13 @@ def graph_settings(config: CompileConfig, graph: fx.Graph) -> dict[str, Any]:
     """What plain `torch.compile` sets for a graph with our markers: our pipelines, where no others' stand, and no moves
     of collectives by others. From torch 2.12 on, each thread has a configuration of its own.
     """
+
+    def standing(name: str) -> Any:
+        registered = getattr(inductor_config, name)
+        return None if isinstance(registered, _OURS) else registered
+
     hooks = pipelines(for_graph(config, graph))
-    others = {name: now for name in hooks if not isinstance(now := getattr(inductor_config, name), _OURS)}
-    return {**switched_off(), **hooks, **{name: now for name, now in others.items() if now}}
+    return {**switched_off(), **{name: standing(name) or hook for name, hook in hooks.items()}}
 
 
 def pipelines(

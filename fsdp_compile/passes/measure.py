@@ -73,9 +73,8 @@ def measured_link(
         except NotMeasured as reason:
             agreement.agree(key, json.dumps({"reason": str(reason)}))
         state.link = _read(key)
-    if "reason" in state.link:
-        raise NotMeasured(state.link["reason"])
-    return state.link["latency"], state.link["bandwidth"]
+    figures = _counting(state.link)
+    return figures["latency"], figures["bandwidth"]
 
 
 def link_times(
@@ -85,9 +84,9 @@ def link_times(
 
     Arguments and errors are those of `measured_link`.
     """
-    ranks = group.size()
+    ranks, board = group.size(), MessageBoard.of_group(group, "fsdp_flat/link")
+    largest = int(board.decide("largest", str(largest)))  # ranks may have begun with other graphs
     sizes = [size for at, size in enumerate(SIZES) if at < 2 or SIZES[at - 1] < largest]
-    board = MessageBoard.of_group(group, "fsdp_flat/link")
     try:
         full = torch.zeros(-(-sizes[-1] // 4 // ranks) * ranks, device=device)
     except torch.OutOfMemoryError:
@@ -132,15 +131,16 @@ def _least_seconds(call: Callable[[], object], device: torch.device, calls: int,
     """Of a call, as other programs delay some; the first one prepares others and does not count."""
     times = list[float]()
     for _ in range(1 + calls):
-        _finish(device)
+        finish(device)
         begin = clock()
         call()
-        _finish(device)
+        finish(device)
         times.append(clock() - begin)
     return min(times[1:])
 
 
-def _finish(device: torch.device) -> None:
+def finish(device: torch.device) -> None:
+    """Wait until the device has computed all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -156,13 +156,16 @@ def fit_link(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def measured_speed(base: Hardware, dtype: torch.dtype, device: torch.device) -> float:
-    """How fast `device` is beside `base`, by a product in `dtype` and a copy; equal on all ranks."""
+    """How fast `device` is beside `base`, by a product in `dtype` and a copy; equal on all ranks.
+
+    Raises:
+        NotMeasured: another rank has begun to measure and not said what.
+    """
     key, shared = f"speed/{device.type}/{dtype}", agreement.board()
     if shared is None or not shared.has(key):
-        _offer(
-            key, f"{key}, {torch.get_num_threads()} threads, {_name_of(device)}", {"speed": _speed(base, dtype, device)}
-        )
-    return _read(key)["speed"]
+        where = f"{key}, {torch.get_num_threads()} threads, {_name_of(device)}"
+        _offer(key, where, {"speed": _speed(base, dtype, device)})
+    return float(_counting(_read(key))["speed"])
 
 
 def _speed(base: Hardware, dtype: torch.dtype, device: torch.device) -> float:
@@ -203,6 +206,13 @@ def _are_near(name: str, one: float, other: Any) -> bool:
         return False
     least, most = sorted((one, other))
     return most <= least * _NEAR[name] or (name == "latency" and most < _SMALL_LATENCY)
+
+
+def _counting(read: dict[str, Any]) -> dict[str, Any]:
+    """What was read, if it is figures. NotMeasured if it is the reason why there are none."""
+    if "reason" in read:
+        raise NotMeasured(read["reason"])
+    return read
 
 
 def _read(key: str) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import CompileConfig, fully_shard
 from fsdp_compile.comm.groups import shared_name
-from fsdp_compile.comm.waits import state_of
 from fsdp_compile.passes import agreement, measure
 from fsdp_compile.passes.cost.hardware import device
 from fsdp_compile.passes.measure import NotMeasured, measured_link, measured_speed
@@ -73,7 +72,8 @@ def _figures(rank: int) -> object:
     mesh = init_device_mesh("cpu", (2, 2))
     groups = [dist.group.WORLD, mesh.get_group(1), mesh.get_group(0)]
     begin = time.monotonic()
-    found = {shared_name(group): measured_link(group, CPU, 1 << 24, 60.0) for group in groups}
+    largest = 1 << (24 if rank else 0)  # ranks that begin with other graphs make as many calls
+    found = {shared_name(group): measured_link(group, CPU, largest, 60.0) for group in groups}
     seconds = time.monotonic() - begin
     speed = measured_speed(device("cpu"), torch.float32, CPU)
     assert {shared_name(group): measured_link(group, CPU, 1 << 24, 60.0) for group in groups} == found  # as known
@@ -125,7 +125,7 @@ class _Board:
 
 
 def test_a_damaged_plan_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan that was kept is followed; what is kept and no plan for the workload is not."""
+    """A plan that an earlier run kept is followed. A kept file that cannot be read as a plan is replaced by one."""
     monkeypatch.setattr(agreement, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(agreement, "board", _Board)
     config = CompileConfig(link="custom:1e-3,1e9")
@@ -153,7 +153,6 @@ def test_a_damaged_plan_is_made_again(tmp_path: Path, monkeypatch: pytest.Monkey
 def _agree(rank: int) -> str:
     first = agreement.agree("a test", f"rank {rank}")
     assert agreement.agree("a test", "another text") == first
-    assert state_of(dist.group.WORLD).link is None or "bandwidth" in state_of(dist.group.WORLD).link
     return first
 
 

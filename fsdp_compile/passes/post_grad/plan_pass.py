@@ -6,7 +6,6 @@ seconds of tasks.
 
 import json
 import logging
-import os
 import pathlib
 import re
 import reprlib
@@ -22,7 +21,7 @@ import torch
 from fsdp_compile.comm.collectives import broadcast_object
 from fsdp_compile.config import read_text
 from fsdp_compile.core.ops import RECORD_TIME
-from fsdp_compile.passes.agreement import plan_together
+from fsdp_compile.passes.agreement import plan_together, replace_text
 from fsdp_compile.passes.cost.roofline import graph_name, with_profile
 from fsdp_compile.passes.graph.analyze import analyze, stretches_of, units_updated_in_backward, update_cost
 from fsdp_compile.passes.graph.costs import costs_of, relative_costs
@@ -211,10 +210,7 @@ def profile_step(step: Callable[[], object], path: str | pathlib.Path, steps: in
     if not text:
         raise ValueError("step: expected a compiled step whose graphs record times, found none; compile the model with "
                          "backend='fsdp_compile', options={'record_profile': True}")  # fmt: skip
-    target = pathlib.Path(path)
-    staged = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    staged.write_text(text)
-    staged.replace(target)
+    replace_text(pathlib.Path(path), text)
 
 
 @torch.library.impl("fsdp_flat::record_time", "default")
