@@ -18,6 +18,17 @@ def fake_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.fixture(scope="package", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A folder of our own for Inductor's caches, which another thread writes to: its configuration is not patched below.
+
+    A graph that was not built must not be found there by the next run, or by anybody else.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
     """Compile anew in every test, as passes do not run on a cache hit, up to the generated code and no further."""
