@@ -3,8 +3,8 @@
 `runs/data/nccl_model.csv` was computed with a public port of NCCL's tuner (meta-pytorch/autoparallel, cost_models/
 nccl_cost_model.py), which its authors fitted to nccl-tests on H100: within a node to measurements, between 2 to 32
 nodes to the figures that NCCL logs and to measurements. "Covered" are these rows, and those of A100 within a node. The
-others are extrapolations of the port that contradict each other: on 512 H100 it says 17.3 ms for an all-gather of 64
-MiB, 16.7 ms for one of 416 MiB and 17.3 ms for one of 1,024 MiB.
+others are extrapolations of the port that cannot be true at once: on 512 H100 an all-gather of 64 MiB takes 25.7 times
+as long as an all-reduce, which would gather as well (docs/measurements.md).
 
     python -m bench links          the errors, by device, ranks, collective and size
     python -m bench links --fit    the constants that agree best with the covered all-gathers of H100 in `FITTED`
