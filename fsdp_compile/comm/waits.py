@@ -9,6 +9,8 @@ under their numbers, unless another rank has written there before:
 So ranks that do not wait pay for a note, and a slow rank is never taken for one that does something else.
 """
 
+import math
+import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -83,6 +85,7 @@ class GroupState:
         rounds: how many comparisons were begun, the same number on all ranks.
         agreed: the texts of graphs on which all ranks agreed, and how notes name the graphs.
         link: latency and bandwidth as its ranks measured them, or the reason why not; None: nobody has asked.
+        until: when waits fail, by `time.monotonic`, if the group does not let them fail before.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -90,6 +93,7 @@ class GroupState:
         self.senders: tuple[dist.BroadcastOptions, ...] | None = None
         self.rounds, self.agreed = 0, dict[str, str]()
         self.link: dict[str, Any] | None = None
+        self.until = math.inf
         self._group = weakref.ref(group)
         self._begun = self._errors = 0  # collectives begun here, and errors raised that the group was told
         self._last: deque[tuple[str, str | int, str | torch.Size]] = deque(maxlen=_NOTES)
@@ -112,6 +116,8 @@ class GroupState:
                 if work.is_completed():
                     work.wait()  # raises why it failed
                     return
+                if time.monotonic() > self.until:
+                    raise
                 self.check()
 
     def check(self) -> None:

@@ -59,6 +59,7 @@ def measured_link(
 
     Raises:
         NotMeasured: there is no link to measure, or a rank has not come in time or has no memory for it.
+        RuntimeError: a rank has come, and then stopped for longer than `limit`.
     """
     if not exists(group):
         raise NotMeasured("there are no other ranks")
@@ -92,13 +93,20 @@ def link_times(
     except torch.OutOfMemoryError:
         board.decide("meeting", f"rank {dist.get_rank()} has no memory for {sizes[-1]} bytes")
     _meet(board, ranks, limit)
-    points: list[tuple[float, float]] = []
-    for size in sizes:
-        part = full[: -(-size // 4 // ranks) * ranks]
-        seconds = _seconds_of_both(part, group, clock)
-        points += [(part.nbytes * (1 - 1 / ranks), each) for each in seconds]
-        if board.decide(f"after {size}", "next" if max(seconds) < _SOON else "end") == "end":
-            break
+    points, state = list[tuple[float, float]](), state_of(group)
+    state.until = time.monotonic() + limit
+    try:
+        for size in sizes:
+            part = full[: -(-size // 4 // ranks) * ranks]
+            seconds = _seconds_of_both(part, group, clock)
+            points += [(part.nbytes * (1 - 1 / ranks), each) for each in seconds]
+            if board.decide(f"after {size}", "next" if max(seconds) < _SOON else "end") == "end":
+                break
+    except RuntimeError as error:  # ranks that gave up may not go on: others would communicate something else
+        raise RuntimeError(f"rank {dist.get_rank()}: expected all ranks to measure their link, but one came and then "
+                           f"stopped; find out why it hangs ({error})") from error  # fmt: skip
+    finally:
+        state.until = math.inf
     return points
 
 

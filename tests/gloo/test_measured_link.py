@@ -2,7 +2,11 @@
 
 import json
 import logging
+import os
+import signal
 import time
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from bench.link import LINK, start
 from fsdp_compile import CompileConfig, fully_shard
 from fsdp_compile.comm.groups import shared_name
 from fsdp_compile.passes import agreement, measure
@@ -100,6 +105,59 @@ def test_figures_are_the_same_on_all_ranks(four: Ranks, two: Ranks) -> None:
     assert sorted(name[:8] for name in found[0]) == ["0", "fsdp.2x1", "fsdp.2x2"] and max(seconds) < 30
     reason = "a rank has not compiled a sharded model within 0.5 s"
     assert two.run(_late) == [reason] * 2
+
+
+def _stopped(rank: int) -> tuple[float, float]:
+    """Rank 1 is stopped while it measures, for 1 s and, in another group, for longer than ranks wait."""
+    groups = [dist.new_group(timeout=dist.default_pg_timeout) for _ in range(2)]
+
+    def stopping(seconds: float) -> Callable[[], float]:
+        readings = count()
+
+        def clock() -> float:
+            if rank == 1 and next(readings) == 5:
+                os.system(f"(sleep {seconds}; kill -CONT {os.getpid()}) &")
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return time.perf_counter()
+
+        return clock
+
+    found = measured_link(groups[0], CPU, 1 << 21, 60.0, stopping(1.0))
+    summed = torch.full((4,), rank + 1.0)
+    dist.all_reduce(summed, group=groups[0])
+    assert summed.tolist() == [3.0] * 4
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="expected all ranks to measure their link, but one came and then stopped"):
+        measured_link(groups[1], CPU, 1 << 21, 0.5, stopping(2.5))
+    assert time.monotonic() - begin < 20.0
+    return found
+
+
+def test_a_rank_that_is_stopped(two: Ranks) -> None:
+    """A rank that is stopped in the middle of measuring and goes on changes nothing. One that stays away for longer
+    than the limit makes all of them raise, soon after it.
+    """
+    first, second = two.run(_stopped)
+    assert first == second and first[0] < 0.5 and first[1] > 0  # the second that it was away counts for nothing
+
+
+def test_a_link_whose_speed_changes() -> None:
+    """A link that becomes 4 times as fast or as slow while it is measured has a figure between, and a plan."""
+    for begin, end in ((1e8, 4e8), (4e8, 1e8)):
+        group = start(8, 1e-4, begin)
+        try:
+            readings = count()
+
+            def clock(readings: Iterator[int] = readings, end: float = end) -> float:
+                if next(readings) == 40:  # there are 36 for each of the two smallest sizes
+                    LINK.configure(bandwidth=end)
+                return LINK.clock()
+
+            latency, bandwidth = measured_link(group, CPU, 1 << 24, 60.0, clock)
+            assert 0.9e8 < bandwidth < 4.4e8 and latency < 1e-2
+            assert next(readings) > 41
+        finally:
+            dist.destroy_process_group()
 
 
 def test_figures_of_the_run_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
