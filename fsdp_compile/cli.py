@@ -8,13 +8,13 @@ import argparse
 import inspect
 import os
 import re
-import runpy
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fsdp_compile.config import ACTIVATIONS
@@ -258,6 +258,7 @@ def _add_compare(add: Add) -> None:
     add("--hardware", metavar="NAME|FILE", help="of predictions (default: by the device's name)")
     add("--json", type=Path, metavar="OUT", help="write all figures")
     add("--html", type=Path, metavar="OUT", help="write one page, with pictures of speed and losses")
+    add("--svg", type=Path, metavar="OUT", help="write the picture of speed alone")
 
 
 def _add_calibrate(add: Add) -> None:
@@ -369,7 +370,7 @@ def _check_folder(path: Path | None) -> None:
 def run_compare(args: argparse.Namespace) -> int:
     """Print and write what each system makes of the model; 1 if none could."""
     make, example_inputs = load_factory(args.factory)
-    for path in (args.json, args.html):
+    for path in (args.json, args.html, args.svg):
         _check_folder(path)
     import torch
 
@@ -393,7 +394,7 @@ def run_compare(args: argparse.Namespace) -> int:
                     steps=args.steps, rounds=args.rounds, hardware=hardware)  # fmt: skip
     if launched.speaks:
         print(found, end="")
-        for path, render in {args.json: found.to_json, args.html: found.to_html}.items():
+        for path, render in ((args.json, found.to_json), (args.html, found.to_html), (args.svg, found.to_svg)):
             if path is not None:
                 path.write_text(render(), encoding="utf-8")
                 print(f"wrote {path}")
@@ -433,11 +434,18 @@ def _takes(function: Any, arguments: int) -> bool:
 
 
 def run_file(path: Path) -> dict[str, Any]:
-    """The names that a Python file defines. ValueError if it raises an error."""
+    """The names that a Python file defines. ValueError if it raises an error.
+
+    It becomes a module: compilers and dataclasses look for that of a class by its name.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: expected a Python file, found none")
+    name = f"fsdp_compile_file_{path.stem}"
+    module = sys.modules[name] = ModuleType(name)
+    module.__file__ = str(path)
     try:
-        return runpy.run_path(str(path))
+        exec(compile(path.read_bytes(), path, "exec"), vars(module))
+        return vars(module)
     except Exception as error:
         raise ValueError(f"{path}: expected a file that runs, found {type(error).__name__}: {error}") from error
 

@@ -20,7 +20,7 @@ def fake_group() -> Iterator[None]:
 
 @pytest.fixture(scope="package", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A folder of our own for Inductor's caches, which another thread writes to: its configuration is not patched below.
+    """A folder of our own for Inductor's caches: another thread writes to them, whose configuration is not patched.
 
     A graph that was not built must not be found there by the next run, or by anybody else.
     """

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compile.cli import COMPARED, main
+from fsdp_compile.cli import COMPARED, load_factory, main
 from fsdp_compile.compare.report import Comparison, Row
 from fsdp_compile.compare.rounds import Failed, Launch, Running, Side, hardware_here, predict
 from fsdp_compile.compare.systems import SYSTEMS, Task, Turn
@@ -73,6 +73,41 @@ def test_mistakes_are_answered_in_a_line(
     printed = capsys.readouterr()
     assert status == 2 and message in printed.err.splitlines()[-1] and not printed.out
     assert not any("Traceback" in line for line in printed.err.splitlines())
+
+
+FILE = """
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import nn
+
+assert __name__ != "__main__"
+
+
+@dataclass
+class Shape:
+    width: int = 4
+
+
+class Model(nn.Module):
+    def forward(self, x):
+        return F.relu(x) * Shape().width
+
+
+def make():
+    return pickle.loads(pickle.dumps(Model()))
+"""
+
+
+def test_a_file_is_a_module(tmp_path: Path) -> None:
+    """Its models can be compiled, where forwards read the file's names, and pickled; it may have dataclasses."""
+    (tmp_path / "my model.py").write_text(FILE)
+    model = load_factory(f"{tmp_path}/my model.py:make")[0]()
+    compiled = torch.compile(lambda x: model(x), backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [4.0, 4.0]
 
 
 def test_torchrun_has_the_ranks(
