@@ -1,4 +1,5 @@
-# run: train the example on 2 processes   test: style, types, tests   bench: peers side by side
+# run: train the example on 2 processes, then compare systems on its model   test: style, types, tests
+# bench: peers side by side
 # fuzz: random cases against one process   size: lines and their budgets   features: the table of docs/features.md
 # spec: which statements of the specification have a test
 # Needs python3.11 or later with venv, a C++ compiler and make; all else goes into .venv, once.
@@ -7,6 +8,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 TIERS := $(foreach tier,gloo fake unit gpu,$(wildcard tests/$(tier)))
+COMPARED := --batch 4 --seq 128 --steps 12 --systems eager,compiled,fsdp2,fsdp2-compiled --html compare.html
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: run test fuzz bench size spec features format clean compiler
@@ -14,6 +16,9 @@ export OMP_NUM_THREADS ?= 1
 run: compiler .venv/run
 	@echo "starting 2 processes"
 	@$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
+ifndef ARGS
+	@$(PY) -m fsdp_compile compare examples/gpt.py:make $(COMPARED)
+endif
 
 test: compiler .venv/test
 	$(PY) -m ruff check .
@@ -50,7 +55,7 @@ format: .venv/test
 
 # .venv stays: remove it by hand to start anew.
 clean:
-	rm -rf build *.egg-info *.png .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build *.egg-info *.png compare.html .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find fsdp_compile tests bench examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Three environments in one folder, each with what the one before has: for running the example, testing, benchmarks.

@@ -103,3 +103,8 @@ class GPT(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())  # ()
+
+
+def make() -> GPT:
+    """The default one, for commands such as `fsdp-compile compare examples/gpt.py:make`."""
+    return GPT(GPTConfig())

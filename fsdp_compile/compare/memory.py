@@ -1,4 +1,4 @@
-"""Bytes that are alive in a step, on any device."""
+"""Bytes that are alive in a step, on any device, and how long the host waits for collectives."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
@@ -24,6 +24,15 @@ def curve(run: Callable[[], Any], device: torch.device) -> list[tuple[float, int
     )
     totals = accumulate(nbytes for _, nbytes in changes)
     return [((at - changes[0][0]) / 1e9, total) for (at, _), total in zip(changes, totals, strict=True)]
+
+
+def waited(run: Callable[[], Any]) -> float | None:
+    """Seconds that the host waits for collectives while `run` runs, by this package's ranges; None: it has none."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        run()
+    results: Any = profiler.profiler
+    events = [each for each in results.kineto_results.events() if each.name().startswith("fsdp_compile.")]
+    return sum(each.duration_ns() for each in events if ".wait_" in each.name()) / 1e9 if events else None
 
 
 def resident(tensors: Iterable[Tensor]) -> int:

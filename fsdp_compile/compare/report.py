@@ -12,6 +12,7 @@ from fsdp_compile.explain.report import table
 
 FORMAT = 1
 TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}  # of losses, relative: systems round at different places
+FAR = 1.2  # by what factor steps may differ from predicted ones before somebody should know
 COLORS = ("#1fa187", "#0b7a6c", "#06423c", "#f0a830", "#c8501e", "#8c6d46", "#8a95a1")
 
 
@@ -32,6 +33,7 @@ class Row:
         peak: bytes alive at most on a rank.
         losses: of each step from the first one, the mean over ranks.
         predicted: seconds of a step by `explain`; None: nothing is predicted.
+        waits: seconds of a step in which the host waits for collectives; None: that is not seen.
     """
 
     system: str
@@ -46,6 +48,7 @@ class Row:
     peak: int = 0
     losses: tuple[float, ...] = ()
     predicted: float | None = None
+    waits: float | None = None
 
     @classmethod
     def of(cls, system: str, turns: Sequence[Turn], failed: str | None, predicted: float | None, again: bool) -> "Row":
@@ -67,6 +70,7 @@ class Row:
             peak=max(turn.peak or 0 for turn in turns),
             losses=tuple(loss for turn in (turns[:1] if again else turns) for loss in turn.losses),
             predicted=predicted,
+            waits=turns[-1].waits,
         )
 
 
@@ -99,11 +103,19 @@ class Comparison:
                 yield (f"losses of {row.system} differ by up to {apart:.1%} from those above: unless the model draws "
                        f"random numbers, as dropout does, or is chaotic, one of them is wrong")  # fmt: skip
 
+    @property
+    def _notes(self) -> list[str]:
+        """Sentences below the table."""
+        off = [row.system for row in self.ran if row.predicted and not 1 / FAR <= row.step / row.predicted <= FAR]
+        advice = [f"steps of {', '.join(off)} differ by more than {FAR - 1:.0%} from what is predicted: `fsdp-compile "
+                  "calibrate FILE.json` measures this machine, and --hardware FILE.json predicts for it"]  # fmt: skip
+        return [*self.differences(), *([self.note] if self.note else []), *(advice if off else [])]
+
     def __str__(self) -> str:
         heads, cells = self._cells()
         lines = [self._about, "", *table(["~" + heads[0], *heads[1:]], cells)]
         lines += [f"{row.system} failed: {row.failed}" for row in self.rows if row.failed is not None]
-        return "\n".join([*lines, "", *self.differences(), *([self.note] if self.note else [])]) + "\n"
+        return "\n".join([*lines, "", *self._notes]) + "\n"
 
     @property
     def _about(self) -> str:
@@ -111,14 +123,14 @@ class Comparison:
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
         unit = self.ran[0].unit if self.ran else "samples"
-        heads = ["system", f"{unit}/s", "step ms", "10 to 90 %", "predicted", "first step s", "peak MB", "first loss",
-                 "last loss", "apart"]  # fmt: skip
+        heads = ["system", f"{unit}/s", "step ms", "10 to 90 %", "predicted", "waits ms", "first step s", "peak MB",
+                 "first loss", "last loss", "apart"]  # fmt: skip
         cells = []
         for row in self.ran:
             apart = self.apart(row)
-            predicted = "" if row.predicted is None else f"{1e3 * row.predicted:,.1f}"
+            predicted, waits = ("" if each is None else f"{1e3 * each:,.1f}" for each in (row.predicted, row.waits))
             cells.append([row.system, f"{row.speed:,.0f}", f"{1e3 * row.step:,.1f}",
-                          f"{1e3 * row.low:,.1f} to {1e3 * row.high:,.1f}", predicted, f"{row.first:,.1f}",
+                          f"{1e3 * row.low:,.1f} to {1e3 * row.high:,.1f}", predicted, waits, f"{row.first:,.1f}",
                           f"{row.peak / 1e6:,.1f}", f"{row.losses[0]:.4f}", f"{row.losses[-1]:.4f}",
                           "" if apart is None else f"{apart:.0e}"])  # fmt: skip
         return heads, cells
@@ -128,11 +140,15 @@ class Comparison:
         rows = [{**asdict(row), "apart": self.apart(row) if row in self.ran else None} for row in self.rows]
         return json.dumps({"format": FORMAT, "where": self.where, "rows": rows, "note": self.note}, indent=1) + "\n"
 
+    def to_svg(self) -> str:
+        """The picture of speed."""
+        return bars(self.ran) + "\n"
+
     def to_html(self) -> str:
         """A page that fetches nothing."""
         heads, cells = self._cells()
         notes = [f"{row.system} failed: {row.failed}" for row in self.rows if row.failed is not None]
-        notes += [*self.differences(), *([self.note] if self.note else [])]
+        notes += self._notes
         labels = [f"{row.system}: {row.label}" for row in self.rows]
         pictures = [("Speed, all ranks", bars(self.ran)), ("Loss", curves(self.ran))] if self.ran else []
         title = f"{self.where['model']}: systems side by side"
@@ -165,7 +181,7 @@ def page(
 
 def bars(rows: Sequence[Row]) -> str:
     """A bar for each row's speed, with a line from the slowest tenth of its steps to the fastest."""
-    most = max(row.speed * row.step / row.low for row in rows)
+    most = max((row.speed * row.step / row.low for row in rows), default=0.0)
     parts = [_svg(720, 34 * len(rows) + 30)]
     for at, row in enumerate(rows):
         y, width = 34 * at + 4, 430 * row.speed / most
@@ -175,7 +191,8 @@ def bars(rows: Sequence[Row]) -> str:
         for color, wide in (("#fff", 5), ("#1f2328", 2)):
             parts.append(f'<path d="M{ends[0]:.1f} {y + 12}H{ends[1]:.1f}" stroke="{color}" stroke-width="{wide}"/>')
         parts.append(f'<text x="{ends[1] + 8:.1f}" y="{y + 17}">{row.speed:,.0f}</text>')
-    unit = f"{rows[0].unit} a second of the median step; the lines reach from the 10th to the 90th percentile"
+    unit = rows[0].unit if rows else "samples"
+    unit += " a second of the median step; the lines reach from the 10th to the 90th percentile"
     return "".join([*parts, f'<text x="140" y="{34 * len(rows) + 20}" font-size="12">{unit}</text></svg>'])
 
 

@@ -4,10 +4,12 @@ All have the same weights at first, the same batches, AdamW and, if they shard, 
 the rest.
 """
 
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile.api import fully_shard
-from fsdp_compile.compare.memory import alive, resident, states_of
+from fsdp_compile.compare.memory import alive, resident, states_of, waited
 from fsdp_compile.construct.wrap_policy import repeated_blocks
 from fsdp_compile.core._torch import tree_map
 from fsdp_compile.explain.batch import Inputs, batch_of, loss_of
@@ -27,6 +29,7 @@ from fsdp_compile.step import compile_step
 
 WARM = 3  # steps before the first that counts: the first compiles the model, the second may compile the update
 RATE = 1e-4  # of learning
+LOOKS = 5  # steps whose waits are timed
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Turn:
         peak: bytes alive at most, of the rank with the most; None: not looked at.
         unit: what a step trains on: "tokens" or "samples".
         number: how many of them, on all ranks.
+        waits: seconds of a step in which the host waits for collectives, the mean over ranks; None: that is not seen.
     """
 
     seconds: list[float]
@@ -72,6 +76,7 @@ class Turn:
     peak: int | None
     unit: str
     number: int
+    waits: float | None = None
 
 
 Run = Callable[..., Any]
@@ -158,7 +163,20 @@ class Training:
             peak=self._peak() if looks else None,
             unit=unit,
             number=number * dist.get_world_size(),
+            waits=self._waits() if looks else None,
         )
+
+    def _waits(self) -> float | None:
+        """Of a step, the median of some."""
+        if self.device.type != "cpu" or dist.get_world_size() == 1:  # on a GPU streams wait, and not the host
+            return None
+        seen = [waited(partial(self.step, self.batch())) for _ in range(LOOKS)]
+        seconds = [each for each in seen if each is not None]
+        if len(seconds) < LOOKS:
+            return None
+        mean = torch.tensor(statistics.median(seconds))
+        dist.all_reduce(mean)
+        return mean.item() / dist.get_world_size()
 
     def _peak(self) -> int:
         """Bytes alive at most in a step: by the allocator; on the CPU what stays, and what more steps allocate."""
