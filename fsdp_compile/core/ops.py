@@ -85,7 +85,7 @@ CHECK_RANKS = has_side_effect(
     _define("check_ranks", "(str sequence, str[] groups, float timeout, Device device) -> Tensor")
 )
 RECORD_TIME = has_side_effect(
-    _define("record_time", "(str graph, int stretch, int index, Device device) -> Tensor", _OPAQUE)
+    _define("record_time", "(str graph, int stretch, int index, Device device, float expected=0) -> Tensor", _OPAQUE)
 )
 PREFETCH_NEXT = has_side_effect(_define("prefetch_next", "(Tensor[] shards, Device device) -> Tensor", _OPAQUE))
 SEND_BUFFER = _define("send_buffer", "(Tensor payload) -> Tensor")
@@ -212,12 +212,16 @@ for _name in ("add_accumulated", "wait_collective", "send_buffer"):
 for _name in ("defer_reduce", "update_shard"):
     torch.library.register_fake(f"fsdp_flat::{_name}", lambda grad, *_, **__: grad.new_empty((), dtype=torch.float32))
 for _name in ("check_ranks", "record_time", "prefetch_next"):
-    torch.library.register_fake(f"fsdp_flat::{_name}", lambda *given: torch.empty(0, device=given[-1]))
+    torch.library.register_fake(f"fsdp_flat::{_name}", lambda *given: torch.empty(0, device=_device_among(given)))
 
 
 torch.library.register_fake("fsdp_flat::send_buffer_as", lambda shard, dtype: torch.empty_like(shard, dtype=dtype))
 torch.library.impl("fsdp_flat::send_buffer", "default", torch.clone)
 torch.library.impl("fsdp_flat::send_buffer_as", "default", lambda shard, dtype: shard.to(dtype, copy=True))
+
+
+def _device_among(given: Sequence[Any]) -> torch.device:
+    return next(each for each in given if isinstance(each, torch.device))
 
 
 def _first(grads: list[Tensor | None]) -> Tensor:

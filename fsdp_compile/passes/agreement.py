@@ -12,9 +12,12 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,11 +27,14 @@ from fsdp_compile.comm.waits import MessageBoard
 from fsdp_compile.config import MEASURED, CompileConfig, read_text
 from fsdp_compile.passes._torch import cache_folder
 from fsdp_compile.passes.artifacts import hash_of_sources
-from fsdp_compile.passes.plan.plan import Plan, simulate, verify
+from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate, verify
 from fsdp_compile.passes.plan.safe import safe_plan
 from fsdp_compile.passes.plan.workload import Workload, lower_bound
 
 log = logging.getLogger("fsdp_compile")
+
+Table = dict[str, Any]  # of what JSON has
+Decision = TypeVar("Decision")
 
 
 def board() -> MessageBoard | None:
@@ -90,43 +96,75 @@ def plan_together(
     Raises:
         PlanError: no plan fits into the budget.
     """
-    is_lean = config.budget is None and (config.link or "").startswith(MEASURED) and device.type != "cpu"
-    key, together = _shape_of(workload, config, is_lean), board() is not None
-    text = _kept_plan(key, workload, config.budget) if together else None
-    if text is None:
+    is_lean = _is_lean(config, device)
+
+    def make() -> Table:
         found = safe_plan(workload, config.budget, is_lean=is_lean)
-        text = json.dumps({"keep": found.keep_unsharded, "plan": str(found.plan)})
-    if together:
-        keep(key, text := agree(key, text))
-    table = json.loads(text)
-    plan = Plan.parse(table["plan"])
-    verify(workload, plan, config.budget)
+        return {"keep": found.keep_unsharded, "plan": str(found.plan)}
+
+    key = shape_of(workload, config, is_lean)
+    plan, kept_units = decide_together(key, make, lambda table: read_plan(table, workload, config.budget))
     if log.isEnabledFor(logging.INFO):
         timeline, bound = simulate(workload, plan), lower_bound(workload)
         log.info(
             "%s: planned for %s, %.1f ms expected, %.1f of them waiting for collectives; no plan takes less than %.1f "
             "ms", what, config.link, timeline.makespan * 1e3, timeline.exposed * 1e3, bound * 1e3,
         )  # fmt: skip
+    return plan, kept_units
+
+
+def _is_lean(config: CompileConfig, device: torch.device) -> bool:
+    return config.budget is None and (config.link or "").startswith(MEASURED) and device.type != "cpu"
+
+
+def log_worth(step: Workload, config: CompileConfig, device: torch.device) -> None:
+    """Log what the plan of a step is worth, and what `reshard_after_forward="auto"` would give beside it."""
+    units = (replace(unit, keep_unsharded=unit.keep_unsharded or None) for unit in step.units)
+    try:
+        steps = step, replace(step, units=tuple(units))
+        found, free = (safe_plan(each, config.budget, is_lean=_is_lean(config, device)) for each in steps)
+    except PlanError:  # the bound of memory is too high, or the graphs' own plans will say it
+        return
+    exposed = simulate(step, found.plan).exposed
+    least = lower_bound(step) - sum(task.seconds for task in step.tasks)
+    more, saves = max(0, free.peak - found.peak) / 1e9, max(0.0, found.seconds - free.seconds) * 1e3
+    log.info(
+        "planned: %.1f ms a step expected, %.1f ms exposed (bound %.1f); reshard_after_forward='auto' would need %.2f "
+        "GB more and save %.1f ms", found.seconds * 1e3, exposed * 1e3, least * 1e3, more, saves,
+    )  # fmt: skip
+
+
+def decide_together(key: str, make: Callable[[], Table], read: Callable[[Table], Decision]) -> Decision:
+    """`read` what `make` returns, on the rank that comes first, in this run or in an earlier one.
+
+    What was kept and raises when it is read is made again: anybody may have written it.
+    """
+    together = board() is not None
+    text = kept(key) if together else None
+    try:
+        read(json.loads(text or ""))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        text = json.dumps(make())
+    if together:
+        keep(key, text := agree(key, text or ""))
+    return read(json.loads(text or ""))
+
+
+def read_plan(table: Table, workload: Workload, budget: int | None) -> tuple[Plan, tuple[str, ...]]:
+    """A plan for `workload`, and the units that it keeps unsharded. ValueError or TypeError if `table` has none."""
+    plan = Plan.parse(table["plan"])
+    verify(workload, plan, budget)
+    if not all(isinstance(name, str) for name in table["keep"]):
+        raise TypeError("keep: expected names of units")
     return plan, tuple(table["keep"])
 
 
-def _kept_plan(key: str, workload: Workload, budget: int | None) -> str | None:
-    """The text that was kept under `key`, if it has a plan for `workload`: anybody may have written it."""
-    text = kept(key)
-    try:
-        table = json.loads(text or "")
-        verify(workload, Plan.parse(table["plan"]), budget)
-        return text if all(isinstance(name, str) for name in table["keep"]) else None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _shape_of(workload: Workload, config: CompileConfig, is_lean: bool) -> str:
+def shape_of(workload: Workload, config: CompileConfig, *others: object) -> str:
     """All that plans depend on beside seconds, and bytes that batches decide."""
     tasks = [(task.name, task.reads, task.writes, task.reduced, task.updates) for task in workload.tasks]
     names = "name", "gathered", "packed", "keep_unsharded", "module", "may_prefetch"
     units = list(map(attrgetter(*names), workload.units)), [unit.arrives is None for unit in workload.units]
-    step = workload.backward, workload.forward, workload.can_coalesce, is_lean
+    step = workload.backward, workload.forward, workload.can_coalesce
     chosen = config.link, config.device, config.budget, config.file_contents, config.update
-    text = repr((tasks, units, step, chosen, hash_of_sources()))
+    text = repr((tasks, units, step, chosen, others, hash_of_sources()))
     return f"plan/{hashlib.sha256(text.encode()).hexdigest()}"

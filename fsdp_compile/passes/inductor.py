@@ -218,6 +218,8 @@ def _measured(config: CompileConfig, graph: fx.Graph) -> tuple[str | None, str |
     sharded = [(spec, shard) for spec, shard in zip(specs, shards, strict=True) if spec.is_sharded]
     if not sharded or (device_here := sharded[0][1].device).type not in ("cpu", "cuda"):
         return None, None
+    if _follows_file(config) and not any(spec.reshard_after_forward is None for spec, _ in sharded):
+        return None, None
     largest = max(spec.layout.numel * (spec.compute_dtype or shard.dtype).itemsize for spec, shard in sharded)
     try:
         with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
@@ -227,6 +229,12 @@ def _measured(config: CompileConfig, graph: fx.Graph) -> tuple[str | None, str |
     except NotMeasured as reason:
         _log_once(f"link='auto': collectives follow a fixed rule, as nothing was measured: {reason}")
         return None, None
+
+
+def _follows_file(config: CompileConfig) -> bool:
+    """Whether a file has the plan and nothing else needs a link."""
+    others = config.budget, config.device, config.profile, config.update
+    return config.plan is not None and config.activations in ("keep", "recompute") and others == (None,) * 4
 
 
 def _measured_device(here: torch.device) -> str | None:

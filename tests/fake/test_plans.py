@@ -18,7 +18,8 @@ from torch._inductor.utils import fresh_inductor_cache
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import explain_plan, fully_shard
-from fsdp_compile.passes import agreement
+from fsdp_compile.config import CompileConfig
+from fsdp_compile.passes import agreement, inductor
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate
 from fsdp_compile.passes.plan.schedule import TOLERANCE, PlannedStep, search_plan
@@ -288,3 +289,31 @@ def test_explain_plan_of_replicas() -> None:
     sizes = {kind: sum(each.bytes for each in found.collectives if each.kind == kind)
              for kind in ("reduce-scatter", "all-reduce")}  # fmt: skip
     assert sizes["reduce-scatter"] == 2 * sizes["all-reduce"] > 0
+
+
+def test_a_plan_from_a_file_needs_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks measure their link for the default plan, not for plans of a file, unless a budget or an open choice of what
+    stays unsharded needs seconds.
+    """
+    measured: list[str] = []
+    monkeypatch.setattr(inductor, "measured_link", lambda *_: measured.append("") or (1e-5, 1e9))
+    monkeypatch.setattr(inductor, "measured_speed", lambda *_: 1.0)
+
+    def look(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        seen.append(inductor.for_graph(CompileConfig(**options), gm.graph))
+        return gm
+
+    plan = {"plan": "plans.txt"}
+    for reshard, options, is_measured in (
+        (True, {}, True),
+        (True, plan, False),
+        (True, plan | {"budget": 1 << 30}, True),
+        (True, plan | {"activations": "recompute"}, False),
+        ("auto", plan, True),
+    ):
+        seen = list[CompileConfig]()
+        measured.clear()
+        torch._dynamo.reset()
+        model = fully_shard(nn.Sequential(nn.Linear(4, 4)), reshard_after_forward=reshard)
+        torch.compile(model, backend=look, fullgraph=True)(torch.ones(2, 4))
+        assert bool(measured) == is_measured == (seen[0].link is not None), (reshard, options)

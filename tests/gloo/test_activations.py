@@ -119,3 +119,20 @@ def test_equal_bits(two: Ranks, options: dict[str, Any], reshard: Any) -> None:
     bytes are saved.
     """
     two.run(_equal_bits, options, reshard)
+
+
+def _unequal(rank: int, options: dict[str, Any]) -> list[Any]:
+    """What a rank communicates in backward, whose batch has 512 times as many rows on the first rank."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    backend, model = JointPasses(options=options), fully_shard(Net(), reshard_after_forward="auto")
+    run = torch.compile(model, backend=backend, fullgraph=True)
+    run(torch.randn(1 if rank else 512, 24, 12)).backward()
+    return backend.backward
+
+
+@pytest.mark.parametrize("activations", ["auto", "recompute", "keep"])
+def test_ranks_with_other_batches_follow_one_choice(two: Ranks, activations: str) -> None:
+    """Units that stay unsharded, and what is computed again, are chosen by the first rank for all of them."""
+    first, second = two.run(_unequal, {"activations": activations, "link": "custom:1e-6,1e9"})
+    assert first == second and first

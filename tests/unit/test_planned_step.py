@@ -13,6 +13,7 @@ from bench.link import LINK
 from bench.planned_step import noted
 from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.config import CompileConfig, StepUpdate
+from fsdp_compile.core.ops import RECORD_TIME
 from fsdp_compile.passes.cost.roofline import measured_update
 from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.post_grad.plan_pass import TaskProfile
@@ -59,6 +60,24 @@ def test_ten_lines(tmp_path: Path) -> None:
     assert behind == ["all_gather"] * len(prefetched)
     seconds = json.loads((tmp_path / "profile.json").read_text())["update of 3 units"]
     assert len(seconds) == 5 and all(each > 0 for each in seconds)
+
+
+@pytest.mark.parametrize(
+    ("took", "expected", "said"),
+    [
+        (1.5, (1.0,), ["forward: 1500.0 ms measured, and 1000.0 expected by its plan"]),
+        (0.5, (1.0,), ["forward: 500.0 ms measured, and 1000.0 expected by its plan"]),
+        (1.1, (1.0,), []),
+        (3.0, (), []),
+    ],
+)
+def test_surprises(took: float, expected: tuple[float, ...], said: list[str]) -> None:
+    """A graph that takes a fifth more or less than its plan expects is named; one that was not planned is not."""
+    moments, name, here = iter((0.0, 0.2, 0.3, took)), "forward of 2 products", torch.device("cpu")
+    with TaskProfile(lambda: next(moments)) as profile:
+        for stretch, moment, of_plan in ((0, 0, expected), (0, 1, ()), (1, 2, ()), (1, 3, ())):
+            RECORD_TIME(name, stretch, moment, here, *of_plan)
+    assert [text.partition(";")[0] for text in profile.surprises()] == said
 
 
 @LATE

@@ -44,6 +44,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import FROM_HOST, TO_HOST, WAIT_COPY
+from fsdp_compile.passes.agreement import decide_together, read_plan, shape_of
 from fsdp_compile.passes.graph.analyze import GraphInfo, analyze, keep_unsharded, note_arrivals, set_policy, update_cost
 from fsdp_compile.passes.graph.costs import Costs, costs_of, size_of
 from fsdp_compile.passes.graph.lifetimes import Lifetime, inlined, last_uses_of, live_bytes
@@ -60,7 +61,9 @@ from fsdp_compile.passes.graph.nodes import (
     source_of,
 )
 from fsdp_compile.passes.pipeline import GraphContext
-from fsdp_compile.passes.plan.memory import Block, Copy, Options, Policy, Repeat, Result, choose, planned
+from fsdp_compile.passes.plan.memory import Block, Copy, Options, Policy, Repeat, Result, choose, planned, workload_of
+from fsdp_compile.passes.plan.plan import Plan
+from fsdp_compile.passes.plan.workload import Workload
 
 RECOMPUTE, PRODUCTS, OFFLOAD = "recompute", "recompute but products", "offload"  # policies for a block
 LARGE = 1 << 16  # bytes below which an activation is not worth a copy of its own
@@ -79,11 +82,35 @@ def choose_activations(context: GraphContext) -> None:
     if config.link is None:
         blocks.tag((RECOMPUTE,) * len(blocks.blocks))
     else:
-        options = blocks.options(config)
+        names, step, plan, kept = _choose_together(blocks.options(config), config)
+        blocks.tag(names)
+        keep_unsharded(graph, blocks.info, kept)
+        note_arrivals(blocks.info, step, plan)
+
+
+def _choose_together(
+    options: Options, config: CompileConfig
+) -> tuple[tuple[str | None, ...], Workload, Plan, tuple[str, ...]]:
+    """The name of each block's policy, the step that this makes, its plan, and the units that it keeps unsharded.
+
+    They are those of the first rank: what backward recomputes decides when it gathers.
+    """
+    by_name = [{policy.name: policy for policy in block.policies} for block in options.blocks]
+
+    def make() -> dict[str, Any]:
         chosen = choose_policies(options, config)
-        blocks.tag(tuple(policy.name if policy else None for policy in chosen.policies))
-        keep_unsharded(graph, blocks.info, chosen.planned.keep_unsharded)
-        note_arrivals(blocks.info, chosen.workload, chosen.planned.plan)
+        names, found = [policy.name if policy else None for policy in chosen.policies], chosen.planned
+        return {"policies": names, "plan": str(found.plan), "keep": found.keep_unsharded}
+
+    def read(table: dict[str, Any]) -> tuple[tuple[str | None, ...], Workload, Plan, tuple[str, ...]]:
+        names = tuple(table["policies"])
+        chosen = zip(by_name, names, strict=True)
+        step = workload_of(options, tuple(None if name is None else policies[name] for policies, name in chosen))
+        return names, step, *read_plan(table, step, config.budget)
+
+    known = [(block.name, [(policy.name, policy.at) for policy in block.policies]) for block in options.blocks]
+    key = shape_of(options.plain, config, config.activations, known)
+    return decide_together(key, make, read)
 
 
 def choose_policies(options: Options, config: CompileConfig) -> Result:

@@ -1,5 +1,6 @@
 """Decide which units reshard after forward, tell the partitioner, and check that it happened."""
 
+import logging
 from dataclasses import replace
 
 from torch import Tensor, fx
@@ -7,7 +8,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.core.ops import UNSHARD
 from fsdp_compile.passes._torch import saved_for_backward, size_hint
-from fsdp_compile.passes.agreement import plan_together
+from fsdp_compile.passes.agreement import log_worth, plan_together
 from fsdp_compile.passes.cost.roofline import step_with_profile
 from fsdp_compile.passes.graph import nodes
 from fsdp_compile.passes.graph.analyze import (
@@ -19,7 +20,7 @@ from fsdp_compile.passes.graph.analyze import (
     update_cost,
 )
 from fsdp_compile.passes.graph.costs import costs_of
-from fsdp_compile.passes.pipeline import GraphContext
+from fsdp_compile.passes.pipeline import GraphContext, log
 from fsdp_compile.passes.plan.workload import with_update
 
 _SMALL = 16  # a tensor that is this many times smaller than a parameter may live until backward
@@ -71,9 +72,12 @@ def choose_reshard(context: GraphContext) -> None:
         PlanError: no plan fits into `config.budget`, or the profile is of another model.
     """
     graph, config = context.graph, context.config
-    costs = costs_of(graph, config)
-    has_update = costs is not None and config.update is not None and config.activations == "keep"
-    if all(nodes.tag_of(gather).reshard is not None for gather in nodes.tagged(graph, "gather")) and not has_update:
+    costs, gathers = costs_of(graph, config), nodes.tagged(graph, "gather")
+    is_open = any(nodes.tag_of(gather).reshard is None for gather in gathers)
+    is_alone = costs is not None and config.activations == "keep"
+    has_update = is_alone and config.update is not None
+    is_told = is_alone and bool(gathers) and not is_open and log.isEnabledFor(logging.INFO)
+    if not (is_open or has_update or is_told):
         return
     info = analyze(graph, costs, joint=True)
     step = info.workload
@@ -81,8 +85,12 @@ def choose_reshard(context: GraphContext) -> None:
         if config.profile is not None:
             step = step_with_profile(step, stretches_of(info.tasks), config.profile)
         update = update_cost(info, costs, config) if has_update else None
-        step = step if update is None else with_update(step, update)
-        plan, names = plan_together(step, config, "step", nodes.tagged(graph, "gather")[0].meta["val"].device)
+        step, device = step if update is None else with_update(step, update), gathers[0].meta["val"].device
+        if is_told:
+            log_worth(step, config, device)
+        if not (is_open or has_update):
+            return
+        plan, names = plan_together(step, config, "step", device)
         note_arrivals(info, step, plan)
     else:
         by_first_read = sorted(step.may_keep, key=lambda unit: step.reads_in_backward[unit])

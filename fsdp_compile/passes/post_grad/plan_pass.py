@@ -12,7 +12,7 @@ import reprlib
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import ClassVar
 
@@ -26,8 +26,8 @@ from fsdp_compile.passes.cost.roofline import graph_name, with_profile
 from fsdp_compile.passes.graph.analyze import analyze, stretches_of, units_updated_in_backward, update_cost
 from fsdp_compile.passes.graph.costs import costs_of, relative_costs
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
-from fsdp_compile.passes.pipeline import GraphContext
-from fsdp_compile.passes.plan.plan import Plan, PlanError, verify
+from fsdp_compile.passes.pipeline import GraphContext, log
+from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate, verify
 from fsdp_compile.passes.plan.schedule import alternating, prefetch
 from fsdp_compile.passes.plan.workload import UpdateCost, updating_in_backward
 
@@ -124,6 +124,7 @@ def verify_plan(context: GraphContext) -> None:
 # for before it. On CUDA the operators record events, which time the stream and not the host.
 
 Moment = float | torch.cuda.Event
+FAR = 1.2  # by what factor seconds may differ from those of a plan before somebody should know
 
 
 def record_times(context: GraphContext) -> None:
@@ -133,10 +134,13 @@ def record_times(context: GraphContext) -> None:
         return
     graph, tasks, value = context.graph, context.info.tasks, starts[0].meta["val"]
     stretches = stretches_of(tasks)
-    name = graph_name(context.direction, stretches)
+    name, expected = graph_name(context.direction, stretches), tuple[float, ...]()
+    if context.config.link is not None:
+        spans = simulate(context.workload, context.plan).compute
+        expected = (spans[-1].end - spans[0].start,)
 
     def record(stretch: int, moment: int) -> None:
-        arguments = (name, stretch, moment, value.device)
+        arguments = (name, stretch, moment, value.device, *(expected if moment == 0 else ()))
         node = graph.create_node("call_function", RECORD_TIME, arguments, name=f"record_time_{moment}")
         with value.fake_mode:
             node.meta["val"] = RECORD_TIME(*node.args)
@@ -162,6 +166,7 @@ class TaskProfile:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self._moments: defaultdict[tuple[str, int, int], list[Moment]] = defaultdict(list)  # by graph, stretch, moment
+        self._expected: dict[str, float] = {}  # of planned graphs, seconds from the first task to the last one
 
     def __enter__(self) -> "TaskProfile":
         TaskProfile._active = self
@@ -182,9 +187,21 @@ class TaskProfile:
                 stretches[stretch] += statistics.median(map(_seconds_between, begins, ends))
         return table
 
+    def surprises(self) -> Iterator[str]:
+        """A sentence for each planned graph whose seconds differ by more than `FAR` from those of its plan."""
+        for graph, expected in self._expected.items():
+            moments = sorted((moment, stretch) for name, stretch, moment in self._moments if name == graph)
+            begins, ends = (self._moments[graph, stretch, moment] for moment, stretch in (moments[0], moments[-1]))
+            took = statistics.median(map(_seconds_between, begins, ends))
+            if not 1 / FAR <= took / expected <= FAR:
+                yield (f"{graph.split()[0]}: {took * 1e3:.1f} ms measured, and {expected * 1e3:.1f} expected by its "
+                       f"plan; with the option profile, plans are made for measured seconds")  # fmt: skip
+
 
 def profile_step(step: Callable[[], object], path: str | pathlib.Path, steps: int = 5) -> None:
     """Measure what the tasks of a compiled step take, and save it for the option `profile`; on all ranks together.
+
+    A graph that takes a fifth more or less than its plan expects is named in the log.
 
         run = torch.compile(model, backend="fsdp_compile", options={"record_profile": True})
         profile_step(lambda: run(x).sum().backward(), "profile.json")
@@ -206,6 +223,8 @@ def profile_step(step: Callable[[], object], path: str | pathlib.Path, steps: in
     with TaskProfile() as profile:
         for _ in range(steps):
             step()
+    for text in profile.surprises():
+        log.warning(text)
     text = broadcast_object(json.dumps(profile.seconds, indent=1) + "\n" if profile.seconds else "", None)
     if not text:
         raise ValueError("step: expected a compiled step whose graphs record times, found none; compile the model with "
@@ -214,8 +233,10 @@ def profile_step(step: Callable[[], object], path: str | pathlib.Path, steps: in
 
 
 @torch.library.impl("fsdp_flat::record_time", "default")
-def _record_time(graph: str, stretch: int, moment: int, device: torch.device) -> torch.Tensor:
+def _record_time(graph: str, stretch: int, moment: int, device: torch.device, expected: float = 0.0) -> torch.Tensor:
     profile = TaskProfile._active
+    if profile is not None and expected:
+        profile._expected[graph] = expected
     if profile is not None and (moment % 2 == 0 or (graph, stretch, moment - 1) in profile._moments):
         now: Moment = profile.clock()
         if device.type == "cuda":
