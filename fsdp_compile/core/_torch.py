@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import partial
 from itertools import repeat
 from types import CodeType
 from typing import Any, TypeVar
@@ -51,6 +52,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as allowed_in_regions
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_of_transforms
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.algorithms._comm_hooks.default_hooks import (
     allreduce_hook,
@@ -301,6 +303,18 @@ def replace_data(param: nn.Parameter, data: Tensor) -> None:
     param.data = data
 
 
+def share_memory(param: nn.Parameter, data: Tensor) -> None:
+    """Turn `param` into a view of `data`, with which it shares memory and version counter: the same object."""
+    swap_wrapper(param, Tensor._make_subclass(type(param), data, param.requires_grad))
+
+
+def with_counter_of(counted: Tensor, data: Tensor) -> Tensor:
+    """`data` as a tensor that shares the version counter of `counted`; both or none on the meta device."""
+    shared = counted.detach()
+    shared.data = data
+    return shared
+
+
 # --- wrapper subclasses -----------------------------------------------------------------------------------------------
 
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
@@ -312,16 +326,27 @@ def swap_wrapper(tensor: Tensor, wrapper: Tensor) -> None:
     """Turn `tensor` into `wrapper`, of a subclass: the same object, with its attributes and hooks.
     `torch.utils.swap_tensors` refuses tensors with weak references, which optimizers and modules may hold.
     """
+    if tensor.requires_grad and tensor.is_leaf:  # autograd's node, if a graph has it, keeps what becomes `wrapper`
+        get_gradient_edge(tensor).node.register_prehook(partial(_refuse, tuple(tensor.shape)))
     attributes, is_param = dict(vars(tensor)), isinstance(tensor, nn.Parameter)
     hooks, after_accumulation = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     plain, tensor.__class__ = type(tensor), type(wrapper)
     torch._C._swap_tensor_impl(tensor, wrapper)
     wrapper.__class__ = plain
-    vars(tensor).update(attributes, _is_param=is_param)
+    vars(tensor).update(attributes)
+    if type(tensor) is not plain:
+        vars(tensor)["_is_param"] = is_param
     if hooks:
         tensor._backward_hooks = hooks
     if after_accumulation:
         tensor._post_accumulate_grad_hooks = after_accumulation
+
+
+def _refuse(shape: tuple[int, ...], _grads: Any) -> None:
+    raise RuntimeError(
+        f"backward reached a parameter of shape {shape} through a graph from before it was sharded, where its gradient "
+        f"would be lost; call fully_shard before the forward"
+    )
 
 
 def change_wrapper(tensor: Tensor, wrapper: Tensor) -> None:

@@ -33,7 +33,6 @@ from fsdp_compile.core._torch import (
     without_torch_function,
 )
 from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.core.ops import alias
 from fsdp_compile.core.sharded_rules import has_hooks
 from fsdp_compile.core.sharded_tensor import FlatGradient, ShardedTensor, set_grad
 
@@ -58,8 +57,9 @@ from fsdp_compile.core.sharded_tensor import FlatGradient, ShardedTensor, set_gr
 # Note [Values that a graph reads again]
 # A compiled graph that gathers again in backward saves the flat shard, as autograd saves any tensor: with its version
 # counter, which must be the same when backward reads it. So the differentiable shard shares the counter of the shard
-# and of all that lies in it. Under NO_SHARD parameters are plain tensors, which keep counters of their own: there the
-# next forward counts what has changed since for the graphs before it, and `ScatterGradients` compares for the last one.
+# and of all that lies in it. Under NO_SHARD parameters are plain tensors with counters of their own, which stay when
+# `.data` is assigned to: they are swapped for views of the shard when they are first bound to one, and a shard that
+# follows takes over the counter.
 
 # Note [Backward passes within a compiled function]
 # A function that calls `backward` may be compiled (`torch.compile(train_step)`). Its graph breaks there, and the engine
@@ -70,7 +70,6 @@ from fsdp_compile.core.sharded_tensor import FlatGradient, ShardedTensor, set_gr
 
 
 _LOCAL, _ADDRESS = operator.attrgetter("local"), operator.methodcaller("data_ptr")
-_VERSION = operator.attrgetter("_version")
 _REQUIRES_GRAD, _GRAD = operator.attrgetter("requires_grad"), operator.attrgetter("grad")
 _HOOKS = tuple(map(operator.attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks")))
 
@@ -136,8 +135,6 @@ class GradientReduction:
     # Updates the parameters by their reduced gradient, 1-D, which does not reach autograd then. Who sets it resets it
     # after the pass.
     update: Callable[[Tensor], None] | None = None
-    # Under NO_SHARD, version counters of the parameters that the last forward has read, if it was compiled.
-    values_read: list[int] | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def begin_in_backward(self) -> bool:
@@ -238,10 +235,6 @@ class ShardBinding:
                 f"gradient has no place: replace it before forward, or copy into it"
             )
 
-    def value_counters(self) -> list[int]:
-        """The version counters of the parameters."""
-        return list(map(_VERSION, self.params))
-
     def check_gradients(self) -> None:
         """Raise RuntimeError if autograd could not add to the `.grad` of a parameter: it would broadcast."""
         for name, param in zip(self.names, self.params, strict=True):
@@ -325,7 +318,7 @@ class ScatterGradients(torch.autograd.Function):
         """The shard, 1-D `[shard_numel]`, as a tensor that `params` and `sentinel` require the gradient of."""
         ctx.set_materialize_grads(False)
         ctx.binding = binding
-        return shard.detach() if binding.is_sharded else alias(shard)  # Note [Values that a graph reads again]
+        return shard.detach()  # Note [Values that a graph reads again]
 
     @staticmethod
     @never_compile  # Note [Backward passes within a compiled function]
@@ -340,11 +333,6 @@ class ScatterGradients(torch.autograd.Function):
         if reduction.reduce_accumulated is not None and current_backward() not in reduction.backwards:
             grad = grad + reduction.reduce_accumulated()  # the graph was traced before the first no_sync: on all ranks
         binding.check_bound()
-        if reduction.values_read is not None and reduction.values_read != binding.value_counters():
-            raise RuntimeError(
-                f"parameter {binding.names[0]} or another one of its unit was changed in place between forward and "
-                f"backward; run backward before the optimizer's step"
-            )
         adds = binding.has_gradients()
         if adds:
             binding.check_gradients()

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_compile.core._torch import keep_size_static, replace_data, without_torch_function
+from fsdp_compile.core._torch import (
+    keep_size_static,
+    replace_data,
+    share_memory,
+    with_counter_of,
+    without_torch_function,
+)
 from fsdp_compile.core.autograd import (
     DeferredGradient,
     GradientReduction,
@@ -42,6 +48,8 @@ class FlatParam:
         pin_memory: whether it is pinned there, for copies to another device.
     """
 
+    shard: Tensor  # 1-D `[layout.shard_numel]`
+
     def __init__(
         self,
         params: NamedParams,
@@ -67,6 +75,7 @@ class FlatParam:
         self.deferred_all_reduce: Tensor | None = None
         self.reduction = GradientReduction()  # between the reduce of the gradient and autograd
         self._splitter = ShardSplitter(self.layout, rank)
+        self._counted: tuple[nn.Parameter, ...] = ()  # share the shard's version counter, if plain
         self.bindings = 0  # how often the parameters were bound to a shard: again when their data was replaced
         self.fqn = layout.names[0]  # of its first parameter; in its unit's module until a hook is registered
         self.flat_param_id = new_flat_param_id(self)  # names it in graphs: an integer in a tensor on the CPU
@@ -103,7 +112,8 @@ class FlatParam:
 
     def bind(self, shard: Tensor) -> None:
         """Make `shard`, 1-D `[layout.shard_numel]`, the storage of all parameters, with an autograd node of its own."""
-        self.shard, self.bindings = shard, self.bindings + 1  # 1-D `[layout.shard_numel]`
+        self.shard = shard = with_counter_of(self.shard, shard) if self._counted else shard
+        self.bindings += 1
         self.release()
         self._bind_params()
         self._binding = ShardBinding(self.params, self.layout.names, self._splitter, self.reduction, shard)
@@ -125,7 +135,12 @@ class FlatParam:
             return
         nothing = self.shard[self.shard.numel() :]
         for param, stored, shape in zip(self.params, self.split(self.shard), self.layout.shapes, strict=True):
-            replace_data(param, nothing.view(shape) if stored is None else stored)
+            data = nothing.view(shape) if stored is None else stored
+            if any(param is each for each in self._counted):
+                replace_data(param, data)
+            else:
+                share_memory(param, data)
+        self._counted = tuple(self.params)
 
     def note_trained(self) -> None:
         """Record which parameters train now."""
@@ -145,13 +160,6 @@ class FlatParam:
     def unbound(self) -> list[int]:
         """Indices of the parameters whose data was replaced and no longer lies in the shard."""
         return self._binding.unbound()
-
-    def note_read(self, by_graph: bool) -> None:
-        """Under NO_SHARD, record which values a forward reads; older graphs must not read others again."""
-        reduction, before = self.reduction, self.reduction.values_read
-        reduction.values_read = self._binding.value_counters() if by_graph else None
-        if before is not None and before != (reduction.values_read or self._binding.value_counters()):
-            torch.autograd.graph.increment_version(self._bound_shard)
 
     def show_gradient(self) -> None:
         """Turn a gradient that `reduction` has kept into gradients of the parameters."""
@@ -195,7 +203,7 @@ class FlatParam:
     def copy_with(self, params: list[nn.Parameter]) -> "FlatParam":
         """A flat parameter like this one, with a shard and autograd nodes of its own for `params`."""
         new = copy.copy(self)
-        new.params, new.accumulated, new.deferred_all_reduce = params, None, None
+        new.params, new.accumulated, new.deferred_all_reduce, new._counted = params, None, None, ()
         new.reduction = GradientReduction(self.reduction.grad_dtype)
         new.flat_param_id = new_flat_param_id(new)
         new.bind(torch.empty_like(self.shard, pin_memory=self.shard.is_pinned()).copy_(self.shard))

@@ -181,8 +181,6 @@ def _prepare(module: Any) -> None:
                 runtime.warn_compiled({"unshard"})
             refresh(unit)
             free_for_next_forward(unit)
-            for flat in () if unit.is_sharded else unit.flats:
-                flat.note_read(by_graph=True)
 
 
 def _check_before_runs(tracing: Any) -> None:

@@ -64,8 +64,6 @@ class UnshardParams(torch.autograd.Function):
         ctx.reduce = reduce_packed if gathered.as_flats else reduce_gradients
         ctx.streams, ctx.full_precision = gathered.streams, gathered.full_precision
         buffers = [buffer for buffer in gathered.buffers if buffer.flat in flats]
-        for flat in () if gathered.unit.is_sharded else flats:
-            flat.note_read(by_graph=False)
         if gathered.as_flats:
             return tuple(alias(buffer.full) for buffer in buffers)
         params, frozen = [], []

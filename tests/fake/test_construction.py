@@ -54,6 +54,25 @@ def test_units_without_elements() -> None:
     model(torch.ones(1, 3)).sum().backward()
 
 
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_graphs_from_before(strategy: str) -> None:
+    """Backward through a graph from before raises, where its gradients would be lost, for a module, a function and a
+    parameter alone; later steps are right. Under NO_SHARD a parameter shares the shard's version counter."""
+    for compute in (lambda m: m(torch.ones(1, 3)).sum(), lambda m: m.scale * 2, lambda m: m.linear.weight.norm()):
+        model = Scaled()
+        before = compute(model)
+        fully_shard(model, sharding_strategy=ShardingStrategy[strategy])
+        with pytest.raises(RuntimeError, match=r"parameter of shape \(.*\) through a graph from before it was sharded"):
+            before.backward()
+        model(torch.ones(1, 3)).sum().backward()
+        assert model.scale.grad is not None
+        (flat,) = units(model)[0].flats
+        version = flat.shard._version
+        with torch.no_grad():
+            model.linear.weight.mul_(2)
+        assert flat.shard._version > version
+
+
 # --- settings of units ------------------------------------------------------------------------------------------------
 
 
