@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
+import sympy
 import torch
 from torch import Tensor
 from torch._inductor.graph import GraphLowering
-from torch._inductor.ir import Layout
+from torch._inductor.ir import ShapeAsConstantBuffer
 from torch._inductor.utils import run_fw_bw_and_get_code
 
 _ASSIGN = re.compile(r"^(buf\d+) = (.+)$")
@@ -261,17 +263,33 @@ def kernels_not_built() -> Iterator[None]:
         code = lowering.codegen()[0].value
         if GraphLowering.save_output_code is not None:  # somebody, as below, collects the code
             GraphLowering.save_output_code(code)
-        outputs = [out.maybe_get_layout() for out in lowering.graph_outputs]
-        return SimpleNamespace(call=lambda args: [_empty(layout) for layout in outputs])
+        return SimpleNamespace(call=lambda args: _outputs(lowering, args))
 
     with mock.patch.object(GraphLowering, "compile_to_module", only_generate):
         yield
 
 
-def _empty(layout: Layout | None) -> Tensor | None:
-    if layout is None:
-        return None  # no gradient for this input
-    return torch.empty_strided(list(map(int, layout.size)), list(map(int, layout.stride)), dtype=layout.dtype)
+def _outputs(lowering: GraphLowering, args: list[Any]) -> list[Tensor | int | None]:
+    """Empty tensors of the shapes that the graph's outputs have for these inputs, and its sizes."""
+    known = dict[Any, int]()  # symbolic sizes
+    for value, arg in zip(lowering.graph_inputs.values(), args, strict=True):
+        if isinstance(arg, int):
+            known[value] = arg
+        elif isinstance(arg, Tensor):
+            known |= zip(value.get_size(), arg.shape, strict=True)
+
+    def sizes(those: Any) -> list[int]:
+        return [int(sympy.sympify(each).xreplace(known)) for each in those]
+
+    def output(out: Any) -> Tensor | int | None:
+        if isinstance(out, ShapeAsConstantBuffer):
+            return sizes([out.expr])[0]
+        layout = out.maybe_get_layout()
+        if layout is None:
+            return None  # no gradient for this input
+        return torch.empty_strided(sizes(layout.size), sizes(layout.stride), dtype=layout.dtype)
+
+    return [output(out) for out in lowering.graph_outputs]
 
 
 def programs(run: Callable[[], Tensor]) -> tuple[Program, Program]:

@@ -15,6 +15,7 @@ config.force_non_lazy_backward_lowering   of AOTAutograd: whether a backward is 
 cache_dir                                 where the caches are; two levels below it are the C++ backend's libraries
 get_graph_being_compiled                  "model__<index>_<joint|forward|backward|inference>_<n>"
 TracingContext.fw_metadata                num_forward_returns: outputs behind those are saved for backward
+ShapeEnv, bound_sympy                     var_to_range, backed_var_to_val, var_to_sources, by symbol of a size
 names of placeholders                     primals_<n>: inputs and parameters; tangents_<n>: gradients of outputs
 FakeStore                                 may leave `torch.testing`; `init_process_group("fake", store=...)` accepts it
 reset_dynamo                              `torch.compiler.reset` clears more than Dynamo (also the caches of Inductor)
@@ -35,13 +36,16 @@ stands for a shard that is cast where its all-gather starts. `tests/fake/test_co
 `test_order.py` read generated code and fail if a gradient is copied or read too late.
 """
 
+import math
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import fx
+from sympy import sympify
+from torch import SymInt, Tensor, fx
 from torch._dynamo import reset as reset_dynamo
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import ShortenTraceback
@@ -67,6 +71,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._pytree import tree_leaves
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 __all__ = [
     "CustomGraphPass",
@@ -217,20 +223,89 @@ def is_tangent(node: fx.Node) -> bool:
     return node.op == "placeholder" and node.name.startswith("tangents_")  # as AOTAutograd names them
 
 
+# --- symbolic sizes ---------------------------------------------------------------------------------------------------
+
 _UNBOUNDED = 8192  # stands for a size that depends on data and has no bound, as it does in Inductor
+_INDEX = 1 << 20  # torch bounds sizes that it knows nothing about by what its indices can hold: no bound at all
+_chosen: ContextVar[dict[Any, int]] = ContextVar("_chosen", default={})  # noqa: B039  (never changed)
+
+
+class SizeRange(NamedTuple):
+    """What a symbolic size may be, and is at tracing time; `most` is None if nothing bounds it.
+
+    `source` is the expression that has this size in the forward.
+    """
+
+    least: int
+    hint: int
+    most: int | None
+    source: str = "decided by data"
+
+
+@contextmanager
+def sizes_chosen(values: dict[Any, int]) -> Iterator[None]:
+    """Symbolic sizes have these values meanwhile, by symbol, for `size_hint` and `largest_size`."""
+    token = _chosen.set(values)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
 
 
 def size_hint(size: Any) -> int:
     """Return the size at tracing time; for a size that depends on data, its upper bound."""
     if isinstance(size, int):
         return size
+    expression = size.node.expr
+    return int(expression.xreplace({symbol: size_range(symbol).hint for symbol in expression.free_symbols}))
+
+
+def largest_size(size: Any) -> int:
+    """Return the most that a size may be; for symbols that nothing bounds, what it is at most at tracing time."""
+    if isinstance(size, int):
+        return size
+    known = {symbol: size_range(symbol) for symbol in size.node.expr.free_symbols}
+    spans = {symbol: (each.least, each.hint if each.most is None else each.most) for symbol, each in known.items()}
+    most = bounds(size.node.expr, spans)[1]
+    return int(most) if most < math.inf else size_hint(size)
+
+
+def symbols_of(graph: fx.Graph) -> dict[Any, SizeRange]:
+    """The symbols in the sizes of the inputs of `graph`, in order."""
+    sizes = (n for node in graph.find_nodes(op="placeholder") for n in _sizes_of(node.meta.get("val")))
+    symbols = dict.fromkeys(s for n in sizes for s in sorted(n.node.expr.free_symbols, key=str))
+    return {symbol: size_range(symbol) for symbol in symbols}
+
+
+def _sizes_of(value: Any) -> list[SymInt]:
+    return [n for n in (value.shape if isinstance(value, Tensor) else (value,)) if isinstance(n, SymInt)]
+
+
+def size_range(symbol: Any) -> SizeRange:
+    """Return what the symbol may be, by the guards of the graph that is compiled."""
+    if (chosen := _chosen.get().get(symbol)) is not None:
+        return SizeRange(chosen, chosen, chosen)
     context = TracingContext.try_get()
     shapes: Any = context.fake_mode.shape_env if context is not None and context.fake_mode is not None else None
-    expression = size.node.expr
-    values = {}
-    for symbol in expression.free_symbols:
-        values[symbol] = shapes.backed_var_to_val.get(symbol)
-        if values[symbol] is None:
-            most = shapes.var_to_range[symbol].upper
-            values[symbol] = most if most < 2**31 else _UNBOUNDED
-    return int(expression.xreplace(values))
+    least, most = shapes.var_to_range[symbol].lower, shapes.var_to_range[symbol].upper
+    if (hint := shapes.backed_var_to_val.get(symbol)) is None:  # it depends on data
+        most = int(most) if most < 2**31 else _UNBOUNDED
+        return SizeRange(int(least), most, most)
+    source = re.sub(r"L\['(\w+)'\]", r"\1", shapes.var_to_sources[symbol][0].name)
+    return SizeRange(int(least), int(hint), int(most) if most <= _INDEX else None, source)
+
+
+def bounds(expression: Any, spans: Mapping[Any, tuple[float, float]]) -> tuple[float, float]:
+    """Return the least and the most that `expression` may be, where symbols are within `spans`.
+
+    Sizes that are not in `spans` may be what the guards of the graph allow.
+    """
+    try:
+        ranges = {
+            each: ValueRanges(least, most if most < math.inf else int_oo) for each, (least, most) in spans.items()
+        }
+        found = bound_sympy(sympify(expression), ranges)
+    except Exception:  # of anything that torch puts into an index, and cannot bound
+        return -math.inf, math.inf
+    least, most = found.lower, found.upper
+    return int(least) if least.is_Integer else -math.inf, int(most) if most.is_Integer else math.inf

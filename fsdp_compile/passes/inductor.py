@@ -34,6 +34,7 @@ from fsdp_compile.passes._torch import (
     inductor_config,
     sort,
     switched_off,
+    symbols_of,
     tree_leaves,
     without_dispatch_modes,
 )
@@ -321,7 +322,9 @@ class Pipeline(CustomGraphPass):
             try:
                 run_passes(self.passes, GraphContext(graph, config, direction(), graph_index()))
             except PlanError as error:
-                raise Refused(str(error)) from error
+                sizes = symbols_of(graph).values() if str(error).startswith("budget") else ()
+                counted = "".join(f"; counted for {each.source} = {each.most or each.hint}" for each in sizes)
+                raise Refused(f"{error}{counted}") from error
             _check_settings(graph)  # again: the joint graph has collectives from now on
 
     def uuid(self) -> Any | None:

@@ -42,7 +42,8 @@ def _cut(inputs: tuple[Tensor, ...], batch: int, time: int) -> tuple[Tensor, ...
     return tuple(each.clone(memory_format=torch.contiguous_format) for each in rows)
 
 
-SIZES = ((2, 9), (3, 7), (4, 5), (3, 8), (5, 9))
+# of a batch and its texts; the second rank begins in the middle
+SIZES = ((2, 9), (3, 7), (4, 5), (3, 8), (5, 9), (2, 2), (4, 3), (5, 6), (3, 4), (2, 6), (4, 9), (5, 3))
 
 
 CASES = {"gpt": Case(_AnyLength, text, cross_entropy), "mlp": MLP}
@@ -53,7 +54,8 @@ def _vary(rank: int, name: str, how: str, dynamic: bool | None) -> None:
     eager, model = shard(case), shard(case)
     run = torch.compile(model, backend=how, fullgraph=True, dynamic=dynamic)
     first = 1 if dynamic else 2  # sizes that say what varies
-    for number, (batch, time) in enumerate(SIZES):
+    for number in range(len(SIZES)):
+        batch, time = SIZES[(number + 6 * rank) % len(SIZES)]
         inputs = _cut(case.batch(10 * rank + number, 5), batch, time)
         with nullcontext() if number < first else _compiled_already():
             losses = [case.loss(each, inputs) for each in (run, eager)]
@@ -73,7 +75,9 @@ def _vary(rank: int, name: str, how: str, dynamic: bool | None) -> None:
     ],
 )
 def test_sizes_vary(two: Ranks, name: str, how: str, dynamic: bool | None) -> None:
-    """Batch and length may change from step to step: one graph, or, by itself, a second one at the first change."""
+    """Batch and length may change from step to step, and differ between ranks: one graph with the gradients of eager
+    steps, or, by itself, a second one at the first change.
+    """
     two.run(_vary, name, how, dynamic)
 
 

@@ -5,7 +5,8 @@
     relative_costs            of nodes alone, relative to each other, if none is named
 
 Values that pass between loops that Inductor fuses count no bytes, see Note [What Inductor fuses]. The inputs of a chain
-of loops are read once, and the values that other kernels read are written. Symbolic sizes count as their hints.
+of loops are read once, and the values that other kernels read are written. Symbolic sizes count as their hints,
+and in what is alive (`size_of`) as the most that they may be.
 """
 
 import logging
@@ -24,7 +25,7 @@ from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, GROUP_ARGUMENT
 from fsdp_compile.comm.groups import shared_name
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.passes._torch import size_hint, tree_leaves
+from fsdp_compile.passes._torch import largest_size, size_hint, tree_leaves
 from fsdp_compile.passes.cost.hardware import Hardware, Link, device, link, reported_device
 from fsdp_compile.passes.cost.roofline import (
     Level,
@@ -222,9 +223,9 @@ def _numel(tensor: torch.Tensor) -> int:
 
 
 def size_of(node: fx.Node) -> int:
-    """Bytes of the tensor that `node` computes, by the hints of symbolic sizes; 0 if it is no tensor."""
+    """Bytes of the tensor that `node` computes, at most where sizes are symbolic; 0 if it is no tensor."""
     value = node.meta.get("val")
-    return size_hint(value.numel()) * value.element_size() if isinstance(value, Tensor) else 0
+    return largest_size(value.numel()) * value.element_size() if isinstance(value, Tensor) else 0
 
 
 # --- of a graph -------------------------------------------------------------------------------------------------------

@@ -43,12 +43,13 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps in the order of issue, equal on all ranks."""
+    """Steps in the order of issue, equal on all ranks; `note` is printed above them, for people."""
 
     steps: tuple[Step, ...]
+    note: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.steps)) + "\n"
+        return "".join(f"{line}\n" for line in (*(f"# {line}" for line in self.note.splitlines()), *self.steps))
 
     def of(self, *kinds: Kind) -> list[Step]:
         """The steps of some kinds, in order."""

@@ -16,6 +16,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
+from math import inf
 from typing import Any, NamedTuple
 
 import sympy
@@ -25,7 +26,7 @@ from torch import fx
 from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, WAIT
 from fsdp_compile.core.layout import FlatParamLayout, LayoutSegment
 from fsdp_compile.core.ops import ADD_ACCUMULATED, ADD_ACCUMULATED_, DEFER_REDUCE, PACK_GRADS, UPDATE_SHARD
-from fsdp_compile.passes._torch import V, WaitKernel, fallback_handler, ir, ops, register_lowering, tree_leaves
+from fsdp_compile.passes._torch import V, WaitKernel, bounds, fallback_handler, ir, ops, register_lowering, tree_leaves
 from fsdp_compile.passes.graph import nodes
 from fsdp_compile.passes.graph.analyze import gradients_of, with_preparation
 from fsdp_compile.passes.pipeline import GraphContext
@@ -35,7 +36,7 @@ aten = torch.ops.aten
 Contents = Sequence[tuple[LayoutSegment, Any]]
 """Segments of a flat parameter, each with the IR of its gradient; None for padding and for unused parameters."""
 
-_EVERYTHING = (0, float("inf"))
+_EVERYTHING = (0, inf)
 
 
 def separate_reduces(context: GraphContext) -> None:
@@ -379,22 +380,17 @@ def _elements_read(operation: Any, name: str) -> list[tuple[float, float]]:
         if isinstance(view, ir.IRNode) and view.get_name() == name:
             layout = view.get_layout()
             last = sum((size - 1) * stride for size, stride in zip(layout.size, layout.stride, strict=True))
-            first, end = sympy.sympify(layout.offset), sympy.sympify(layout.offset + last + 1)
-            ranges.append((int(first), int(end)) if first.is_Integer and end.is_Integer else _EVERYTHING)
+            ranges.append((bounds(layout.offset, {})[0], bounds(layout.offset + last, {})[1] + 1))
     return ranges or [_EVERYTHING]
 
 
 def _range_of_loop(read: Any) -> tuple[float, float]:
     index = getattr(read, "index", None)  # a dependency on the whole buffer has none
-    if index is None or any(size.free_symbols for size in read.size):
+    if index is None:
         return _EVERYTHING
-    steps = [index.diff(variable) for variable in read.var_names]
-    first = last = index.subs(dict.fromkeys(read.var_names, 0))
-    if not all(each.is_Integer for each in (first, *steps)):
-        return _EVERYTHING
-    for step, size in zip(steps, read.size, strict=True):
-        first, last = first + min(step * (size - 1), 0), last + max(step * (size - 1), 0)
-    return int(first), int(last) + 1
+    loops = {variable: (0, bounds(size - 1, {})[1]) for variable, size in zip(read.var_names, read.size, strict=True)}
+    first, last = bounds(index, loops)
+    return first, last + 1
 
 
 def _hold_products(name: str, written: list[Any]) -> None:

@@ -12,24 +12,26 @@ import reprlib
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
+import sympy
 import torch
 
 from fsdp_compile.comm.collectives import broadcast_object
 from fsdp_compile.config import read_text
 from fsdp_compile.core.ops import RECORD_TIME
+from fsdp_compile.passes._torch import sizes_chosen, symbols_of
 from fsdp_compile.passes.agreement import plan_together, replace_text
 from fsdp_compile.passes.cost.roofline import graph_name, with_profile
-from fsdp_compile.passes.graph.analyze import analyze, stretches_of, units_updated_in_backward, update_cost
+from fsdp_compile.passes.graph.analyze import GraphInfo, analyze, stretches_of, units_updated_in_backward, update_cost
 from fsdp_compile.passes.graph.costs import costs_of, relative_costs
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext, log
 from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate, verify
 from fsdp_compile.passes.plan.schedule import alternating, prefetch
-from fsdp_compile.passes.plan.workload import UpdateCost, updating_in_backward
+from fsdp_compile.passes.plan.workload import UpdateCost, Workload, updating_in_backward
 
 plan_log = logging.getLogger("fsdp_compile.plans")
 
@@ -41,21 +43,25 @@ def read_graph(context: GraphContext) -> None:
         PlanError: the profile that the configuration names has no graph of this direction and as many products.
         ValueError: the configuration names a link or device that is unknown.
     """
+    context.info, context.workload = _read(context)
+
+
+def _read(context: GraphContext) -> tuple[GraphInfo, Workload]:
     graph, config = context.graph, context.config
     costs = costs_of(graph, config)
-    context.info = analyze(graph, costs or relative_costs(graph))
-    context.workload = context.info.workload
+    info = analyze(graph, costs or relative_costs(graph))
+    workload = info.workload
     if config.profile is not None:
-        stretches = stretches_of(context.info.tasks)
-        context.workload = with_profile(context.workload, stretches, context.direction, config.profile)
+        workload = with_profile(workload, stretches_of(info.tasks), context.direction, config.profile)
     if context.direction == "forward" and config.update is not None:  # tags say what the step before has launched
-        arrivals = {name: tag_of(gather.start[-1]).arrives for name, gather in context.info.gathers.items()}
-        units = tuple(replace(unit, arrives=arrivals.get(unit.name)) for unit in context.workload.units)
-        context.workload = replace(context.workload, units=units)
-    if in_backward := units_updated_in_backward(context.info):
-        nothing = (0.0,) * len(context.workload.units)
-        update = update_cost(context.info, costs, config) or UpdateCost(nothing, (), in_backward=in_backward)
-        context.workload = updating_in_backward(context.workload, update)
+        arrivals = {name: tag_of(gather.start[-1]).arrives for name, gather in info.gathers.items()}
+        units = tuple(replace(unit, arrives=arrivals.get(unit.name)) for unit in workload.units)
+        workload = replace(workload, units=units)
+    if in_backward := units_updated_in_backward(info):
+        nothing = (0.0,) * len(workload.units)
+        update = update_cost(info, costs, config) or UpdateCost(nothing, (), in_backward=in_backward)
+        workload = updating_in_backward(workload, update)
+    return info, workload
 
 
 def choose_plan(context: GraphContext) -> None:
@@ -85,8 +91,41 @@ def choose_plan(context: GraphContext) -> None:
     else:
         in_flight = config.reduces_in_flight or len(workload.units)
         plan = prefetch(workload, forward=1, backward=1, before_wait=True, in_flight=in_flight)
+    if plan_log.isEnabledFor(logging.DEBUG) and config.link is not None and config.plan is None:
+        plan = replace(plan, note=_in_symbols(context, plan))
     context.plan = plan
     plan_log.debug("%s:\n%s", context.direction, plan, extra={"workload": workload})  # for handlers that time it
+
+
+def _in_symbols(context: GraphContext, plan: Plan) -> str:
+    """A line for each symbolic size: the plan's seconds and bytes in it, by three of its values.
+
+    The other symbols have the values of tracing time meanwhile.
+    """
+    symbols, lines = symbols_of(context.graph), []
+    for symbol, (least, hint, most, source) in symbols.items():
+        end = most or 2 * hint
+        values = sorted({least, hint if least < hint < end else (least + end) // 2, end})
+        timelines = []
+        for value in values:
+            with sizes_chosen({**{each: other.hint for each, other in symbols.items()}, symbol: value}):
+                timelines.append(simulate(_read(context)[1], plan))
+        seconds, size = (
+            _polynomial(symbol, values, results)
+            for results in ([each.makespan * 1e3 for each in timelines], [each.peak for each in timelines])
+        )
+        until = f"to {most}" if most else "or more"
+        lines.append(f"{symbol} = {source}, {least} {until}, planned at {hint}: {seconds} ms, {size} bytes")
+    return "\n".join(lines)
+
+
+def _polynomial(symbol: object, values: Sequence[int], results: Sequence[float]) -> str:
+    """The polynomial through these points, its coefficients rounded."""
+    found = sympy.Poly(sympy.interpolate(list(zip(values, results, strict=True)), sympy.Symbol("x")), sympy.Symbol("x"))
+    powers = {2: f"*{symbol}**2", 1: f"*{symbol}", 0: ""}
+    least = 1e-6 * max(map(abs, results))  # what rounding leaves
+    terms = [f"{float(c):.4g}{powers[n]}" for (n,), c in found.terms() if abs(c) * values[-1] ** n > least]
+    return " + ".join(terms).replace("+ -", "- ") or "0"
 
 
 def plans_in_file(path: str) -> dict[str, Plan]:
@@ -112,8 +151,16 @@ def plans_in_file(path: str) -> dict[str, Plan]:
 
 
 def verify_plan(context: GraphContext) -> None:
-    """Raise PlanError if the plan breaks a rule of plans, or needs more bytes than the budget."""
+    """Raise PlanError if the plan breaks a rule of plans, or needs more bytes than the budget.
+
+    Rules are about the order alone, and bytes are counted for the most that symbolic sizes may be: what holds here does
+    for all of them.
+    """
     verify(context.workload, context.plan, context.config.budget)
+    for size in symbols_of(context.graph).values() if context.config.budget is not None else ():
+        if size.most is None:
+            log.warning("budget: bytes are counted for %s = %d, as nothing says how large it may be; "
+                        "torch._dynamo.mark_dynamic(tensor, dim, max=...) does", size.source, size.hint)  # fmt: skip
 
 
 # --- measured seconds -------------------------------------------------------------------------------------------------

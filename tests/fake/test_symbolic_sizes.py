@@ -1,0 +1,121 @@
+"""Batches and texts of any length: one graph, gradients in place, and a plan that holds for all of them."""
+
+import logging
+import re
+
+import pytest
+import torch
+from generated import Program, programs
+from models import GPT, MODELS, cross_entropy, text
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+from fsdp_compile import fully_shard
+from fsdp_compile.passes import PASSES, GraphContext, Pass, backend
+from fsdp_compile.passes._torch import sizes_chosen, symbols_of
+from fsdp_compile.passes.plan.plan import PlanError, simulate, verify
+from fsdp_compile.passes.post_grad.plan_pass import plan_log, read_graph
+
+MLP = MODELS["mlp"]
+LINK = {"link": "h100-ib400", "device": "h100"}
+LENGTHS = (7, 9, 3, 5, 8, 2, 4, 6, 9, 3, 8, 7)
+
+
+class _AnyLength(GPT):
+    def forward(self, tokens: Tensor) -> Tensor:  # (batch, time)
+        x = self.tokens(tokens) + self.positions[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("how", [pytest.param("dynamic", marks=pytest.mark.nightly), "marked"])
+def test_one_graph_with_gradients_in_place(how: str) -> None:
+    """Twelve lengths run one forward and one backward. Nothing is copied; gradients are computed into their places, and
+    each of them as early as in a graph of one length.
+    """
+    model = fully_shard(_AnyLength())
+    run = torch.compile(model, fullgraph=True, dynamic=how == "dynamic" or None, backend=backend(**LINK))
+
+    def train() -> None:
+        for length in LENGTHS:
+            tokens, targets = (each[:, :length].contiguous() for each in text(0, 3))
+            if how == "marked":
+                torch._dynamo.mark_dynamic(tokens, 1, min=2, max=9)
+            cross_entropy(run, (tokens, targets)).backward()
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        _, codes = run_and_get_code(train)
+    forward, backward = map(Program, codes)
+    assert forward.parameter_moves() == backward.parameter_moves() == []
+    torch._dynamo.reset()
+    fixed = torch.compile(model, fullgraph=True, dynamic=False, backend=backend(**LINK))
+    _, expected = programs(lambda: cross_entropy(fixed, text(0, 3)))
+    assert _events(backward) == _events(expected)
+    assert len(backward.reused()) == len(expected.reused()) > 0
+
+
+def _events(program: Program) -> list[str]:
+    """Collectives, waits, and products, into packs or not, in order."""
+    into_packs = program.products_into_packs()
+    kinds = {"gather": "is_gather", "reduce": "is_reduce", "wait": "is_wait", "product": "is_product"}
+    return [
+        "gradient" if step in into_packs else kind
+        for step in program.steps
+        for kind, asked in kinds.items()
+        if getattr(step, asked)
+    ]
+
+
+def _train(size: int, *before_order: Pass, most: int | None = 64, **options: int) -> None:
+    """Compile for batches of 2 to `most`, or of any number."""
+    at = [each.name for each in PASSES].index("order")
+    passes = (*PASSES[:at], *before_order, *PASSES[at:])
+    run = torch.compile(fully_shard(MLP.build()), fullgraph=True, backend=backend(passes, **LINK, **options))
+    x, target = MLP.batch(0, size)
+    torch._dynamo.mark_dynamic(x, 0, **({} if most is None else {"min": 2, "max": most}))
+    MLP.loss(run, (x, target)).backward()
+
+
+def test_a_plan_holds_for_all_sizes() -> None:
+    """What is planned and verified at one size passes at each other one, and counts as many bytes as the largest."""
+    seen = []
+
+    def verify_all(context: GraphContext) -> None:
+        peak, peaks = simulate(context.workload, context.plan).peak, []
+        for size in range(2, 65):
+            with sizes_chosen(dict.fromkeys(symbols_of(context.graph), size)):
+                read_graph(context)
+            verify(context.workload, context.plan, peak)
+            peaks.append(simulate(context.workload, context.plan).peak)
+        assert peaks == sorted(peaks) and peaks[0] < peaks[-1] == peak
+        seen.append(context.direction)
+
+    _train(5, Pass("verify_all", "post_grad", verify_all), budget=1 << 30)
+    assert seen == ["forward", "backward"]
+
+
+def test_a_plan_says_for_which_sizes(caplog: pytest.LogCaptureFixture) -> None:
+    """Above the steps stand the size, its range, and seconds and bytes as expressions in it."""
+    with caplog.at_level(logging.DEBUG, plan_log.name):
+        _train(5)
+    texts = [record.getMessage() for record in caplog.records if record.name == plan_log.name]
+    for plan in texts:
+        assert re.match(
+            r"(for|back)ward:\n# s\d+ = args\[0\].size\(\)\[0\], 2 to 64, planned at 5: "
+            r"([\d.e-]+\*s\d+ \+ )?[\d.]+ ms, ([\d.]+\*s\d+\*\*2 \+ )?[\d.]+\*s\d+ \+ \d+ bytes\nat   0  gather",
+            plan,
+        ), plan
+    assert len(texts) == 2
+
+
+def test_a_budget_counts_the_largest_size() -> None:
+    """A budget that the size at hand would keep, and the largest would not, is refused with that size."""
+    with pytest.raises(PlanError, match=r"^budget: .*; counted for args\[0\].size\(\)\[0\] = 64"):
+        _train(2, budget=12_000)
+
+
+def test_a_size_without_bound_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Where nothing bounds a size, a budget can only count that of tracing time, and a warning says so."""
+    _train(5, most=None, budget=1 << 30)
+    assert "bytes are counted for args[0].size()[0] = 5, as nothing says how large it may be" in caplog.text
