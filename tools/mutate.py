@@ -1,12 +1,15 @@
 """Changes one operator, constant or statement of the package at a time, and says which changes no test notices.
 
     python tools/mutate.py [--count 200] [--seed 0] [--file fsdp_compile/core/layout.py ...] [--least 0.9]
+    python tools/mutate.py --passes [NAME ...]      breaks each pass of the compiler once, and reads docs/passes.md
 
 Each mutant is a copy of the package in a temporary folder, beside which the tests named in NEAREST run until one fails:
 those of one process first, then those that killed other mutants, then short ones. Left alone are annotations,
 docstrings, decorators, and the texts of errors, warnings and notes. The exit status is 1 if fewer than `--least` of the
 mutants are killed. A mutant that takes three times the seconds of its tests, and 30 more, counts as killed: a rank that
 waits for ever is noticed.
+
+With `--passes`, a broken pass must show where the page describes it, and in no section before that one.
 """
 
 import argparse
@@ -15,6 +18,7 @@ import importlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -23,7 +27,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,6 +76,40 @@ NEAREST = {
     "passes/plan/plan.py": _PLANS,
     "passes/plan/memory.py": f"tests/unit/test_memory_choice.py {_PLANS}",
 }  # fmt: skip
+
+# --passes: for each pass its file, and a text in it that is replaced by another one.
+_JOINT, _POST = "passes/joint", "passes/post_grad"
+BROKEN = {
+    "insert_collectives": (f"{_JOINT}/insert_collectives.py", "in reversed(spec.groups):", "in spec.groups:"),
+    "smallest_gather": (f"{_JOINT}/smallest_gather.py", "capacity=size * len(values.values) + order", "capacity=order"),
+    "keep_where_forward_ends": (f"{_JOINT}/reshard.py", "tagged_as in roots:", "tagged_as not in roots:"),
+    "choose_activations": (f"{_JOINT}/choose_memory.py", "set_policy(self.stored, CheckpointPolicy.MUST_SAVE)", "pass"),
+    "choose_reshard": (f"{_JOINT}/reshard.py", "in by_first_read[:1])", "in by_first_read[:0])"),
+    "reshard": (f"{_JOINT}/reshard.py", "set_policy((node, *nodes.derived(node)), ", "set_policy((node,), "),
+    "check_saved": (f"{_JOINT}/reshard.py", "if is_gathered or was_tagged:", "if was_tagged:"),
+    "separate_reduces": (f"{_POST}/in_place_grads.py", "user.target is WAIT][1:]:", "user.target is WAIT][2:]:"),
+    "pack_in_place": (f"{_POST}/in_place_grads.py", "while grad.target in nodes.SAME_ORDER:", "while False:"),
+    "reuse_gathered": (f"{_POST}/in_place_grads.py", "            _put_in_order(pack, wait, position)\n", ""),
+    "place_deferred_reduces": (f"{_POST}/order.py", "moved[0].all_input_nodes)\n", "context.graph.nodes)\n"),
+    "read_graph": ("passes/graph/analyze.py", "*(last + 1 for _, last in spans)}", "*(last for _, last in spans)}"),
+    "choose_plan": (f"{_POST}/plan_pass.py", "elif config.reduces_in_flight == 1:", "elif not config:"),
+    "verify_plan": ("passes/plan/plan.py", "if reduces[name].at <= ready:", "if reduces[name].at < ready:"),
+    "order": (f"{_POST}/order.py", "*(nodes[-1] for nodes in of_units)]", "*(nodes[-1] for nodes in of_units[1:])]"),
+    "check_order": (f"{_POST}/order.py", "if actual != planned:", "if len(actual) != len(planned):"),
+    "place_updates": (f"{_POST}/order.py", "if last > update:", "if last < update:"),
+    "name_prefetched": (f"{_POST}/order.py", ".arrives is not None]", ".arrives is None]"),
+    "record_times": (f"{_POST}/plan_pass.py", "record(stretch, 2 * index + 1)", "record(stretch, 2 * index)"),
+    "coalesce_launches": (
+        f"{_POST}/lower_collectives.py",
+        "            start.replace_all_uses_with(result)\n            graph.erase_node(start)\n",
+        "",
+    ),
+    "reduce_scatter_by_all_to_all": (f"{_POST}/lower_collectives.py", "(rows, [0])", "(rows, [1])"),
+    "all_gather_into_buffer": (f"{_POST}/lower_collectives.py", '{"out": buffer}\n', '{"out": gather.args[0]}\n'),
+    "check_ranks": (f"{_POST}/order.py", "value.numel() * value.element_size()", "value.numel()"),
+    "pin_order": (f"{_POST}/order.py", "    return is_product(node) and not any", "    return False and not any"),
+}
+_PAGE = "tests/fake/test_passes_page.py::test_the_graphs_are_those_of_today"
 
 _COMPARED = {"==": "!=", "!=": "==", "<": "<=", "<=": "<", ">": ">=", ">=": ">", "is": "is not", "is not": "is",
              "in": "not in", "not in": "in"}  # fmt: skip
@@ -229,9 +267,7 @@ class Bench:
 
     def survives(self, mutant: Mutant, tests: str) -> bool:
         """Whether `tests` pass beside the copy of the package with `mutant` in it."""
-        changed, source = self.package / mutant.path.relative_to(ROOT / "fsdp_compile"), mutant.path.read_bytes()
-        _write(changed, source[: mutant.begin] + mutant.new.encode() + source[mutant.end :])
-        try:
+        with self._changed(mutant):
             for tier in _tiers(tests):
                 taken = [seconds for test, seconds in self.seconds.items() if test.split("::")[0] in _files(tier)]
                 code, failed, said, _ = self._run(tier, 30.0 + 3 * sum(taken), 15.0 + 3 * max(taken), "-x")
@@ -241,6 +277,27 @@ class Bench:
                 if code != 0:
                     raise RuntimeError(f"pytest {tier} ended with {code}:\n{said}")
             return True
+
+    def sections(self, name: str) -> list[str]:
+        """The sections of docs/passes.md that are no longer true if the pass of that name is broken."""
+        path, old, new = BROKEN[name]
+        source = (ROOT / "fsdp_compile" / path).read_text()
+        if source.count(old) != 1:
+            raise ValueError(f"{name}: expected {old!r} once in {path}, found it {source.count(old)} times")
+        begin = len(source[: source.index(old)].encode())
+        mutant = Mutant(ROOT / "fsdp_compile" / path, 0, begin, begin + len(old.encode()), old, new)
+        with self._changed(mutant):
+            _, _, said, _ = self._run(_PAGE, LIMIT, 120.0, "-x")
+        found = re.search(r"sections that differ: (.*)", said)
+        return found[1].split() if found else []
+
+    @contextmanager
+    def _changed(self, mutant: Mutant) -> Iterator[None]:
+        """The copy of the package has the mutant meanwhile."""
+        changed, source = self.package / mutant.path.relative_to(ROOT / "fsdp_compile"), mutant.path.read_bytes()
+        _write(changed, source[: mutant.begin] + mutant.new.encode() + source[mutant.end :])
+        try:
+            yield
         finally:
             _write(changed, source)
 
@@ -311,6 +368,24 @@ def _files(tests: str) -> set[str]:
     return {name.split("::")[0] for name in tests.split()}
 
 
+def _break_passes(names: Collection[str]) -> int:
+    """Break each of these passes, print the sections that differ; 1 if one is not noticed where it is described."""
+    order, missed = list(BROKEN), 0
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder) / "fsdp_compile")
+        if said := bench.measure(_PAGE):
+            print(f"{said}\nthe page is wrong without any mutant", flush=True)
+            return 1
+        for name in names or order:
+            begin, differ = time.monotonic(), bench.sections(name)
+            early = [each for each in differ if each not in order[order.index(name) :]]
+            missed += name not in differ or bool(early)
+            verdict = "NOT NOTICED" if name not in differ else "TOO EARLY" if early else "noticed"
+            print(f"{verdict:11} {time.monotonic() - begin:4.0f} s {name}: {' '.join(differ)}", flush=True)
+    print(f"{len(names or order)} passes broken, {missed} not noticed where the page describes them")
+    return int(missed > 0)
+
+
 def main() -> int:
     """Run what the arguments ask for; 1 if too few mutants were killed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -318,7 +393,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--file", action="append", help="a file of the package; can be given several times")
     parser.add_argument("--least", type=float, default=0.9, help="the share of mutants that has to be killed")
+    parser.add_argument("--passes", nargs="*", choices=BROKEN, help="break these passes, or each of them")
     asked = parser.parse_args()
+    if asked.passes is not None:
+        return _break_passes(asked.passes)
     files = {ROOT / "fsdp_compile" / name: tests for name, tests in NEAREST.items()}
     if asked.file:
         files = {path: tests for path, tests in files.items() if str(path.relative_to(ROOT)) in asked.file}

@@ -6,6 +6,7 @@ Regenerate the graphs with EXPECTTEST_ACCEPT=1, and read each difference.
 import difflib
 import os
 import re
+import textwrap
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import cache
@@ -22,21 +23,19 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compile import CompileConfig, compile_step, fully_shard
+from fsdp_compile import CompileConfig, MixedPrecision, ShardingStrategy, compile_step, fully_shard
 from fsdp_compile.comm import collectives
-from fsdp_compile.passes import PASSES, GraphContext, Pass, backend
+from fsdp_compile.config import StepUpdate, update_moves
+from fsdp_compile.passes import PASSES, GraphContext, Pass, Plan, backend, tagged
 from fsdp_compile.passes.inductor import Pipeline
+from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.plan_pass import plan_log
 
 PAGE = Path(__file__).parents[2] / "docs" / "passes.md"
-SHOWN = re.compile(r"<!-- (graph|plan): (\w+), (\w+)(?:, (\w+))? -->\n```(?:diff|text)\n(.*?)```", re.DOTALL)
-NOT_EDITING = {  # decisions and checks
-    "keep_where_forward_ends", "choose_reshard", "check_saved", "read_graph", "verify_plan", "check_order",
-}  # fmt: skip
-BY_HAND = {
-    "place_updates",
-    "name_prefetched",
-}  # see tests/unit/test_update_in_backward.py, tests/gloo/test_next_forward.py
+SHOWN = re.compile(
+    r"<!-- (graph|added|plan|tasks|error): (\w+)(?:, (\w+))?(?:, (\w+))? -->\n```(?:diff|text)\n(.*?)```", re.DOTALL
+)
+SECTION = re.compile(r"^### `(\w+)`\n", re.MULTILINE)
 
 
 class Linears(nn.Module):
@@ -95,30 +94,60 @@ def _simple_fsdp() -> nn.Module:
 
 
 class Case(NamedTuple):
-    """What is compiled: a model of units, with options of the backend."""
+    """What is compiled: a model of units, with options of the backend, and a pass of a user's behind one of ours."""
 
     build: Callable[[], nn.Module]
     unit: type[nn.Module]
     options: Mapping[str, Any] = MappingProxyType({})
-    reshard_after_forward: Any = True
-    no_sync: bool = False
+    sharding: Mapping[str, Any] = MappingProxyType({"reshard_after_forward": True})
+    synchronizes: tuple[bool, ...] = (True,)  # of each backward
+    updates_in_backward: bool = False
     launches_several: bool = False
     width: int = 4
     foreign: bool = False
+    behind: tuple[str, Callable[[GraphContext], None]] | None = None
 
 
+def _reduce_too_early(context: GraphContext) -> None:
+    steps = context.plan.steps
+    context.plan = Plan(tuple(step._replace(at=1) if step.kind == "reduce" else step for step in steps))
+
+
+def _wait_too_late(context: GraphContext) -> None:
+    for wait in tagged(context.graph, "wait_reduce"):
+        context.graph.output_node().prepend(wait)
+
+
+THREE = Case(lambda: Linears(1, 1, 1), nn.Sequential)
 CASES = {
     "one": Case(lambda: Linears(1), nn.Sequential),
-    "three": Case(lambda: Linears(1, 1, 1), nn.Sequential),
+    "three": THREE,
     "two": Case(lambda: Linears(2, 2), nn.Sequential, {"activations": "recompute"}),
-    "auto": Case(lambda: Linears(1, 1), nn.Sequential, reshard_after_forward="auto"),
+    "auto": Case(lambda: Linears(1, 1), nn.Sequential, sharding={"reshard_after_forward": "auto"}),
     "headed": Case(Headed, nn.Sequential),
     "side": Case(Side, nn.Linear),
-    "accumulating": Case(lambda: Linears(1, 1), nn.Sequential, no_sync=True),
+    "accumulating": Case(lambda: Linears(1, 1), nn.Sequential, synchronizes=(False,)),
+    "accumulated": Case(lambda: Linears(1), nn.Sequential, synchronizes=(False, True)),
     "autocast": Case(Autocast, nn.Linear, width=16),
     "profile": Case(lambda: Linears(1), nn.Sequential, {"record_profile": True}),
-    "far": Case(lambda: Linears(1, 1, 1), nn.Sequential, {"link": "custom:1e-3,1e9"}, launches_several=True),
+    "far": THREE._replace(options={"link": "custom:1e-3,1e9"}, launches_several=True),
     "simple_fsdp": Case(_simple_fsdp, nn.Sequential, foreign=True),
+    "hybrid": Case(
+        lambda: Linears(1),
+        nn.Sequential,
+        sharding={"mesh": (2, 2), "sharding_strategy": ShardingStrategy.HYBRID_SHARD},
+    ),
+    "by_two": Case(lambda: Linears(1), nn.Sequential, sharding={"reshard_after_forward": 2}),
+    "mixed": Case(
+        lambda: Linears(1),
+        nn.Sequential,
+        sharding={"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+    ),
+    "updating": THREE._replace(updates_in_backward=True),
+    "repeated": THREE._replace(options={"link": "custom:1e-3,1e9", "update": StepUpdate(update_moves(0))}),
+    "unsaved": Case(lambda: Linears(1, 1), nn.Sequential, {"disable": ("reshard",)}),
+    "hasty": Case(lambda: Linears(1), nn.Sequential, behind=("choose_plan", _reduce_too_early)),
+    "moved": THREE._replace(behind=("order", _wait_too_late)),
 }
 
 
@@ -126,31 +155,35 @@ def _nothing(context: GraphContext) -> None:
     """The graph before the first pass of its stage."""
 
 
+class Compiled(NamedTuple):
+    """What passes have made of a case: changes by (pass, direction), plans and tasks by direction, and what failed."""
+
+    changes: dict[tuple[str, str], str]
+    plans: dict[str, str]
+    tasks: dict[str, str]
+    error: str
+
+
 @cache
-def compiled(name: str) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
-    """The changes of each pass by (pass, direction), and the plans by direction."""
-    case, plans = CASES[name], dict[str, str]()
-    torch._dynamo.reset()
-    model: Any = case.build()
-    if not case.foreign:
-        fully_shard(model, auto_wrap_policy={case.unit}, reshard_after_forward=case.reshard_after_forward)
-    passes = (Pass("begin", "joint", _nothing), Pass("begin_post_grad", "post_grad", _nothing), *PASSES)
-    run = torch.compile(model, fullgraph=True, backend=backend(passes=passes, **case.options))
+def compiled(name: str) -> Compiled:
+    """Compile a case and run it."""
+    case, plans, tasks, error = CASES[name], dict[str, str](), dict[str, str](), ""
+
+    def note(_: str, direction: str, plan: Plan, *, extra: dict[str, Any]) -> None:
+        plans[direction], tasks[direction] = str(plan), _tasks(extra["workload"])
+
     patch = pytest.MonkeyPatch()
     if case.launches_several:  # the fake group stands for NCCL, not for gloo
         patch.setattr(collectives, "_COPYING_BACKENDS", ("gloo",))
         patch.setattr(collectives, "_senders", lambda *_: ())
-    patch.setattr(plan_log, "debug", lambda _, direction, plan, **__: plans.update({direction: str(plan)}))
-    with (
-        printed_graphs() as printed,
-        inductor_config.patch(force_disable_caches=True),
-        kernels_not_built(),
-        model.no_sync() if case.no_sync else nullcontext(),
-    ):
-        with torch.set_grad_enabled(not case.foreign):  # kernels that are not built return no meshes for a backward
-            out = run(torch.ones(2, case.width))
-        if not case.foreign:
-            out.sum().backward()
+    patch.setattr(plan_log, "debug", note)
+    with printed_graphs() as printed, inductor_config.patch(force_disable_caches=True), kernels_not_built():
+        try:
+            _run(case)
+        except Exception as raised:  # as the page shows it, or as a defect of a pass, which the page then lacks
+            while (inner := getattr(raised, "inner_exception", None)) is not None:
+                raised = inner
+            error = f"{raised}\n"
     patch.undo()
     changes, before = dict[tuple[str, str], str](), dict[str, list[str]]()
     for text in printed:
@@ -158,7 +191,46 @@ def compiled(name: str) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
         direction, step = re.fullmatch(r"--- (\w+) graph after (\w+)", title).groups()  # type: ignore[union-attr]
         changes[step, direction] = _diff(before.get(direction, after), after)
         before[direction] = after
-    return changes, plans
+    return Compiled(changes, plans, tasks, error)
+
+
+def _run(case: Case) -> None:
+    torch._dynamo.reset()
+    model: Any = case.build()
+    if not case.foreign:
+        sharding = dict(case.sharding)
+        if "mesh" in sharding:
+            sharding["mesh"] = init_device_mesh("cpu", sharding["mesh"], mesh_dim_names=("replicas", "shards"))
+        fully_shard(model, auto_wrap_policy={case.unit}, **sharding)
+    passes = [Pass("begin", "joint", _nothing), Pass("begin_post_grad", "post_grad", _nothing), *PASSES]
+    if case.behind is not None:
+        at = [each.name for each in passes].index(case.behind[0])
+        passes.insert(at + 1, Pass("users", "post_grad", case.behind[1]))
+    compiles = backend(passes=passes, **case.options)
+    x = torch.ones(2, case.width)
+    if case.updates_in_backward:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        compile_step(model, optimizer, lambda out: out.sum(), update_in_backward=True, backend=compiles)(x)
+        return
+    run = torch.compile(model, fullgraph=True, backend=compiles)
+    for synchronizes in case.synchronizes:
+        with nullcontext() if synchronizes else model.no_sync():
+            with torch.set_grad_enabled(not case.foreign):  # kernels that are not built return no meshes for a backward
+                out = run(x)
+            if not case.foreign:
+                out.sum().backward()
+
+
+def _tasks(workload: Workload) -> str:
+    lines = []
+    for at, task in enumerate(workload.tasks):
+        touched = [
+            f"{kind} {' '.join(workload.units[unit].name for unit in units)}"
+            for kind, units in (("reads", task.reads), ("writes gradients of", task.writes))
+            if units
+        ]
+        lines.append(f"task {at:2}  {task.name:<20} {', '.join(touched)}".rstrip() + "\n")
+    return "".join(lines)
 
 
 def _diff(before: list[str], after: list[str]) -> str:
@@ -168,8 +240,14 @@ def _diff(before: list[str], after: list[str]) -> str:
 
 def _shown_now(shown: re.Match[str]) -> str:
     kind, case, first, direction, _ = shown.groups()
-    changes, plans = compiled(case)
-    return plans[first] if kind == "plan" else changes[first, direction]
+    now = compiled(case)
+    if kind == "error":
+        return "".join(f"{line}\n" for line in textwrap.wrap(now.error, 120))
+    missing = f"nothing, but {now.error}" if now.error else ""
+    if kind in ("plan", "tasks"):
+        return {"plan": now.plans, "tasks": now.tasks}[kind].get(first, missing)
+    change = now.changes.get((first, direction), missing)
+    return change if kind == "graph" else "".join(re.findall(r"^\+(.*\n)", change, flags=re.MULTILINE))
 
 
 def _numbered(text: str) -> str:
@@ -179,23 +257,31 @@ def _numbered(text: str) -> str:
 
 
 def test_the_graphs_are_those_of_today() -> None:
-    """Each difference and each plan on the page is what compiling its model gives."""
+    """Each difference, plan and error on the page is what compiling its model gives; sections that differ are named."""
     text = PAGE.read_text()
     new = SHOWN.sub(lambda shown: shown[0].removesuffix(f"{shown[5]}```") + f"{_shown_now(shown)}```", text)
     if os.environ.get("EXPECTTEST_ACCEPT"):
         PAGE.write_text(new)
     else:
-        shown, found = _numbered(text).split("\n"), _numbered(new).split("\n")
-        assert shown == found, "\n".join(difflib.unified_diff(shown, found, lineterm="", n=2))
+        shown, found = _numbered(text), _numbered(new)
+        differ = [name for name, section in _sections(found).items() if section != _sections(shown)[name]]
+        diff = difflib.unified_diff(shown.split("\n"), found.split("\n"), lineterm="", n=2)
+        assert shown == found, f"sections that differ: {' '.join(differ)}\n" + "\n".join(diff)
+
+
+def _sections(text: str) -> dict[str, str]:
+    """The text about each pass."""
+    before, *parts = SECTION.split(text)
+    return {"elsewhere": before, **dict(zip(parts[::2], parts[1::2], strict=True))}
 
 
 def test_each_pass_has_its_section() -> None:
-    """In the order of `PASSES`, with a difference that is not empty where the pass edits graphs."""
-    sections = re.split(r"^### ", PAGE.read_text().partition("## What each pass does")[2], flags=re.MULTILINE)[1:]
-    assert [section.split("\n")[0].strip("`") for section in sections] == [each.name for each in PASSES]
-    for each, section in zip(PASSES, sections, strict=True):
-        own = [shown for shown in SHOWN.finditer(section) if shown[1] == "plan" or shown[3] == each.name]
-        assert each.name in NOT_EDITING | BY_HAND or (own and all(shown[5].strip() for shown in own)), each.name
+    """In the order of `PASSES`, with what the pass does: a change, a plan, tasks, or an error that it raises."""
+    sections = _sections(PAGE.read_text())
+    assert list(sections)[1:] == [each.name for each in PASSES]
+    for name in list(sections)[1:]:
+        shown = [each[5] for each in SHOWN.finditer(sections[name])]
+        assert shown and all(each.strip() for each in shown), name
 
 
 # --- passes of a user's own -------------------------------------------------------------------------------------------
