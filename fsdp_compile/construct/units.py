@@ -26,6 +26,7 @@ from fsdp_compile.construct.prepare import (
 )
 from fsdp_compile.construct.wrap_policy import Ignored
 from fsdp_compile.core._torch import swap_wrapper
+from fsdp_compile.core.flat_param import group_by_dtype
 from fsdp_compile.core.inner_params import put_back, take_apart
 from fsdp_compile.core.ops import inner_tensors
 from fsdp_compile.core.settings import InitFn, warn_caller
@@ -104,7 +105,8 @@ def make_unit(model: nn.Module, prepared: PreparedUnit, ignored: Ignored, mixin:
             vars(buffer)["_fsdp_sent"] = True
     unit = None
     if has_data:
-        sections = divide_at_units(params, prepared.module)
+        kinds = group_by_dtype(params)
+        sections = [part for kind in kinds for part in divide(kind, prepared.module, prepared.device)]
         unit = Unit(sections, settings, device=prepared.device, on_meta=prepared.stays_on_meta)
     is_group = isinstance(prepared.module, ModuleGroup)
     sharded = list(prepared.module.children()) if is_group else [prepared.module]
@@ -125,49 +127,46 @@ def make_unit(model: nn.Module, prepared: PreparedUnit, ignored: Ignored, mixin:
         swap_class(module, mixin)
 
 
-# Note [A unit around other units has several flat parameters]
-# A model's own unit holds what is outside of its blocks: an embedding, which forward reads first, and a head, which it
-# reads last. In one flat parameter the head would be gathered before forward can begin, and its gradients, ready when
-# backward begins, would be reduced when it has ended; nothing hides either, and both may be larger than a block. So
-# what lies before, between and after the units inside, in the order of registration, has a flat parameter for itself,
-# if it is large enough to be worth a collective. Models may register an embedding and a head side by side: of several
-# parameters that are large, each has one, and what lies between them has another, as nothing says when it is read.
+# Note [A large unit has several flat parameters]
+# In one flat parameter the first product of a block would wait until all of the block is gathered, and the first
+# gradient of a block would wait for its last one: at the beginning of forward and at the end of backward nothing hides
+# that. A compiled graph gathers and reduces each flat parameter by itself, where it is needed, and launches neighbours
+# together where that costs nothing. So a unit is divided, in the order of registration, into parts of similar size,
+# each large enough to be worth a collective. A model's own unit is also divided where other units lie between, as
+# between an embedding, which forward reads first, and a head, which it reads last.
 # The unit stays one: outside of graphs all of it is gathered when the module's forward begins, and the module finds its
 # parameters wherever it reads them.
 
-_WORTH_A_COLLECTIVE = 2**22  # elements
+_PARTS = 4  # of a unit, about
 
 
-def divide_at_units(params: NamedParams, module: nn.Module) -> list[NamedParams]:
-    """Divide the parameters of a unit around other units where these lie between them, if both sections are large.
+def _worth_a_collective(device: torch.device) -> int:
+    """Elements that take some ten times as long to send as a collective takes to begin, on links that `device` has."""
+    return 2**18 if device.type == "cpu" else 2**22
 
-    Large parameters of one section are divided too.
-    """
-    if not any(sharding_of(each) for each in module.modules() if each is not module):
-        return [params]
+
+def divide(params: NamedParams, module: nn.Module, device: torch.device) -> list[NamedParams]:
+    """Divide parameters of one kind of a unit, which `module` owns, into those of its flat parameters."""
+    worth = _worth_a_collective(device)
+    large = max(worth, sum(param.numel() for _, param in params) / _PARTS)
     position = {name: index for index, (name, _) in enumerate(module.named_parameters())}
     sections: list[NamedParams] = [[]]
     numel = following = 0
+    owner = ""
     for name, param in params:
-        at = position.get(name, following)
-        if at > following and numel >= _WORTH_A_COLLECTIVE:
+        at, before = position.get(name, following), owner
+        owner = name.rpartition(".")[0]
+        is_end = numel >= large or (numel >= worth and (at > following or param.numel() >= large))
+        if is_end and (owner != before or param.numel() >= worth):
             sections.append([])
             numel = 0
         sections[-1].append((name, param))
         numel += param.numel()
         following = at + 1
-    if len(sections) > 1 and numel < _WORTH_A_COLLECTIVE:
+    if len(sections) > 1 and numel < worth:
         small = sections.pop()
         sections[-1] += small
-    return [part for section in sections for part in _divide_large(section)]
-
-
-def _divide_large(section: NamedParams) -> list[NamedParams]:
-    large = [(name, param) for name, param in section if param.numel() >= _WORTH_A_COLLECTIVE]
-    if len(large) < 2:
-        return [section]
-    small = [(name, param) for name, param in section if param.numel() < _WORTH_A_COLLECTIVE]
-    return [*([each] for each in large), *([small] if small else [])]
+    return sections
 
 
 # --- initial values ---------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import StateDictSettings
 from fsdp_compile.comm.groups import Stages
 from fsdp_compile.core._torch import current_backward, while_tracing
 from fsdp_compile.core.autograd import GradientReduction
-from fsdp_compile.core.flat_param import FlatParam, NamedParams, group_by_dtype
+from fsdp_compile.core.flat_param import FlatParam, NamedParams
 from fsdp_compile.core.layout import ShardRecord
 from fsdp_compile.core.ops import OF_ROOT, UNSHARD, UPDATES, VIEWS, NamedGroup, UnshardSpec, shard_order
 from fsdp_compile.core.settings import Settings
@@ -163,8 +163,8 @@ class Unit:
     """Parameters that are gathered, reduced and freed together.
 
     Args:
-        sections: each `(name, parameter)` pairs in full shape; no flat parameter spans two. Each parameter stays the
-            same object.
+        sections: for each flat parameter `(name, parameter)` pairs in full shape, of one kind (`group_by_dtype`). Each
+            parameter stays the same object.
         settings: the options of `fully_shard`.
         on_meta: whether the shard has no memory until `to_empty` gives it some.
         device: where the unit computes; None: where its parameters are.
@@ -195,8 +195,7 @@ class Unit:
             replica_group = self.replica_group and self.replica_group.name
             self.ranks = ShardRanks(self.group_name, shards, self.rank, replica_group, settings.groups.mesh)
         order = shard_order(self.stages) if shards > 1 else ()
-        kinds = [kind for section in sections for kind in group_by_dtype(section)]
-        self.flats = tuple(FlatParam(kind, self.ranks, order, stored, pin) for kind in kinds)
+        self.flats = tuple(FlatParam(section, self.ranks, order, stored, pin) for section in sections)
         self.params = [param for flat in self.flats for param in flat.params]  # indexed in this order everywhere
         self.names = [name for flat in self.flats for name in flat.layout.names]
         self.path = self.names[0]  # for errors; from the first forward on the path of the unit's module

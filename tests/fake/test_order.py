@@ -183,7 +183,7 @@ def test_a_root_reduces_what_is_ready_before_its_blocks(
 
     Then nothing but a view and a cast lies between product and collective, both where autograd ends with the root.
     """
-    monkeypatch.setattr(units, "_WORTH_A_COLLECTIVE", 1)
+    monkeypatch.setattr(units, "_worth_a_collective", lambda device: 1024)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 64, bias=False))
     for block in model[1:3]:
@@ -208,20 +208,17 @@ class SideBySide(nn.Module):
 
 
 def test_backward_gathers_nothing_of_a_root_that_ends_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Head and norm, which have flat parameters of their own, stay; the first gather of backward is a block's.
-
-    The norm's is small. Gathered again it would be what is prefetched, and the block's gather would wait behind it.
-    """
-    monkeypatch.setattr(units, "_WORTH_A_COLLECTIVE", 1024)
+    """Head and norm, which have a flat parameter of their own, stay; the first gather of backward is a block's."""
+    monkeypatch.setattr(units, "_worth_a_collective", lambda device: 1024)
     model = SideBySide()
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     run = torch.compile(model, backend=fsdp_compile_backend, fullgraph=True)
     forward, backward = programs(lambda: run(torch.arange(8)).square().mean())
-    assert sum(step.is_gather for step in forward.steps) == 5  # embedding, two blocks, norm, head
+    assert sum(step.is_gather for step in forward.steps) == 4  # embedding, two blocks, norm and head
     assert sum(step.is_gather for step in backward.steps) == 2
-    assert sum(step.is_reduce for step in backward.steps) == 5
+    assert sum(step.is_reduce for step in backward.steps) == 4
     kinds = [step.is_gather for step in backward.steps if step.is_gather or step.is_product]
     assert kinds[0]  # before the head's products, which hide it
 

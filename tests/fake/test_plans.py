@@ -100,18 +100,19 @@ def test_a_small_end_is_sent_with_the_other(rows: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("order", "flats"),
     [
-        (("blocks", "embedding", "norm", "head"), [["embedding"], ["head"], ["norm"]]),
-        (("embedding", "head", "blocks", "norm"), [["embedding"], ["head"], ["norm"]]),
+        (("blocks", "embedding", "norm", "head"), [["embedding"], ["norm", "head"]]),
+        (("embedding", "head", "blocks", "norm"), [["embedding"], ["head", "norm"]]),
         (("embedding", "blocks", "norm", "head"), [["embedding"], ["norm", "head"]]),
     ],
 )
 def test_ends_that_are_registered_side_by_side(
     monkeypatch: pytest.MonkeyPatch, order: tuple[str, ...], flats: list[list[str]]
 ) -> None:
-    """Around other units large parameters of one section have flat parameters of their own; without other units inside
-    there is one flat parameter, also where parameters between are ignored.
+    """Large parameters have flat parameters of their own, whether units lie between them, nothing, or what is ignored.
+
+    A small one goes with its neighbor.
     """
-    monkeypatch.setattr("fsdp_compile.construct.units._WORTH_A_COLLECTIVE", 2**7)
+    monkeypatch.setattr("fsdp_compile.construct.units._worth_a_collective", lambda device: 2**7)
 
     def build() -> nn.Module:
         parts = {"embedding": nn.Embedding(2**4, 2**3), "norm": nn.LayerNorm(2**3, bias=False)}
@@ -125,9 +126,36 @@ def test_ends_that_are_registered_side_by_side(
     assert names(fully_shard(build())) == flats
     model = build()
     ignored = {*model["blocks"].parameters()}  # type: ignore[index]  # a ModuleDict
-    in_order = [name for name in order if name != "blocks"]
-    assert names(fully_shard(model, auto_wrap_policy=None, ignored_params=ignored)) == [in_order]
-    assert len(names(fully_shard(build(), auto_wrap_policy=None))) == 1
+    assert names(fully_shard(model, auto_wrap_policy=None, ignored_params=ignored)) == flats
+
+
+class _Block(nn.Module):
+    """The norm has 8 elements; the others 60, 30, 28, 64 and 64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.norm = nn.Parameter(torch.zeros(3, 20)), nn.LayerNorm(4)
+        self.query, self.out = nn.Linear(4, 6), nn.Linear(6, 4)
+        self.up, self.down = nn.Linear(4, 16, bias=False), nn.Linear(16, 4, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("worth", "flats"),
+    [
+        (5, [["experts", "norm"], ["query", "out"], ["up"], ["down"]]),
+        (60, [["experts", "norm"], ["query", "out", "up"], ["down"]]),
+        (65, [["experts", "norm"], ["query", "out", "up", "down"]]),
+        (10**3, [["experts", "norm", "query", "out", "up", "down"]]),
+    ],
+)
+def test_a_large_block_has_several_flat_parameters(
+    monkeypatch: pytest.MonkeyPatch, worth: int, flats: list[list[str]]
+) -> None:
+    """About four of similar size, each worth a collective; a bias stays with its weight."""
+    monkeypatch.setattr("fsdp_compile.construct.units._worth_a_collective", lambda device: worth)
+    (unit,) = fully_shard(_Block(), auto_wrap_policy=None)._fsdp.units
+    found = [list(dict.fromkeys(name.split(".")[0] for name in names)) for _, names in unit.by_flat(unit.names)]
+    assert found == flats
 
 
 def test_a_slow_link_is_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None:
