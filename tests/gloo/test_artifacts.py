@@ -250,7 +250,8 @@ def _train_in_two_groups(rank: int, backend: str) -> None:
         dist.destroy_process_group(groups[index])
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=LATE)])
+@LATE
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_name_stands_for_the_group_of_its_rank(four: Ranks, backend: str) -> None:
     """Where ranks call different groups by one name, each model still communicates in its own: gradients are means over
     its ranks, also in graphs that come out of a cache folder which the ranks share.

@@ -103,9 +103,8 @@ def train(folder: Path, maker: str, ranks: int, **variables: str) -> list[dict[s
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-@pytest.mark.parametrize(
-    ("maker", "ranks", "graphs"), [(MODEL, 2, 2), pytest.param(STEP, 4, 4, marks=LATE)], ids=["model", "step"]
-)
+@LATE
+@pytest.mark.parametrize(("maker", "ranks", "graphs"), [(MODEL, 2, 2), (STEP, 4, 4)], ids=["model", "step"])
 def test_ranks_compile_nothing(tmp_path: Path, maker: str, ranks: int, graphs: int) -> None:
     """Both caches have every graph, forward, backward and updates, and the C++ compiler is asked for its version and
     its headers alone; under hybrid sharding too.

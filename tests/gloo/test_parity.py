@@ -55,7 +55,7 @@ def test_eager_on_four(four: Ranks, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=LATE if name in ("gpt", "mlp", "tied") else ()) for name in MODELS]
+    "name", [pytest.param(name, marks=LATE if name in ("gpt", "mlp", "tied", "conv") else ()) for name in MODELS]
 )
 def test_inductor_on_two(two: Ranks, name: str) -> None:
     """Two ranks that run plain `torch.compile` end where one unsharded process does."""

@@ -60,7 +60,7 @@ def figures(run: list[dict[str, float]], key: str) -> list[float]:
 
 every_script = pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name == "hybrid_clip_schedule" else pytest.mark.nightly) for name in SCRIPTS],
+    [pytest.param(name, marks=() if name == "lora_checkpointing" else pytest.mark.nightly) for name in SCRIPTS],
 )
 
 
