@@ -118,7 +118,8 @@ class GroupState:
                     return
                 if time.monotonic() > self.until:
                     raise
-                self.check()
+                if self.until == math.inf:  # else without the store, which may be that of a rank that has stopped
+                    self.check()
 
     def check(self) -> None:
         """In a wait that takes long, raise RuntimeError if another rank has begun something else."""

@@ -35,7 +35,7 @@ from fsdp_compile.passes.cost.roofline import chain_seconds, product_seconds
 Clock = Callable[[], float]
 
 SIZES = (1 << 14, 1 << 18, 1 << 21, 1 << 24, 1 << 27)  # bytes of what is gathered or reduced; the first two always
-_SOON = 0.005  # seconds of a call: if one took longer, the next size is left out
+_SOON = 0.005  # seconds of a call: if one took longer, the sizes behind the second are left out
 _NEAR = {"latency": 4.0, "bandwidth": 2.0, "speed": 2.0}  # by what factor figures of two runs may differ
 _SMALL_LATENCY = 2e-5  # seconds, below which differences do not matter
 _ANSWER = 60.0  # seconds that ranks wait for figures once they have met
@@ -94,14 +94,16 @@ def link_times(
         board.decide("meeting", f"rank {dist.get_rank()} has no memory for {sizes[-1]} bytes")
     _meet(board, ranks, limit)
     points, state = list[tuple[float, float]](), state_of(group)
-    state.until = time.monotonic() + limit
+    state.until, calls = time.monotonic() + limit, 8
     try:
         for size in sizes:
             part = full[: -(-size // 4 // ranks) * ranks]
-            seconds = _seconds_of_both(part, group, clock)
+            seconds = _seconds_of_both(part, group, clock, calls)
             points += [(part.nbytes * (1 - 1 / ranks), each) for each in seconds]
-            if board.decide(f"after {size}", "next" if max(seconds) < _SOON else "end") == "end":
+            is_slow = board.decide(f"after {size}", "next" if max(seconds) < _SOON else "end") == "end"
+            if is_slow and size > SIZES[0]:  # one size does not tell latency from bandwidth
                 break
+            calls = 3 if is_slow or size >= SIZES[1] else calls
     except RuntimeError as error:  # ranks that gave up may not go on: others would communicate something else
         raise RuntimeError(f"rank {dist.get_rank()}: expected all ranks to measure their link, but one came and then "
                            f"stopped; find out why it hangs ({error})") from error  # fmt: skip
@@ -121,11 +123,10 @@ def _meet(board: MessageBoard, ranks: int, limit: float) -> None:
         raise NotMeasured(outcome)
 
 
-def _seconds_of_both(full: Tensor, group: dist.ProcessGroup, clock: Clock) -> list[float]:
+def _seconds_of_both(full: Tensor, group: dist.ProcessGroup, clock: Clock, calls: int) -> list[float]:
     """Seconds of an all-gather that fills `full`, and of a reduce-scatter of it."""
     ranks, name = group.size(), group.group_name
     shard = full[: full.numel() // ranks].clone()
-    calls = 8 if full.nbytes <= SIZES[1] else 3
     return [
         _least_seconds(call, full.device, calls, clock)
         for call in (

@@ -162,6 +162,16 @@ def test_a_link_whose_speed_changes() -> None:
             dist.destroy_process_group()
 
 
+def test_a_slow_launch() -> None:
+    """Where a launch alone takes long, bandwidth is measured too."""
+    group = start(8, 0.01, 1e8)
+    try:
+        latency, bandwidth = measured_link(group, CPU, 1 << 24, 60.0, LINK.clock)
+        assert 0.008 < latency < 0.012 and 0.5e8 < bandwidth < 2e8
+    finally:
+        dist.destroy_process_group()
+
+
 def test_figures_of_the_run_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures near to those of the run before give way to them, so that a restart finds its compiled code."""
     monkeypatch.setattr(agreement, "cache_folder", lambda: tmp_path)
