@@ -39,7 +39,7 @@ def write(tmp_path: Path, scale: str = "[1.0]", width: int = 16) -> str:
 def test_two_systems_on_two_ranks(tmp_path: Path) -> None:
     """Each has a row with its figures, in the JSON and on the page; losses are the same."""
     asked = ["--systems", "eager,fsdp2", "--steps", "3", "--rounds", "2", "--batch", "3"]
-    out = {name: tmp_path / f"out.{name}" for name in ("json", "html")}
+    out = {name: tmp_path / f"out.{name}" for name in ("json", "html", "svg")}
     written = [text for name, path in out.items() for text in (f"--{name}", str(path))]
     assert main(["compare", write(tmp_path), "--device", "cpu", "--ranks", "2", *asked, *written]) == 0
     found = json.loads(out["json"].read_text())
@@ -48,7 +48,8 @@ def test_two_systems_on_two_ranks(tmp_path: Path) -> None:
     assert len(eager["losses"]) == 3 + 2 + 1 + 1 and fsdp2["apart"] < 1e-5
     assert all(row[name] > 0 for row in (eager, fsdp2) for name in ("peak", "predicted", "first", "low", "high"))
     assert eager["unit"] == "samples" and eager["speed"] == pytest.approx(6 / eager["step"])
-    assert out["html"].read_text().count("<svg") == 2
+    assert 0 < eager["waits"] < eager["high"] * 10 and fsdp2["waits"] is None
+    assert out["html"].read_text().count("<svg") == 2 and out["svg"].read_text().strip() in out["html"].read_text()
 
 
 def test_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
