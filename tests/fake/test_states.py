@@ -292,6 +292,37 @@ def test_a_backward_waits_for_reduces_of_its_own_root_only() -> None:
     assert all(unit.reduces_in_flight is copied._fsdp_runtime.reduces_in_flight for unit in units(copied))
 
 
+def test_as_many_reduces_are_in_flight_as_allowed() -> None:
+    """Two by default; the oldest is waited for when one more starts."""
+    found = {}
+    for limit in (1, None, 3, 9):
+        model: Any = nn.Module()
+        model.blocks = nn.Sequential(*(Residual(7, 9) for _ in range(6)))
+        model.forward = lambda x, blocks=model.blocks: blocks(x)
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        if limit is not None:
+            model.set_reduce_scatter_max_input_buffers(limit)
+        _failing_backward(model)
+        found[limit] = len(model._fsdp_runtime.reduces_in_flight)
+    assert found == {1: 1, None: 2, 3: 3, 9: 5}
+
+
+def test_fused_steps_count_versions() -> None:
+    """A fused step changes the version counters of parameters, which its kernels do not, sharded or not split; those of
+    other parameters stay."""
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        model, other = fully_shard(mlp(), sharding_strategy=ShardingStrategy[strategy]), nn.Linear(2, 2)
+        step(model)
+        other(torch.ones(1, 2)).sum().backward()
+        optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1, fused=True)
+        before = [param._version for group in optimizer.param_groups for param in group["params"]]
+        optimizer.step()
+        changed = [p._version > v for p, v in zip(optimizer.param_groups[0]["params"], before, strict=True)]
+        assert changed == [*(True for _ in model.parameters()), False, False], strategy
+
+
 class _Checkpointed(nn.Module):
     """Blocks, each a unit, within one checkpoint that is not reentrant."""
 
