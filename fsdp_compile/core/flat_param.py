@@ -133,10 +133,10 @@ class FlatParam:
             for param, part, spec in zip(self.params, self._splitter.split_all(self.shard), self.specs, strict=True):
                 set_local(param, part, spec, ShardedTensor)
             return
-        nothing = self.shard[self.shard.numel() :]
+        nothing, counted = self.shard[self.shard.numel() :], set(map(id, self._counted))
         for param, stored, shape in zip(self.params, self.split(self.shard), self.layout.shapes, strict=True):
             data = nothing.view(shape) if stored is None else stored
-            if any(param is each for each in self._counted):
+            if id(param) in counted:
                 replace_data(param, data)
             else:
                 share_memory(param, data)
