@@ -52,6 +52,7 @@ def test_two_systems_on_two_ranks(tmp_path: Path) -> None:
     assert out["html"].read_text().count("<svg") == 2 and out["svg"].read_text().strip() in out["html"].read_text()
 
 
+@pytest.mark.nightly
 def test_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A system that cannot do the model says why in its row, as FSDP2 of a parameter without dimensions. A forward that
     fails is one line.

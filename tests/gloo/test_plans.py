@@ -30,7 +30,7 @@ def _train(rank: int, how: Any, options: dict[str, str]) -> None:
     ("how", "options"),
     [
         pytest.param("auto", {"link": SLOW}, marks=LATE),
-        (True, {"link": FAR}),
+        pytest.param(True, {"link": FAR}, marks=LATE),
         pytest.param("auto", {"link": FAR}, marks=LATE),
         pytest.param(True, {"link": SLOW}, marks=LATE),
         pytest.param("auto", {"link": "h200", "device": "h200"}, marks=LATE),
