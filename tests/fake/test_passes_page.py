@@ -138,6 +138,7 @@ CASES = {
         sharding={"mesh": (2, 2), "sharding_strategy": ShardingStrategy.HYBRID_SHARD},
     ),
     "by_two": Case(lambda: Linears(1), nn.Sequential, sharding={"reshard_after_forward": 2}),
+    "stages": Case(lambda: Linears(1, 1), nn.Sequential, sharding={"reshard_after_forward": 2}),
     "mixed": Case(
         lambda: Linears(1),
         nn.Sequential,
