@@ -52,7 +52,7 @@ class Part:
     ratios: tuple[float, ...] = ()  # emulated link: communication over compute, one setting each
     rounds: int = 7  # how many turns each system has at each ratio
     steps: int = 3  # of a turn
-    looks: tuple[str, ...] = ()  # what else is measured: "calls", "copies", "memory"
+    looks: tuple[str, ...] = ()  # what else is measured: "calls", "copies", "memory", "gradients" (differ by how much)
 
 
 PEERS = ("unsharded", "fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_compiled")
@@ -90,9 +90,11 @@ PARTS = {
     ),
     "link_lora": Part("the same, 8 ranks, frozen with adapters", "link", "lora", PEERS, 8, ratios=(0.6,)),
     "link_foreign": Part(
-        "GPT, emulated link, 8 ranks, fp32: SimpleFSDP's graph, ordered by its authors' passes and by ours", "link",
-        "gpt", ("unsharded", "simple_fsdp", "simple_fsdp_ours", "simple_fsdp_ours:link", "ours_compiled"), 8,
-        ratios=(0.3, 0.6, 0.9), rounds=5, looks=("calls", "memory"),
+        "GPT, emulated link, 8 ranks, fp32: SimpleFSDP's graph, ordered by its authors' passes, Inductor's and ours",
+        "link", "gpt",
+        ("unsharded", "simple_fsdp", "simple_fsdp:overlap", "simple_fsdp_ours", "simple_fsdp_ours:overlap",
+         "simple_fsdp_ours:rule", "ours_compiled"),
+        8, ratios=(0.3, 0.6, 0.9), rounds=5, looks=("calls", "memory", "gradients"),
     ),
     "memory": Part(
         "GPT on 8 tokens, 64 ranks: parameters and gradients are all the memory there is", "link", "gpt_few_tokens",
@@ -143,6 +145,8 @@ def run(name: str, part: Part) -> dict[str, Any]:
         for look in part.looks:
             side.say(look)
             found[look] = side.ask(look)
+        if "gradients" in found:
+            found["gradients"] = differences(found["gradients"])
     if part.mode in ("gloo", "nccl"):
         check_losses({name: found["settings"][0]["systems"][name]["losses"] for name in side.running}, part.bf16)
     return found
@@ -223,6 +227,18 @@ def check_losses(losses: dict[str, Sequence[float]], bf16: bool) -> None:
         for number, (a, b) in enumerate(zip(losses[ours], found, strict=True)):
             if number < CHECKED and not abs(a - b) <= TOLERANCE[bf16] * abs(a):  # false for nan too
                 raise RuntimeError(f"step {number}: expected losses as of {ours}, {a}, found {b} of {name}")
+
+
+def differences(paths: dict[str, str]) -> dict[str, float]:
+    """By how much gradients of SimpleFSDP differ from those that its authors' passes give, relative to their norm."""
+    read = {name: torch.load(path) for name, path in paths.items() if name.startswith("simple_fsdp")}
+    expected = read["simple_fsdp"]
+
+    def most(found: list[torch.Tensor]) -> float:
+        pairs = zip(found, expected, strict=True)
+        return max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs)
+
+    return {name: most(found) for name, found in read.items()}
 
 
 def runnable(part: Part) -> str:

@@ -8,20 +8,32 @@ the authors choose them for Llama.
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._inductor.utils import get_gpu_dram_gbps
 from torch.utils.flop_counter import flop_registry
 
 from bench.systems import Prepared, Setup
-from fsdp_compile.passes.graph.costs import attention_flops
+from bench.systems.ours import measure
+from fsdp_compile.comm.collectives import STARTS
+from fsdp_compile.passes.cost.hardware import device
+from fsdp_compile.passes.graph.costs import attention_flops, group_size, node_seconds, size_of
 
-BUCKETS = "transformer_block_bucketing"
+BUCKETS, OVERLAP = "transformer_block_bucketing", "overlap"
+_DISTRIBUTED = "aten_distributed_optimizations"
+INDUCTOR: dict[str, Any] = {  # its passes that bucket and move collectives
+    "reorder_for_compute_comm_overlap": True,
+    f"{_DISTRIBUTED}.enable_overlap_scheduling": True,
+    f"{_DISTRIBUTED}.collective_bucketing": True,
+    f"{_DISTRIBUTED}.compute_estimator": "analytical",
+    f"{_DISTRIBUTED}.pre_bucketing_fsdp_collectives": False,  # into buckets for NCCL: here one, behind which all waits
+}
 
 
 def open_package(name: str) -> None:
@@ -70,7 +82,7 @@ def shard(model: nn.Module, setup: Setup) -> nn.Module:
 
 
 def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
-    """With its authors' passes."""
+    """With its authors' passes; the option "overlap" leaves them out and switches Inductor's own on."""
     sharded = shard(model, setup)
     from torchtitan.experiments.simple_fsdp.backend import get_compile_backend_with_passes
     from torchtitan.experiments.simple_fsdp.job_config import Compile
@@ -84,24 +96,59 @@ def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prep
     config.backend, config.enable = "inductor", True
     first, last = setup.ends
     backend = get_compile_backend_with_passes(config, True, [first, last, *setup.block_names])
-    compiled: Any = torch.compile(sharded, backend=backend, fullgraph=True)
-    return Prepared(sharded, compiled, scale=1 / setup.mesh.size())  # its gradients are sums over the ranks
+    return _prepared(sharded, setup, {"backend": backend}, PlannedForLink if setup.option == OVERLAP else Prepared)
 
 
 class PlannedForLink(Prepared):
-    """Compiled again for each link, with a plan for it."""
+    """Compiled again for each link; Inductor's overlap passes, if they are on, are told how fast it is."""
+
+    compiled: Callable[[], Any]
 
     def configured(self, link: str, batch: Sequence[Tensor]) -> None:
+        dist_opts: Any = torch._inductor.config.aten_distributed_optimizations
+        dist_opts.custom_runtime_estimation = partial(milliseconds, link)
+        measure(link, batch[0].device)
         torch._dynamo.reset()
-        options = {"link": link, "reshard_after_forward": True}
-        self.forward = torch.compile(self.model, fullgraph=True, backend="fsdp_compile", options=options)
+        self.forward = self.compiled()
         self.forward(*batch).backward()
         self.model.zero_grad()
 
 
 def ours(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
-    """Without its authors' passes; `backend="fsdp_compile"` orders its collectives, with the option "link" by time."""
-    sharded, planned = shard(model, setup), PlannedForLink if setup.option == "link" else Prepared
-    options = {"reshard_after_forward": True}  # as its authors' passes do
-    compiled: Any = torch.compile(sharded, backend="fsdp_compile", fullgraph=True, options=options)
-    return planned(sharded, compiled, scale=1 / setup.mesh.size())
+    """Without its authors' passes; `backend="fsdp_compile"` orders its collectives for the link that it measures.
+
+    The option "rule" plans nothing; "overlap" also switches Inductor's overlap passes on, as a user might.
+    """
+    options: dict[str, Any] = {"reshard_after_forward": True}  # as its authors' passes do
+    if setup.option == "rule":
+        options["link"] = None
+    compiling = {"backend": "fsdp_compile", "options": options}
+    return _prepared(shard(model, setup), setup, compiling, Prepared if setup.option == "rule" else PlannedForLink)
+
+
+def _prepared(sharded: nn.Module, setup: Setup, compiling: dict[str, Any], kind: type[Prepared]) -> Prepared:
+    if setup.option == OVERLAP:
+        answer_for_bandwidth()
+        for name, value in INDUCTOR.items():
+            if hasattr(torch._inductor.config, name):
+                setattr(torch._inductor.config, name, value)
+        dist_opts: Any = torch._inductor.config.aten_distributed_optimizations
+        dist_opts.custom_runtime_estimation = partial(milliseconds, "custom:0,1e18")  # until there is a link
+
+    def compiled() -> Any:
+        return torch.compile(sharded, fullgraph=True, **compiling)
+
+    prepared = kind(sharded, compiled(), scale=1 / setup.mesh.size())  # its gradients are sums over the ranks
+    if isinstance(prepared, PlannedForLink):
+        prepared.compiled = compiled
+    return prepared
+
+
+def milliseconds(link: str, node: fx.Node, size: int | None = None) -> float | None:
+    """What Inductor's overlap pass asks for: how long a node takes, with collectives on the link of that name."""
+    if node.target not in STARTS:
+        return 1e3 * node_seconds(node, device("cpu"))
+    latency, bandwidth = map(float, link.removeprefix("custom:").split(","))
+    ranks = group_size(node)
+    nbytes = max(size or 0, *map(size_of, (node, *node.all_input_nodes)))
+    return 1e3 * (latency + nbytes * (ranks - 1) / ranks / bandwidth)

@@ -35,6 +35,8 @@ ALL_GATHER_COALESCED = OPERATORS.all_gather_into_tensor_coalesced.default
 REDUCE_SCATTER_COALESCED = OPERATORS.reduce_scatter_tensor_coalesced.default
 ALL_REDUCE = OPERATORS.all_reduce.default
 ALL_REDUCE_IN_PLACE = OPERATORS.all_reduce_.default  # for graphs after autograd, on a buffer that nothing else reads
+ALL_REDUCE_COALESCED = OPERATORS.all_reduce_coalesced.default
+BROADCAST = OPERATORS.broadcast.default
 WAIT = OPERATORS.wait_tensor.default
 GROUP_ARGUMENT = {  # of the operators that start a collective: where the group stands
     ALL_GATHER: 2,
@@ -45,6 +47,8 @@ GROUP_ARGUMENT = {  # of the operators that start a collective: where the group 
     ALL_REDUCE_IN_PLACE: 2,
     ALL_GATHER_COALESCED: 2,
     REDUCE_SCATTER_COALESCED: 3,
+    ALL_REDUCE_COALESCED: 2,
+    BROADCAST: 2,
 }
 STARTS = tuple(GROUP_ARGUMENT)
 COALESCED = {ALL_GATHER: ALL_GATHER_COALESCED, REDUCE_SCATTER: REDUCE_SCATTER_COALESCED}  # one launch of several

@@ -160,10 +160,11 @@ def read_plan(table: Table, workload: Workload, budget: int | None) -> tuple[Pla
 
 
 def shape_of(workload: Workload, config: CompileConfig, *others: object) -> str:
-    """All that plans depend on beside seconds, and bytes that batches decide."""
-    tasks = [(task.name, task.reads, task.writes, task.reduced, task.updates) for task in workload.tasks]
-    names = "name", "gathered", "packed", "keep_unsharded", "module", "may_prefetch"
-    units = list(map(attrgetter(*names), workload.units)), [unit.arrives is None for unit in workload.units]
+    """All that plans depend on beside seconds of tasks, and bytes that batches, or what a rank pads, decide."""
+    tasks = [(task.reads, task.writes, task.reduced, task.updates) for task in workload.tasks]
+    names = "name", "gather", "reduce", "replicate", "keep_unsharded", "module"
+    prefetched = [(unit.may_prefetch, unit.arrives is None) for unit in workload.units if config.update is not None]
+    units = list(map(attrgetter(*names), workload.units)), prefetched
     step = workload.backward, workload.forward, workload.can_coalesce
     chosen = config.link, config.device, config.budget, config.file_contents, config.update
     text = repr((tasks, units, step, chosen, others, hash_of_sources()))

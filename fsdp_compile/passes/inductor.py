@@ -9,7 +9,7 @@ torch.compile(model, backend="fsdp_compile")   the same hooks and settings, for 
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import cache, partial
 from typing import Any
@@ -47,7 +47,7 @@ from fsdp_compile.passes.measure import NotMeasured, measured_link, measured_spe
 from fsdp_compile.passes.pipeline import GraphContext, Pass, Stage, check_passes, enabled, log, run_passes
 from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.post_grad import in_place_grads, lower_collectives, order, plan_pass
-from fsdp_compile.passes.post_grad.foreign import reshard_after_forward, tag_collectives
+from fsdp_compile.passes.post_grad.foreign import Sent, communicated, reshard_after_forward, tag_collectives
 
 PASSES = (
     Pass("insert_collectives", "joint", insert_collectives.insert_collectives),
@@ -76,6 +76,8 @@ PASSES = (
     Pass("pin_order", "post_grad", order.pin_order),
 )
 """What is done to a graph, in order, which docs/compiling.md explains."""
+
+SOON = 60.0  # seconds that the ranks of another sharding's graph wait for each other to measure: no plan depends on it
 
 _HOOKS: dict[str, Stage] = {"joint_custom_post_pass": "joint", "post_grad_custom_post_pass": "post_grad"}
 _AFTER_FUSION = "_post_fusion_custom_pass"
@@ -136,9 +138,8 @@ def backend(
     check_passes(passes)
 
     def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        known = for_graph(config, gm.graph) if is_ours(gm.graph, MARKERS) else config
         try:
-            return compile_with(gm, example_inputs, tuple(passes), known)
+            return compile_with(gm, example_inputs, tuple(passes), for_graph(config, gm.graph))
         except InductorError as error:
             if isinstance(error.inner_exception, Refused):  # which Inductor wraps only where its caches are off
                 raise error.inner_exception from None
@@ -190,52 +191,64 @@ class Refused(ShortenTraceback, PlanError):
 def for_graph(config: CompileConfig, graph: fx.Graph) -> CompileConfig:
     """The configuration for a graph that Dynamo has traced: "auto" gives way to the link that its ranks measure.
 
-    Loads artifacts too, or waits for the rank that makes them, once the link is known.
+    Loads artifacts too, or waits for the rank that makes them, once the link is known. A graph that communicates
+    nothing has nothing to plan.
 
     Raises:
         Refused: nothing can be measured, and the configuration has an option that needs a link.
     """
-    if config.link == AUTO:
+    are_ours = is_ours(graph, MARKERS)
+    sent = list((_of_units if are_ours else communicated)(graph))
+    if config.link == AUTO and (sent or are_ours):
+        limit = config.check_ranks_timeout if are_ours else min(config.check_ranks_timeout, SOON)
         try:
             link_here, device_here = None, None
-            if config.artifacts is None:  # they were compiled where there was no link
-                link_here, device_here = _measured(config, graph)
+            if config.artifacts is None and _needs_link(config, graph):  # those were compiled where there was no link
+                link_here, device_here = _measured(sent, config.device, limit)
+            if link_here is not None and not are_ours:
+                link_here += f";={link_here.split(';')[0].partition('=')[2]}"  # for a group that nobody has seen
             config = replace(config, link=link_here, device=device_here)
         except ValueError as error:
             raise Refused(f"{error}; the ranks could not measure one") from None
-    if config.artifacts is not None:
+    if are_ours and config.artifacts is not None:
         load_folder(config.artifacts)
-    if config.share_artifacts:
+    if are_ours and config.share_artifacts:
         share_artifacts(config.check_ranks_timeout)
     return config
 
 
-def _measured(config: CompileConfig, graph: fx.Graph) -> tuple[str | None, str | None]:
+def _of_units(graph: fx.Graph) -> Iterator[Sent]:
+    """What sharded units communicate."""
+    for node in graph.find_nodes(op="call_function", target=UNSHARD):
+        spec, shard = UnshardSpec.parse(node.args[-1]), node.args[0].meta["example_value"]
+        nbytes = spec.layout.numel * (spec.compute_dtype or shard.dtype).itemsize if spec.is_sharded else 0
+        for named in (*spec.groups, *filter(None, [spec.replicas])):
+            if named.size > 1:
+                yield Sent(named.name, shard.device, nbytes)
+
+
+def _measured(sent: Sequence[Sent], device_named: str | None, limit: float) -> tuple[str | None, str | None]:
     """Link and device as ranks have measured them; None where nothing can be measured or a device has a file."""
-    calls: list[Any] = list(graph.find_nodes(op="call_function", target=UNSHARD))
-    specs = [UnshardSpec.parse(node.args[-1]) for node in calls]
-    shards = [node.args[0].meta["example_value"] for node in calls]
-    groups = {named.name: named for spec in specs for named in (*spec.groups, *filter(None, [spec.replicas]))}
-    sharded = [(spec, shard) for spec, shard in zip(specs, shards, strict=True) if spec.is_sharded]
-    if not sharded or (device_here := sharded[0][1].device).type not in ("cpu", "cuda"):
+    largest = max(sent, key=lambda each: each.nbytes, default=None)
+    if largest is None or not largest.nbytes or largest.device.type not in ("cpu", "cuda"):
         return None, None
-    if _follows_file(config) and not any(spec.reshard_after_forward is None for spec, _ in sharded):
-        return None, None
-    largest = max(spec.layout.numel * (spec.compute_dtype or shard.dtype).itemsize for spec, shard in sharded)
     try:
         with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
-            figures = {name: measured_link(group_named(name), device_here, largest, config.check_ranks_timeout)
-                       for name, group in groups.items() if group.size > 1}  # fmt: skip
-            return measured_text(figures), config.device or _measured_device(device_here)
+            figures = {name: measured_link(group_named(name), largest.device, largest.nbytes, limit)
+                       for name in dict.fromkeys(each.group for each in sent)}  # fmt: skip
+            return measured_text(figures), device_named or _measured_device(largest.device)
     except NotMeasured as reason:
         _log_once(f"link='auto': collectives follow a fixed rule, as nothing was measured: {reason}")
         return None, None
 
 
-def _follows_file(config: CompileConfig) -> bool:
-    """Whether a file has the plan and nothing else needs a link."""
+def _needs_link(config: CompileConfig, graph: fx.Graph) -> bool:
+    """Whether something is planned: no file has the plan, or units or an option need a link beside it."""
     others = config.budget, config.device, config.profile, config.update
-    return config.plan is not None and config.activations in ("keep", "recompute") and others == (None,) * 4
+    if config.plan is None or config.activations not in ("keep", "recompute") or others != (None,) * 4:
+        return True
+    specs = (UnshardSpec.parse(node.args[-1]) for node in graph.find_nodes(op="call_function", target=UNSHARD))
+    return any(spec.is_sharded and spec.reshard_after_forward is None for spec in specs)
 
 
 def _measured_device(here: torch.device) -> str | None:
@@ -301,7 +314,8 @@ class Pipeline(CustomGraphPass):
         self, passes: Sequence[Pass], stage: Stage, config: CompileConfig, previous: Any = None, others: bool = False
     ) -> None:
         self.passes = tuple(each for each in passes if each.stage == stage)
-        config = replace(config, link=None) if config.link == AUTO else config  # of a graph that nobody has seen
+        if config.link == AUTO:  # of a graph that nobody has seen, or that communicates nothing
+            config = replace(config, link=None, device=None, budget=None, activations="keep", profile=None)
         self.stage, self.config, self.previous, self.others = stage, config, previous, others
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -312,7 +326,7 @@ class Pipeline(CustomGraphPass):
         if not is_planned and self.others and self.stage == "joint" and config.reshard_after_forward:
             reshard_after_forward(graph)
         elif not is_planned and self.others and self.stage == "post_grad":
-            in_flight = tag_collectives(graph)
+            in_flight = tag_collectives(graph, config.link)
             is_planned = in_flight is not None
             if config.reduces_in_flight == 1:  # counts units, and here each parameter is one
                 config = replace(config, reduces_in_flight=in_flight)

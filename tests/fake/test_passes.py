@@ -317,7 +317,8 @@ def test_nothing_else_in_the_process_changes() -> None:
 @pytest.mark.parametrize("backend", ["inductor", fsdp_compile_backend])
 def test_nobody_else_moves_our_collectives(backend: Any) -> None:
     """Inductor's own ways to move, fuse and replace collectives are off in forward and backward of sharded models,
-    also if the process, or the options of this compilation, switch them on; for other models they stay on.
+    also if the process, or the options of this compilation, switch them on; and in all that `backend="fsdp_compile"`
+    compiles, such as models of another sharding. For other models they stay on.
     """
     seen: list[dict[str, Any]] = []
     see = Recorder(lambda _: seen.append({name: getattr(inductor_config, name) for name in switched_off()}))
@@ -328,6 +329,8 @@ def test_nobody_else_moves_our_collectives(backend: Any) -> None:
         assert seen == [switched_off()] * 2
         step(torch.compile(small()), X)
         assert seen[2:] == [on] * 2
+        step(torch.compile(small(), backend=fsdp_compile_backend), X)
+        assert seen[4:] == [switched_off()] * 2
         assert {name: getattr(inductor_config, name) for name in on} == on
 
 

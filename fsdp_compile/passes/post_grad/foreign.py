@@ -1,32 +1,48 @@
 """Collectives of another sharding, such as SimpleFSDP's DTensors or a functional all-reduce: tagged as ours are.
 
 A tag is all that the planner needs: it then places these launches and waits as it places those of sharded units. Where
-a collective's part in the graph is not clear, it has no tag and stays where it is.
+a collective's part in the graph is not clear, it has no tag and stays where it is. Graphs that send from one rank to
+another stay as they are: ranks have different ones on purpose, and would plan them differently.
 """
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
-from torch import fx
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fsdp_compile.comm._torch import OPERATORS, group_named
 from fsdp_compile.comm.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, STARTS, WAIT
-from fsdp_compile.passes._torch import direction
+from fsdp_compile.comm.groups import shared_name
+from fsdp_compile.passes._torch import direction, size_hint, tree_leaves
 from fsdp_compile.passes.graph.analyze import set_policy, with_ancestors
 from fsdp_compile.passes.graph.nodes import Tag, block_path, derived, is_product, is_pure, set_tag
 
 
-def tag_collectives(graph: fx.Graph) -> int | None:
+def tag_collectives(graph: fx.Graph, link: str | None = None) -> int | None:
     """Tag the gathers of parameters and the reduces of gradients in a graph that another sharding has made.
 
     A gather of parameters sends what is computed from inputs of the graph alone, such as a cast of one. After a reduce
-    of gradients comes no matrix product and no other reduce but that over replicas. Rank 0 prints what was found.
+    of gradients comes no matrix product and no other reduce but that over replicas. Rank 0 prints what was found, and
+    for which `link` it is ordered; each text once.
 
     Returns:
         How many reduces may be in flight so that those of two blocks are; None: nothing was tagged.
     """
-    starts = [node for node in graph.nodes if node.target in STARTS]
+    starts = [node for node in graph.nodes if getattr(node.target, "namespace", "") == OPERATORS.name]
+    starts = [node for node in starts if node.target is not WAIT]
+    if unknown := [str(node.target).split(".")[1] for node in starts if node.target not in STARTS]:
+        _say(f"{direction()} graph of another sharding: it has {unknown[0]}, so it is left as it is")
+        return None
+    if not starts:
+        _say(f"{direction()} graph without collectives: there is nothing to order")
+        return None
     gathers = [start for start in starts if start.target is ALL_GATHER and _sends_an_input(start)]
     reduces = [start for start in starts if start.target in (REDUCE_SCATTER, ALL_REDUCE) and _ends_in_outputs(start)]
     outputs = set(graph.output_node().all_input_nodes)
@@ -40,12 +56,51 @@ def tag_collectives(graph: fx.Graph) -> int | None:
         reshard = outputs.isdisjoint((wait, *derived(wait)))
         for node, kind in zip((start, wait), kinds, strict=True):
             set_tag(node, Tag(kind, unit, path, reshard))  # type: ignore[arg-type]  # a literal
-    if starts and (not dist.is_initialized() or dist.get_rank() == 0):
-        others = len(starts) - len(gathers) - len(reduces)
-        found = f"{len(gathers)} all-gathers of parameters, {len(reduces)} reduces of gradients"
-        print(f"fsdp_compile: {direction()} graph of another sharding: {found}: ordered; {others} other collectives: "
-              f"left in place", file=sys.stderr)  # fmt: skip
+    found = f"{len(gathers)} all-gathers of parameters, {len(reduces)} reduces of gradients"
+    how = f"ordered for {link.partition(';=')[0]}" if link else "ordered by a rule"
+    _say(f"{direction()} graph of another sharding: {found}: {how if of_blocks else 'nothing to order'}; "
+         f"{len(starts) - len(gathers) - len(reduces)} other collectives: left in place")  # fmt: skip
     return max(1, 2 * max(of_blocks.values())) if of_blocks else None
+
+
+@cache
+def _say(text: str) -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:
+        print(f"fsdp_compile: {text}", file=sys.stderr)
+
+
+class Sent(NamedTuple):
+    """What a graph communicates: the shared name of the group, where the tensor is, and bytes of the whole tensor."""
+
+    group: str
+    device: torch.device
+    nbytes: int
+
+
+def communicated(graph: fx.Graph) -> Iterator[Sent]:
+    """What a graph of Dynamo's communicates, as far as it can be told there.
+
+    A DTensor communicates in the dimensions of its mesh that shard it; and, where it is trained, in those that
+    replicate it. Graphs within the graph count too.
+    """
+    within = graph.owning_module.modules() if graph.owning_module is not None else ()
+    for node in (node for each in within if isinstance(each, fx.GraphModule) for node in each.graph.nodes):
+        value = node.meta.get("example_value")
+        if isinstance(value, DTensor):
+            mesh, is_trained = value.device_mesh, value.requires_grad and torch.is_grad_enabled()
+            for dim, placement in enumerate(value.placements):
+                if mesh.size(dim) > 1 and (is_trained or not isinstance(placement, Replicate)):
+                    yield Sent(shared_name(mesh.get_group(dim)), value.device, _nbytes(value))
+        elif str(node.target).startswith(OPERATORS.name) and node.args and isinstance(node.args[-1], str):
+            values = tree_leaves([each.meta.get("example_value") for each in (node, *node.all_input_nodes)])
+            tensors = [leaf for leaf in values if isinstance(leaf, Tensor)]
+            if tensors:
+                group = group_named(node.args[-1])
+                yield Sent(shared_name(group), tensors[0].device, max(map(_nbytes, tensors)))
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return size_hint(tensor.numel()) * tensor.element_size()
 
 
 def reshard_after_forward(graph: fx.Graph) -> None:
@@ -61,12 +116,19 @@ def _has_one_wait(start: fx.Node) -> bool:
 
 
 def _sends_an_input(start: fx.Node) -> bool:
-    """Whether a plan may move `start` together with all that it is computed from."""
+    """Whether a plan may move `start` together with all that it is computed from: inputs that nothing writes to."""
     moved = set(with_ancestors([start]))
     computed = moved - {start}
-    return _has_one_wait(start) and all(
-        is_pure(node) and not is_product(node) and moved.issuperset(node.users) for node in computed
+    inputs = {each for node in moved for each in node.all_input_nodes} - moved
+    return (
+        _has_one_wait(start)
+        and all(is_pure(node) and not is_product(node) and moved.issuperset(node.users) for node in computed)
+        and not any(_writes(user) for each in inputs for user in each.users)
     )
+
+
+def _writes(node: fx.Node) -> bool:
+    return getattr(node.target, "_schema", None) is not None and node.target._schema.is_mutable  # type: ignore[union-attr]  # an operator
 
 
 def _ends_in_outputs(start: fx.Node) -> bool:

@@ -51,13 +51,13 @@ def order(context: GraphContext) -> None:
     begins = info.prologue[: next((i + 1 for i, n in enumerate(info.prologue) if n.target in STARTS), 0)]
     later = set(info.prologue) - set(begins)
     ordered: dict[fx.Node, None] = dict.fromkeys(begins)
-    for task, steps in zip([*info.tasks, info.tail], steps_before, strict=True):
+    ends = list(chain.from_iterable(reduce.end for reduce in info.reduces.values()))
+    for task, steps in zip([*info.tasks, [*ends, *info.tail]], steps_before, strict=True):
         for nodes in (*(_nodes_of(step, info, ahead) for step in steps), task):
             if not later.isdisjoint(chain.from_iterable(node.all_input_nodes for node in nodes)):
                 ordered.update(dict.fromkeys(info.prologue))
             ordered.update(dict.fromkeys(nodes))
     ordered.update(dict.fromkeys(info.prologue))
-    ordered.update(dict.fromkeys(chain.from_iterable(reduce.end for reduce in info.reduces.values())))
     output = context.graph.output_node()
     for node in ordered:
         output.prepend(node)
@@ -71,7 +71,9 @@ def _nodes_of(step: Step, info: GraphInfo, ahead: Mapping[str, list[fx.Node]]) -
     collectives = [by_unit[name] for name in step.units]
     of_units = [each.start if step.kind in ("gather", "reduce") else each.wait for each in collectives]
     stages = [info.gathers[name].first + ahead.get(name, []) for name in step.units if step.kind == "gather"]
-    return [*chain(*stages), *chain(*(nodes[:-1] for nodes in of_units)), *(nodes[-1] for nodes in of_units)]
+    is_wait = step.kind in ("wait", "wait_reduce")  # which comes first, before what reads it if there is any
+    before = (nodes[:-1] or (nodes if is_wait else []) for nodes in of_units)
+    return [*chain(*stages), *chain(*before), *(nodes[-1] for nodes in of_units)]
 
 
 def check_order(context: GraphContext) -> None:
@@ -146,9 +148,10 @@ def pin_order(context: GraphContext) -> None:
     if tagged(context.graph, "gather", "reduce", "defer_reduce"):
         events = list(filter(_is_event, context.graph.nodes))
         dependencies = {
-            # on a call that returns several tensors: on the first of them, which comes next
-            after: OrderedSet([before.next if isinstance(before.meta["val"], list) else before])
+            after: OrderedSet([result])
             for before, after in pairwise(events)
+            # of a call that returns several tensors: the first of them
+            if (result := min(before.users) if isinstance(before.meta["val"], list) else before) < after
         }
         preserve_node_ordering(context.graph, dependencies)
 
@@ -186,18 +189,21 @@ def _is_event(node: fx.Node) -> bool:
 def check_ranks(context: GraphContext) -> None:
     """Put `fsdp_flat::check_ranks` at the start of the graph (Note [Why ranks compare before the first collective])."""
     graph = context.graph
-    starts = [node for node in tagged(graph, "gather", "reduce", "maximum") if node.target in STARTS]
-    if not starts:
+    planned = [node for node in tagged(graph, "gather", "reduce", "maximum") if node.target in STARTS]
+    if not planned:
         return
-    names: list[str] = [start.args[GROUP_ARGUMENT[start.target]] for start in starts]  # type: ignore[misc,index]  # fx arguments are untyped
-    groups = list(dict.fromkeys(names))
+    starts = [node for node in graph.nodes if node.target in STARTS]
+    names: list[str] = [start.args[GROUP_ARGUMENT[start.target]] for start in starts]
+    groups, programs = list(dict.fromkeys(names)), dict(zip(planned, _local_programs(planned), strict=True))
     lines = []
-    for start, name, program in zip(starts, names, _local_programs(starts), strict=True):
-        values = [sent.meta["val"] for sent in _sent(start)]
-        sizes = " + ".join(str(value.numel() * value.element_size()) for value in values)
-        dtype = str(values[0].dtype).removeprefix("torch.")
-        lines.append(f"{get_tag(start)}, {sizes} bytes of {dtype}, group {groups.index(name)}{program}")
-    first = _sent(starts[0])[0]
+    for start, name in zip(starts, names, strict=True):
+        line = f"{start.target} of the model itself"  # of a size that ranks may choose, such as rows for experts
+        if start in programs:
+            values = [sent.meta["val"] for sent in _sent(start)]
+            sizes = " + ".join(str(value.numel() * value.element_size()) for value in values)
+            line = f"{get_tag(start)}, {sizes} bytes of {str(values[0].dtype).removeprefix('torch.')}"
+        lines.append(f"{line}, group {groups.index(name)}{programs.get(start, '')}")
+    first = _sent(planned[0])[0]
     arguments = ("\n".join(lines), groups, context.config.check_ranks_timeout, first.meta["val"].device)
     _put_first(graph, "check_ranks", ops.CHECK_RANKS, arguments, first)
 
