@@ -58,6 +58,7 @@ def compare(group: dist.ProcessGroup, text: str, timeout: float, subject: Subjec
     this_round = _Round(group, f"a comparison, {subject.name}: {', '.join(text.splitlines()[:2])}")
     error = this_round.verdict(text, limit_in(group, timeout), subject)
     if error is not None:
+        state_of(group).forget()
         raise RuntimeError(error)
 
 
@@ -72,8 +73,18 @@ def compare_in_groups(pairs: Sequence[tuple[dist.ProcessGroup, str]], timeout: f
             compare(group, text, timeout, subject)
         except RuntimeError as error:
             for following, _ in rest:
+                state_of(following).forget()
                 _Round(following).board.decide("outcome", str(error))
             raise
+
+
+def follow(pairs: Sequence[tuple[dist.ProcessGroup, str]], timeout: float, subject: Subject) -> None:
+    """This rank begins what the texts name: `compare_in_groups`, where it is not what ranks expect of each other.
+    See Note [What ranks foretell of each other].
+    """
+    new = [(group, text) for group, text in pairs if not state_of(group).foretold(text)]
+    if new:
+        compare_in_groups(new, timeout, subject)
 
 
 def exists(group: dist.ProcessGroup) -> bool:

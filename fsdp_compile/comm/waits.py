@@ -7,14 +7,21 @@ under their numbers, unless another rank has written there before:
     fsdp_flat/waits/error/<n>   two ranks have begun different things, for the n-th time: all that wait raise this once
 
 So ranks that do not wait pay for a note, and a slow rank is never taken for one that does something else.
+
+Note [What ranks foretell of each other]
+Collectives of one size match whatever they are for, so nobody waits for long where ranks run different units, graphs or
+models that are alike: each reads values of the other. So each rank remembers the passes and graphs that have begun in a
+group, and expects what followed when it last did the same. All ranks have begun the same until now, hence expect the
+same. Who does something else asks the others before it communicates, and waits; if all do it, they go on.
 """
 
 import math
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -24,6 +31,7 @@ from fsdp_compile.comm._torch import store_of
 
 LONG = timedelta(seconds=2)
 """After this time a wait begins to look for a difference; then it looks again and again."""
+_REMEMBERED = 4096  # of what began in a group: more than a step that repeats has
 _NOTES = 8  # that a long wait writes: more than a rank may have begun beside what it waits for
 
 
@@ -84,6 +92,7 @@ class GroupState:
             nobody has asked (Note [What gloo copies]).
         rounds: how many comparisons were begun, the same number on all ranks.
         agreed: the texts of graphs on which all ranks agreed, and how notes name the graphs.
+        models: of roots, and of their flat parameters, which one of those that were compared here it is, from 1.
         link: latency and bandwidth as its ranks measured them, or the reason why not; None: nobody has asked.
         until: when waits fail, by `time.monotonic`, if the group does not let them fail before.
     """
@@ -93,6 +102,10 @@ class GroupState:
         self.senders: tuple[dist.BroadcastOptions, ...] | None = None
         self.rounds, self.agreed = 0, dict[str, str]()
         self.link: dict[str, Any] | None = None
+        self.models: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._numbered = 0
+        self._events: deque[str] = deque(maxlen=_REMEMBERED)
+        self._period = 1  # how many events ago ranks last did the same
         self.until = math.inf
         self._group = weakref.ref(group)
         self._begun = self._errors = 0  # collectives begun here, and errors raised that the group was told
@@ -105,6 +118,24 @@ class GroupState:
         """
         self._begun += 1
         self._last.append((kind, what, words))
+
+    def number_model(self, parts: Iterable[Any]) -> None:
+        """Give the parts of a model, which ranks have compared here, its number."""
+        self._numbered += 1
+        self.models.update(dict.fromkeys(parts, self._numbered))
+
+    def foretold(self, event: str) -> bool:
+        """Note that `event` begins; whether all ranks expect it (Note [What ranks foretell of each other])."""
+        events, period = self._events, self._period
+        expected = len(events) >= period and events[-period] == event
+        events.append(event)
+        if not expected:
+            self._period = _period(list(reversed(events)))
+        return expected
+
+    def forget(self) -> None:
+        """Forget what has begun: this rank has failed, and so will the others."""
+        self._events.clear()
 
     def wait(self, work: dist.Work) -> None:
         """Wait for `work`. RuntimeError if it fails, or if ranks are seen to have begun different things."""
@@ -127,6 +158,7 @@ class GroupState:
         if error:
             for state in list(_states.values()):  # for ranks that wait for this one in other groups
                 state.tell(error)
+            self.forget()
             raise RuntimeError(error)
 
     def tell(self, error: str) -> None:
@@ -168,6 +200,18 @@ class GroupState:
             if key != f"{kind} {what}":
                 return board.decide(self._error, _different(other, theirs, rank, mine))
         return None
+
+
+def _period(newest_first: list[str]) -> int:
+    """How far back the longest repetition of the newest events lies; if there is none, all of them repeat."""
+    found, longest = len(newest_first), 0
+    for period, event in enumerate(newest_first):
+        if period and event == newest_first[0]:
+            pairs = zip(newest_first[1:32], islice(newest_first, period + 1, None), strict=False)
+            length = 1 + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if length > longest:
+                found, longest = period, length
+    return found
 
 
 def _different(other: str, theirs: str, rank: int, mine: str) -> str:

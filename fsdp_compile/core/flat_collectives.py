@@ -3,12 +3,10 @@
     all_gather_flat    shard [n]            ->  full [n * ranks]     through `groups` in order
     start_average      packed [n * ranks]   ->  mean [n]             through `groups` in reverse, then the replicas
 
-The eager runtime calls both; they are also the bodies of `fsdp_flat::unshard` and `fsdp_flat::reduce_grads`, for graphs
-that no pass of ours has expanded.
+The eager runtime calls both, and the bodies of `fsdp_flat::unshard` and `fsdp_flat::reduce_grads` (eager/order.py).
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from math import prod
 from typing import NamedTuple
 
@@ -17,8 +15,7 @@ from torch import Tensor
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.direct import take
-from fsdp_compile.core.ops import NamedGroup, UnshardSpec
-from fsdp_compile.core.settings import warn_caller
+from fsdp_compile.core.ops import NamedGroup
 
 
 def all_gather_flat(shard: Tensor, groups: Sequence[NamedGroup], dtype: torch.dtype | None = None) -> Tensor:
@@ -145,33 +142,3 @@ def gradient_divide_factors(ranks: float) -> tuple[float, float]:
     while ranks % before == 0 and ranks / before > before:
         before *= 2
     return float(before), ranks / before
-
-
-@cache
-def _warn_of_other_backend() -> None:
-    warn_caller(
-        "a graph of a sharded model runs without the passes of fsdp_compile, as with backend='aot_eager' or 'eager': "
-        "what its forward gathers stays in memory until backward, and no communication is hidden; to save memory and "
-        "time, compile with backend='inductor', the default, or 'fsdp_compile'"
-    )
-
-
-@torch.library.impl("fsdp_flat::unshard", "default")
-def _unshard(shard: Tensor, flat_param_id: Tensor | None, deferred: Tensor | None, spec: str) -> Tensor:
-    parsed = UnshardSpec.parse(spec)
-    if parsed.is_sharded:
-        if parsed.reshard_after_forward is not False:
-            _warn_of_other_backend()
-        with collectives.waiting_for("all-gather", parsed.layout.numel, "all_gather"):
-            return all_gather_flat(shard, parsed.groups, parsed.compute_dtype)
-    local = shard.to(parsed.compute_dtype or shard.dtype)
-    return local.clone() if local is shard else local  # an operator may not return its input; a pass drops the copy
-
-
-@torch.library.impl("fsdp_flat::reduce_grads", "default")
-def _reduce_grads(packed: Tensor, spec: str) -> Tensor:
-    parsed = UnshardSpec.parse(spec)
-    with collectives.waiting_for("reduce", packed.numel(), "reduce"):
-        mean, finish = start_average(packed.clone(), parsed.groups, parsed.is_sharded, parsed.replicas)
-        finish()
-    return mean

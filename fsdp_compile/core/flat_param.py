@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compile.core._torch import (
+    FakeTensor,
     keep_size_static,
     replace_data,
     share_memory,
@@ -78,6 +79,7 @@ class FlatParam:
         self._counted: tuple[nn.Parameter, ...] = ()  # share the shard's version counter, if plain
         self.bindings = 0  # how often the parameters were bound to a shard: again when their data was replaced
         self.fqn = layout.names[0]  # of its first parameter; in its unit's module until a hook is registered
+        self.path = self.fqn  # of its unit, once ranks have compared the model
         self.flat_param_id = new_flat_param_id(self)  # names it in graphs: an integer in a tensor on the CPU
         shard = torch.zeros(layout.shard_numel, dtype=self.params[0].dtype, device=device, pin_memory=pin_memory)
         with torch.no_grad():  # copy what this rank stores of each parameter; the full flat parameter never exists
@@ -114,6 +116,8 @@ class FlatParam:
         """Make `shard`, 1-D `[layout.shard_numel]`, the storage of all parameters, with an autograd node of its own."""
         self.shard = shard = with_counter_of(self.shard, shard) if self._counted else shard
         self.bindings += 1
+        if shard.numel() and not (shard.is_meta or isinstance(shard, FakeTensor)):
+            _by_address[shard.data_ptr()] = self
         self.release()
         self._bind_params()
         self._binding = ShardBinding(self.params, self.layout.names, self._splitter, self.reduction, shard)
@@ -228,6 +232,7 @@ def group_by_dtype(params: NamedParams) -> list[list[tuple[str, nn.Parameter]]]:
 
 _ids = itertools.count()  # never used again
 _living: weakref.WeakValueDictionary[int, FlatParam] = weakref.WeakValueDictionary()
+_by_address: weakref.WeakValueDictionary[int, FlatParam] = weakref.WeakValueDictionary()  # of the shard
 
 
 def new_flat_param_id(flat: FlatParam) -> Tensor:
@@ -240,3 +245,8 @@ def new_flat_param_id(flat: FlatParam) -> Tensor:
 def find_flat_param(flat_param_id: Tensor) -> FlatParam | None:
     """The flat parameter with that id; None if its model is gone."""
     return _living.get(int(flat_param_id))
+
+
+def flat_param_at(shard: Tensor) -> FlatParam | None:
+    """The flat parameter whose shard lies where `shard` does; None if no living one does."""
+    return _by_address.get(shard.data_ptr())

@@ -23,10 +23,10 @@
     to_host, from_host, wait_copy, pack_segments, expand_scales, segment_maxima: at the end of this file
 
 This file has the signatures, the derivatives and the shapes, and `UnshardSpec`, the string that says how a unit is
-gathered and reduced. Bodies that communicate are in flat_collectives.py, those of `add_accumulated`, `defer_reduce`
-and `update_shard` in eager/reduce.py, that of `prefetch_next` in eager/next_forward.py, those of `check_ranks` and
-`record_time` beside the passes that insert them. `flat_param_id` is a flat parameter's id in a tensor on the CPU
-(flat_param.py, Note [Flat parameters are looked up by id]).
+gathered and reduced. The bodies of `unshard`, `reduce_grads` and `check_ranks` are in eager/order.py, those of
+`add_accumulated`, `defer_reduce` and `update_shard` in eager/reduce.py, that of `prefetch_next` in
+eager/next_forward.py, that of `record_time` beside the pass that inserts it. `flat_param_id` is a flat parameter's id
+in a tensor on the CPU (flat_param.py, Note [Flat parameters are looked up by id]).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -82,7 +82,7 @@ UPDATE_SHARD = has_side_effect(
 )
 WAIT_COLLECTIVE = _define("wait_collective", "(Tensor full, Tensor sent) -> Tensor")
 CHECK_RANKS = has_side_effect(
-    _define("check_ranks", "(str sequence, str[] groups, float timeout, Device device) -> Tensor")
+    _define("check_ranks", "(Tensor[] shards, str sequence, str[] groups, float timeout, Device device) -> Tensor")
 )
 RECORD_TIME = has_side_effect(
     _define("record_time", "(str graph, int stretch, int index, Device device, float expected=0) -> Tensor", _OPAQUE)

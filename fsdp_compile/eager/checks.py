@@ -108,6 +108,7 @@ def compare_units(module: Any, settings: str, compiled: bool) -> bool:
     for unit, path in units.items():
         unit.path = path
         for flat in unit.flats:
+            flat.path = path
             state_of(unit.group).units[flat.layout.numel].add(path)
     if timeout is None or not groups:
         return True

@@ -1,18 +1,32 @@
-"""The order in which the units of a root communicate, which all ranks agree on; a rank that departs from it asks first.
+"""The order in which ranks communicate, which all of them agree on; a rank that departs from it asks first.
 
 Collectives of a group match by their order alone. If one rank leaves a unit out, what it runs next would meet the
 unit's collective on the other ranks: they would wait for each other, or, with units of one size, use each other's
 values. So the first forward, and the first backward pass, of each kind records its units, and ranks compare that once.
 Later passes follow the record at no cost. A rank that is about to do something else compares that with the other ranks
 before it communicates: if all of them do it, training goes on, else all raise. The longest pass becomes the record.
+
+Passes of several models, and compiled graphs, follow each other in an order that ranks foretell (comm/waits.py). In a
+graph that no pass of ours has expanded, each gather and each reduce does.
 """
 
+import hashlib
 from collections.abc import Hashable, Iterable, Sequence
+from functools import cache
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from fsdp_compile.comm.comparison import Subject, compare_in_groups
+from fsdp_compile.comm import collectives
+from fsdp_compile.comm._torch import group_named
+from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists, follow
+from fsdp_compile.comm.waits import state_of
 from fsdp_compile.core._torch import call_after_backward, current_backward
+from fsdp_compile.core.flat_collectives import all_gather_flat, start_average
+from fsdp_compile.core.flat_param import flat_param_at
+from fsdp_compile.core.ops import NamedGroup, UnshardSpec
+from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.checks import timeout_of_checks
 
@@ -36,6 +50,8 @@ class Order:
 
     def __init__(self, direction: str) -> None:
         self.groups: Sequence[dist.ProcessGroup] = ()
+        self._direction = direction
+        self._begun: set[dist.ProcessGroup | None] = set()  # in which groups the running pass communicates
         self._subject = Subject("order of units", f"the same order in {direction}", _NO_MORE, _ADVICE[direction])
         self._records: dict[Hashable, list[Event]] = {}
         self._record: list[Event] | None = None  # that the running pass follows
@@ -45,7 +61,7 @@ class Order:
 
     def begin(self, kind: Hashable) -> None:
         """Begin a pass: those of one `kind` follow one record."""
-        self._is_new = kind not in self._records
+        self._begun, self._is_new = {None}, kind not in self._records
         self._record, self._at, self._departed = self._records.get(kind, []), 0, None
         self._kind = kind
 
@@ -54,6 +70,8 @@ class Order:
         record, at = self._record, self._at
         if record is None:
             return
+        if unit.group not in self._begun or (what == "reduce" and unit.replicas not in self._begun):
+            self._begin_in(unit.group, unit.replicas if what == "reduce" else None)
         event = (what, unit.path)
         if at < len(record) and record[at] == event:
             self._at = at + 1
@@ -64,6 +82,12 @@ class Order:
             self._at = at + 1
         else:
             self._depart(record, event)
+
+    def _begin_in(self, *groups: dist.ProcessGroup | None) -> None:
+        new = [group for group in groups if group is not None and group not in self._begun]
+        self._begun.update(new)
+        of = f"the {self._direction} of model"
+        _follow([(group, f"{of} {_number(self, group)}") for group in new if exists(group)], _PASSES)
 
     def next_in_backward(self, what: str, unit: Unit) -> None:
         """As `next`, of a backward pass, which this begins if none is running."""
@@ -95,6 +119,8 @@ class Order:
         """Forget all records: the groups are others."""
         self._record = None
         self._records.clear()
+        for group in self.groups:
+            state_of(group).forget()
 
     def _depart(self, record: list[Event], event: Event) -> None:
         self._compare([self._place(record), " of ".join(event)])
@@ -110,3 +136,86 @@ class Order:
         if timeout is not None:
             text = "\n".join(lines)
             compare_in_groups([(group, text) for group in self.groups], timeout, self._subject)
+
+
+# --- among models and graphs ------------------------------------------------------------------------------------------
+
+_PASSES = Subject(
+    "order of models",
+    "the same forwards and backwards in the same order",
+    _NO_MORE,
+    "let all ranks call the same models in the same order, and backward for all of them",
+)
+_GRAPH = Subject(
+    "compiled graph",
+    "the same collectives in the same order",
+    "the end of the graph",
+    "compile the same model with the same arguments on all ranks, and let all of them run the same modules",
+)
+
+
+def _follow(pairs: Sequence[tuple[dist.ProcessGroup, str]], subject: Subject) -> None:
+    timeout = timeout_of_checks()
+    if timeout is not None:
+        follow(pairs, timeout, subject)
+
+
+def _number(part: object | None, group: dist.ProcessGroup) -> int:
+    return 0 if part is None else state_of(group).models.get(part, 0)
+
+
+@torch.library.impl("fsdp_flat::check_ranks", "default")
+def _check_ranks(
+    shards: list[Tensor], sequence: str, groups: list[str], timeout: float, device: torch.device
+) -> Tensor:
+    flat = flat_param_at(shards[0]) if shards else None
+    begun = list(filter(exists, map(group_named, groups)))
+    follow([(group, f"{sequence}\n{_GRAPH.end} of model {_number(flat, group)}") for group in begun], timeout, _GRAPH)
+    for state in map(state_of, begun):
+        if sequence not in state.agreed:
+            first, *others = sequence.splitlines()
+            digest = hashlib.sha256(sequence.encode()).hexdigest()[:12]
+            state.agreed[sequence] = f"{first} and {len(others)} more collectives ({digest})"
+        state.note("compiled graph", state.agreed[sequence])
+    return torch.empty(0, device=device)
+
+
+def _follow_in(groups: Sequence[NamedGroup | None], what: str, shard: Tensor | None, numel: int) -> None:
+    flat = None if shard is None else flat_param_at(shard)
+    pairs = []
+    for group in filter(exists, (group_named(each.name) for each in groups if each is not None)):
+        of = f"{flat.path} of model {_number(flat, group)}" if flat else f"{numel} elements"
+        pairs.append((group, f"the {what} of {of}"))
+    _follow(pairs, _GRAPH)
+
+
+@cache
+def _warn_of_other_backend() -> None:
+    warn_caller(
+        "a graph of a sharded model runs without the passes of fsdp_compile, as with backend='aot_eager' or 'eager': "
+        "what its forward gathers stays in memory until backward, and no communication is hidden; to save memory and "
+        "time, compile with backend='inductor', the default, or 'fsdp_compile'"
+    )
+
+
+@torch.library.impl("fsdp_flat::unshard", "default")
+def _unshard(shard: Tensor, flat_param_id: Tensor | None, deferred: Tensor | None, spec: str) -> Tensor:
+    parsed = UnshardSpec.parse(spec)
+    if parsed.is_sharded:
+        if parsed.reshard_after_forward is not False:
+            _warn_of_other_backend()
+        _follow_in(parsed.groups, "all-gather", shard, parsed.layout.numel)
+        with collectives.waiting_for("all-gather", parsed.layout.numel, "all_gather"):
+            return all_gather_flat(shard, parsed.groups, parsed.compute_dtype)
+    local = shard.to(parsed.compute_dtype or shard.dtype)
+    return local.clone() if local is shard else local  # an operator may not return its input; a pass drops the copy
+
+
+@torch.library.impl("fsdp_flat::reduce_grads", "default")
+def _reduce_grads(packed: Tensor, spec: str) -> Tensor:
+    parsed = UnshardSpec.parse(spec)
+    _follow_in((*parsed.groups, parsed.replicas), "reduce", None, packed.numel())
+    with collectives.waiting_for("reduce", packed.numel(), "reduce"):
+        mean, finish = start_average(packed.clone(), parsed.groups, parsed.is_sharded, parsed.replicas)
+        finish()
+    return mean

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch
 
 from fsdp_compile.comm import collectives
+from fsdp_compile.comm.waits import state_of
 from fsdp_compile.core._torch import call_after_backward, current_backward
 from fsdp_compile.core.settings import Settings, warn_caller
 from fsdp_compile.core.sharding import units_gathered_below
@@ -99,7 +100,11 @@ class Runtime:
             given = self.settings
             settings = f"backward_prefetch {given.backward_prefetch}, forward_prefetch {given.forward_prefetch}"
             self._is_compared = compare_units(module, settings, compiled)
-            self.forward_order.groups = self.reduces_in_flight.order.groups = groups_of(units_gathered_below(module))
+            units, orders = units_gathered_below(module), (self.forward_order, self.reduces_in_flight.order)
+            orders[0].groups = orders[1].groups = groups_of(units)
+            for group in self.forward_order.groups if self._is_compared else ():
+                flats = [flat for unit in units if group in (unit.group, unit.replicas) for flat in unit.flats]
+                state_of(group).number_model([*orders, *flats])
 
     def warn_compiled(self, methods: set[str]) -> None:
         """Before a compiled forward, warn once of each of `methods`, which were called and have no effect on it."""

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from fsdp_compile import fully_shard
-from fsdp_compile.core import flat_collectives
+from fsdp_compile.eager import order
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_without_our_passes_what_is_gathered_stays_and_a_warning_says_so(backend: str) -> None:
     """FULL_SHARD in a graph that no pass of ours has seen keeps what its forward gathered; the first run warns."""
-    flat_collectives._warn_of_other_backend.cache_clear()
+    order._warn_of_other_backend.cache_clear()
     with pytest.warns(UserWarning, match="stays in memory until backward, and no communication is hidden"):
         torch.compile(fully_shard(mlp()), backend=backend)(torch.randn(2, 7))
 

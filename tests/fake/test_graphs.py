@@ -277,7 +277,7 @@ primals_1: f32[16]
 primals_2: f32[16]
 primals_3: f32[4, 3]
 primals_4: f32[16]
-check_ranks: f32[0] = fsdp_flat.check_ranks(<3 lines>, ['0'], 600.0, cpu)
+check_ranks: f32[0] = fsdp_flat.check_ranks([primals_1], <3 lines>, ['0'], 600.0, cpu)
 full_0: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
 gather_0: f32[64] = control_deps([check_ranks], subgraph_gather_0, primals_1, full_0)  # gather 0, MUST_RECOMPUTE
 full_1: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
@@ -424,7 +424,7 @@ primals_3: f32[4, 3]
 primals_4: f32[16]
 relu: f32[4, 5]
 tangents_1: f32[4, 2]
-check_ranks: f32[0] = fsdp_flat.check_ranks(<3 lines>, ['0'], 600.0, cpu)
+check_ranks: f32[0] = fsdp_flat.check_ranks([primals_4], <3 lines>, ['0'], 600.0, cpu)
 full_2: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
 gather_2: f32[64] = control_deps([check_ranks], subgraph_gather_2, primals_4, full_2)  # gather 2, MUST_RECOMPUTE
 wait_2: f32[64] = control_deps([gather_2], subgraph_wait_2, gather_2, primals_4)  # wait 2, MUST_RECOMPUTE

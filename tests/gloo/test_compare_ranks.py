@@ -113,6 +113,7 @@ def _differ(rank: int) -> None:
 
 
 def _agree(rank: int) -> None:
+    state_of(dist.group.WORLD).forget()  # of other tests
     with mock.patch.object(comparison, "compare", side_effect=comparison.compare) as compare:
         torch.manual_seed(rank)
         model = fully_shard(nn.Linear(8, 8))  # each rank initializes its own slice
@@ -122,9 +123,9 @@ def _agree(rank: int) -> None:
         assert not compare.call_count
         for _ in range(3):
             model(X).sum().backward()
-        assert compare.call_count == 3, "expected one comparison of units and two of their order"
+        assert compare.call_count == 5, "expected one comparison of units, and two of forward and backward each"
         copy.deepcopy(model)(X)
-        assert compare.call_count == 5
+        assert compare.call_count == 8
 
         compare.reset_mock()
         model = _sharded(sharding_strategy=Kind.NO_SHARD)
@@ -136,7 +137,7 @@ def _agree(rank: int) -> None:
         with torch.no_grad():
             model[0].weight.data = torch.full((4, 8), 2.0)
         model(X).sum().backward()
-        assert compare.call_count == 2, "expected one of units and values, and one of the order of reduces"
+        assert compare.call_count == 3, "expected one of units and values, one of backward, one of the order of reduces"
 
 
 def test_ranks_that_differ(two: Ranks) -> None:
@@ -231,7 +232,7 @@ def _remake_groups(rank: int) -> None:
             for _ in range(number + 1):
                 model(X).sum().backward()
         states = [state_of(group) for group in groups]
-        assert [state.rounds for state in states] == [3, 3], "one comparison of units and two of their order each"
+        assert [state.rounds for state in states] == [5, 5], "one of units, two of forward and backward each"
         assert [list(state.units.values()) for state in states] == [[{"root (Linear, FULL_SHARD)"}]] * 2
         left = [weakref.ref(state) for state in states]
         for group in groups:

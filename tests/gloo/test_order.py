@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -178,3 +179,66 @@ def test_all_ranks_leave_out_a_unit(two: Ranks) -> None:
     model; a step in that order compares nothing.
     """
     two.run(_agrees)
+
+
+# --- units, graphs and models that are alike --------------------------------------------------------------------------
+
+
+class _Ways(nn.Module):
+    """Runs some of its layers, all of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.way = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), (0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.way:
+            x = self.layers[index](x)
+        return x
+
+
+def _other_way(rank: int, runs: list[Any], models: list[_Ways]) -> Tensor:
+    models[0].way = ((0, 1), (0, 2))[rank]
+    return runs[0](_batch(0))
+
+
+def _other_model(rank: int, runs: list[Any], models: list[_Ways]) -> Tensor:
+    return runs[rank](_batch(0))
+
+
+def _no_backward(rank: int, runs: list[Any], models: list[_Ways]) -> Tensor:
+    output = runs[0](_batch(0))
+    if rank == 0:
+        output.sum().backward()
+    return runs[0](_batch(0))
+
+
+def _alike(rank: int, how: str, grad: bool) -> None:
+    for differ in (_other_way, _other_model, *([_no_backward] if grad else [])):
+        torch._dynamo.reset()
+        KEPT.append(dist.new_group(timeout=timedelta(seconds=100)))
+        models = [_Ways(), _Ways()]
+        for model in models:
+            for module in (*model.layers, model):
+                fully_shard(module, process_group=KEPT[-1])
+        runs = [model if how == "eager" else torch.compile(model, backend=how) for model in models]
+        with torch.set_grad_enabled(grad), _watching():
+            for run in runs * 2:
+                for model in models:
+                    for way in ((0, 1), (0, 2)):
+                        model.way = way
+                        output = run(_batch(0))
+                        if grad:
+                            output.sum().backward()
+            with pytest.raises(
+                RuntimeError, match=r"ranks communicate different things|order of models|compiled graph"
+            ):
+                differ(rank, runs, models)
+                runs[0](_batch(0))
+
+
+@pytest.mark.parametrize(("how", "grad"), [("eager", True), ("aot_eager", True), ("inductor", False)])
+def test_what_is_alike_is_not_mixed_up(two: Ranks, how: str, grad: bool) -> None:
+    """One rank runs another unit, graph or model of the same sizes, or leaves out a backward: all ranks raise and none
+    reads values of another one, although all of these have run before."""
+    two.run(_alike, how, grad)

@@ -6,13 +6,9 @@ from dataclasses import replace
 from itertools import chain, pairwise, zip_longest
 from typing import Any
 
-import torch
 from torch import fx
 
-from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import GROUP_ARGUMENT, STARTS, WAIT
-from fsdp_compile.comm.comparison import Subject, compare_in_groups
-from fsdp_compile.comm.waits import state_of
 from fsdp_compile.core import ops
 from fsdp_compile.passes._torch import OrderedSet, preserve_node_ordering
 from fsdp_compile.passes.graph.analyze import GraphInfo, stored_shard, with_ancestors, with_preparation
@@ -182,8 +178,8 @@ def _is_event(node: fx.Node) -> bool:
 #     one of those that ranks run in different order.
 #   - `pin_order` keeps the operator before the first collective.
 #
-# At the first run of a sequence in a process the operator compares it with the other ranks of each group that the graph
-# communicates in (comm/comparison.py); later runs only look it up, and note for long waits that the graph has begun.
+# At the first run of a sequence, and where ranks did not expect it next, the operator compares it with the other ranks
+# of each group that the graph communicates in (eager/order.py). It notes for long waits that the graph has begun.
 
 
 def check_ranks(context: GraphContext) -> None:
@@ -204,7 +200,11 @@ def check_ranks(context: GraphContext) -> None:
             line = f"{get_tag(start)}, {sizes} bytes of {str(values[0].dtype).removeprefix('torch.')}"
         lines.append(f"{line}, group {groups.index(name)}{programs.get(start, '')}")
     first = _sent(planned[0])[0]
-    arguments = ("\n".join(lines), groups, context.config.check_ranks_timeout, first.meta["val"].device)
+    gathers = [start for start in planned if tag_of(start).kind == "gather"]
+    read = with_ancestors(_sent(gathers[0])) if gathers else ()
+    inputs = chain.from_iterable((node, *node.all_input_nodes) for node in read)
+    shards = [node for node in inputs if node.op == "placeholder"][:1]  # tells of which model the graph is
+    arguments = (shards, "\n".join(lines), groups, context.config.check_ranks_timeout, first.meta["val"].device)
     _put_first(graph, "check_ranks", ops.CHECK_RANKS, arguments, first)
 
 
@@ -233,26 +233,3 @@ def _local_programs(starts: list[fx.Node]) -> list[str]:
 
 def _holds_text(argument: object) -> bool:
     return isinstance(argument, (list, tuple)) and any(isinstance(each, str) for each in argument)
-
-
-_GRAPH = Subject(
-    "compiled graph",
-    "the same collectives in the same order",
-    "the end of the graph",
-    "compile the same model with the same arguments on all ranks",
-)
-
-
-@torch.library.impl("fsdp_flat::check_ranks", "default")
-def _check_ranks(sequence: str, groups: list[str], timeout: float, device: torch.device) -> torch.Tensor:
-    states = {group: state_of(group) for group in map(group_named, groups)}
-    pairs = [(group, sequence) for group, state in states.items() if sequence not in state.agreed]
-    if pairs:
-        compare_in_groups(pairs, timeout, _GRAPH)
-        first, *others = sequence.splitlines()
-        digest = hashlib.sha256(sequence.encode()).hexdigest()[:12]
-        for group, _ in pairs:
-            states[group].agreed[sequence] = f"{first} and {len(others)} more collectives ({digest})"
-    for state in states.values():
-        state.note("compiled graph", state.agreed[sequence])
-    return torch.empty(0, device=device)
