@@ -20,20 +20,20 @@ PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 FILES = 126
 BUDGET = {
-    PACKAGE: 31_197,
-    f"{PACKAGE}/*.py": 3_806,
-    f"{PACKAGE}/core": 5_017,
-    f"{PACKAGE}/comm": 1_599,
+    PACKAGE: 31_720,
+    f"{PACKAGE}/*.py": 3_814,
+    f"{PACKAGE}/core": 5_018,
+    f"{PACKAGE}/comm": 1_665,
     f"{PACKAGE}/construct": 1_209,
-    f"{PACKAGE}/eager": 3_230,
+    f"{PACKAGE}/eager": 3_341,
     f"{PACKAGE}/optim": 1_507,
-    f"{PACKAGE}/passes": 8_089,
+    f"{PACKAGE}/passes": 8_383,
     f"{PACKAGE}/state_dict": 1_201,
     f"{PACKAGE}/checkpoint": 1_662,
     f"{PACKAGE}/explain": 2_593,
-    f"{PACKAGE}/compare": 918,
+    f"{PACKAGE}/compare": 962,
     f"{PACKAGE}/integrations": 371,
-    "bench": 5_270,
+    "bench": 5_515,
 }
 """Lines of a folder with all that lies below it; `*.py` is what lies in no folder.
 
