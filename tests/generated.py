@@ -292,6 +292,12 @@ def _outputs(lowering: GraphLowering, args: list[Any]) -> list[Tensor | int | No
     return [output(out) for out in lowering.graph_outputs]
 
 
+def readers_of(program: Program, shard: str) -> list[Step]:
+    """What reads a shard beside its all-gathers and `check_ranks`, which asks where it lies."""
+    reads = [step for step in program.steps if shard in step.names and not step.is_gather]
+    return [step for step in reads if "check_ranks" not in step.function]
+
+
 def programs(run: Callable[[], Tensor]) -> tuple[Program, Program]:
     """Compile and run `run`, a forward that returns a scalar loss, and its backward; the two generated programs."""
     _, codes = run_fw_bw_and_get_code(run)

@@ -6,8 +6,9 @@ and shapes, and loading reads into the memory of the shards.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -98,7 +99,7 @@ def load(
             steps = ", ".join(str(step_of(path)) for path in committed(root)) or "none"
             what = "a complete checkpoint" if step is None else f"a checkpoint of step {step}"
             raise FileNotFoundError(f"{root}: expected {what}, found steps: {steps}; pass one of them")
-        return checkpoint
+        return *checkpoint, _state_of_folder(checkpoint[0])
 
     def put() -> None:
         for key, value in stateful.items():
@@ -110,7 +111,7 @@ def load(
     stateful = _as_stateful(state)
     while True:
         with errors_of_ranks(f"looking for a checkpoint in {root}"):
-            path, manifest = on_first_rank(find, process_group)  # so that all ranks load the same
+            path, manifest, found = on_first_rank(find, process_group)  # so that all ranks load the same
         doing = f"loading {path}"
         try:
             with errors_of_ranks(doing):
@@ -120,8 +121,16 @@ def load(
                 all_succeed(put, doing, process_group)
             return manifest.step or 0
         except CheckpointError:  # on all ranks
-            if on_first_rank(path.is_dir, process_group):
+            if found is not None and on_first_rank(partial(_state_of_folder, path), process_group) == found:
                 raise  # otherwise another job has removed the checkpoint to make room: load the next one
+
+
+def _state_of_folder(path: Path) -> tuple[int, int] | None:
+    """What changes if another folder takes its name; None if it was removed."""
+    with suppress(FileNotFoundError):
+        found = path.stat()
+        return found.st_ino, found.st_mtime_ns
+    return None
 
 
 def _collect(stateful: dict[str, Any], doing: str, group: dist.ProcessGroup | None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from generated import Program, programs
+from generated import Program, programs, readers_of
 from models import MODELS, MODULES
 from torch import nn
 
@@ -107,7 +107,7 @@ def test_mixed_precision_casts_as_it_writes(compute: torch.dtype, reduce: torch.
         for gather in [step for step in program.steps if step.is_gather]:
             sent = gather.names[0]
             assert sent.startswith("primals_")
-            assert [step for step in program.steps if sent in step.names and not step.is_gather] == []
+            assert readers_of(program, sent) == []
             allocated = re.search(rf"{program.memory(gather.out)} = empty_strided_cpu\(.*(torch\.\w+)\)", program.code)
             assert allocated is not None and allocated[1] == str(compute)
     backward = both[1]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cuda_code import as_for_cuda
-from generated import Program, programs
+from generated import Program, programs, readers_of
 from models import MODELS
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
@@ -53,7 +53,7 @@ def test_the_edge_as_cuda_code() -> None:
         for step in gathers:
             (shard,) = step.names[:1]
             assert shard.startswith("primals_")
-            assert [each for each in program.steps if shard in each.names and not each.is_gather] == []
+            assert readers_of(program, shard) == []
         call = program.code[program.code.index("def call(") : program.code.index("runner = ")]
         assert "triton" in call and WAITS.findall(call) == []
 
