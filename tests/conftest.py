@@ -11,12 +11,16 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
 def is_nightly(item: pytest.Item) -> bool:
-    """Whether a test is marked so, or is the compiled variant under SHARD_GRAD_OP of one that has other strategies.
+    """Whether a test is marked so, or is the compiled variant of one that has other strategies than FULL_SHARD.
 
-    What that strategy changes in a graph is shown by its row of the feature table and by tests/fake.
+    What these strategies change in a graph is shown by their rows of the feature table and by tests/fake.
     """
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-    repeats = params.get("strategy") == "SHARD_GRAD_OP" and params.get("how") in ("aot_eager", "inductor", "backend")
+    repeats = params.get("strategy") in ("SHARD_GRAD_OP", "NO_SHARD") and params.get("how") in (
+        "aot_eager",
+        "inductor",
+        "backend",
+    )
     return repeats or item.get_closest_marker("nightly") is not None
 
 

@@ -46,6 +46,7 @@ def planned_peaks(
     return {direction: simulate(*graph).peak for direction, graph in graphs.items()}
 
 
+@pytest.mark.nightly
 def test_a_budget_that_only_recomputation_keeps() -> None:
     """What a user writes: a budget and "auto". A plan that has no room for all activations computes some again."""
     free = explain_plan(WithLoss, (TOKENS, TARGETS), link=LINK, activations="auto")

@@ -271,7 +271,7 @@ def _compare(rank: int, name: str, options: dict[str, Any]) -> None:
     assert (MODELS[name][1] in said) == (rank == 0), said
 
 
-LATE = {"gradients averaged", "tensor parallelism"}
+LATE = {"gradients averaged", "tensor parallelism", "SimpleFSDP"}
 
 
 @pytest.mark.parametrize(
@@ -363,6 +363,7 @@ def _train_apart(rank: int, options: list[dict[str, Any]], rows: list[int]) -> s
     return ""
 
 
+@pytest.mark.nightly
 def test_ranks_whose_plans_would_differ(two: Ranks) -> None:
     """Ranks with batches of other sizes follow one plan. With other links they do so too, or all of them raise."""
     assert two.run(_train_apart, [{}, {}], [4, 4096]) == ["", ""]

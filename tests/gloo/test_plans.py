@@ -64,6 +64,7 @@ def _measure(rank: int, folder: str) -> None:
         MODELS["mlp"].loss(run, mine(MODELS["mlp"], 0))
 
 
+@LATE
 def test_times_are_measured_and_used(two: Ranks, tmp_path: pathlib.Path) -> None:
     """Graphs record when each task begins and ends; plans are made by that file; without the graph in it, refused."""
     two.run(_measure, str(tmp_path))

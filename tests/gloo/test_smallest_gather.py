@@ -152,9 +152,8 @@ def test_equal_bits_and_fewer_bytes(two: Ranks, name: str) -> None:
     two.run(_equal_bits, name, True)
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "float8 with a norm" else pytest.param(n, marks=pytest.mark.nightly) for n in CASES]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CASES)
 def test_on_four_ranks(four: Ranks, name: str) -> None:
     """So they have on four ranks, where parameters are cut in other places and some ranks have none of one."""
     four.run(_equal_bits, name, False)
