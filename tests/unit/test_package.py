@@ -115,3 +115,14 @@ def test_help(command: list[str]) -> None:
 def test_formats() -> None:
     """The command knows the formats without importing what writes them."""
     assert set(FORMATS) == set(TARGETS)
+
+
+def test_graphs_of_other_shardings_find_what_they_call() -> None:
+    """Who only compiles with our backend, and shards nothing, has the bodies of the operators that passes insert."""
+    script = """if True:
+        import torch
+        import fsdp_compile.passes.inductor
+        print(torch.ops.fsdp_flat.check_ranks([], "", [], 1.0, torch.device("cpu")).numel())
+    """
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.stdout == "0\n", run.stderr[-2000:]

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+import fsdp_compile.eager.order  # noqa: F401  (the body of `check_ranks`, for who shards nothing by this package)
 from fsdp_compile.comm.collectives import GROUP_ARGUMENT, STARTS, WAIT
 from fsdp_compile.core import ops
 from fsdp_compile.passes._torch import OrderedSet, preserve_node_ordering
