@@ -303,11 +303,16 @@ def _compare_bits(rank: int, names: list[str]) -> None:
         assert ({**MODELS, **MORE}[name][1] in said) == (rank == 0), (name, said)
 
 
+LATER = ("a pipeline", "in two stages")
 NAMES = {
     "sharded": ["SimpleFSDP", "SimpleFSDP, padded", "in two stages", "a gathered buffer that is written"],
     "without gathers": ["FSDP2", "FSDP2, blocks compiled", "DDP", "sequence parallelism", "a pipeline"],
 }
-NAMES["others"] = [name for name in {**MODELS, **MORE} if name not in NAMES["sharded"] + NAMES["without gathers"]]
+if torch.__version__ < "2.13":  # 2.11 has no functional isend, and breaks the graph at the function in two stages
+    NAMES = {which: [name for name in names if name not in LATER] for which, names in NAMES.items()}
+NAMES["others"] = [
+    name for name in {**MODELS, **MORE} if name not in (*NAMES["sharded"], *NAMES["without gathers"], *LATER)
+]
 
 
 @pytest.mark.parametrize("which", ["sharded", "without gathers", pytest.param("others", marks=pytest.mark.nightly)])
