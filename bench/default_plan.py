@@ -13,7 +13,6 @@ python -m bench default_plan [--ranks 2 4] [--starts 20] [--restarts 10] [--roun
 import argparse
 import hashlib
 import json
-import logging
 import multiprocessing
 import os
 import statistics
@@ -29,23 +28,13 @@ import torch
 import torch.distributed as dist
 
 from bench.models import WORKLOADS
+from bench.planned_step import noted
 from bench.report import parser, write
 from fsdp_compile import fully_shard
 from fsdp_compile.passes.cost.hardware import device
 from fsdp_compile.passes.measure import measured_link, measured_speed
 
 WARM = 3  # steps of each
-
-
-class Texts(logging.Handler):
-    """The plans that are made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def rank_of(rank: int, world: int, folder: str, rounds: int) -> dict[str, Any]:
@@ -57,9 +46,6 @@ def rank_of(rank: int, world: int, folder: str, rounds: int) -> dict[str, Any]:
     found = measured_link(dist.group.WORLD, here, 1 << 23, 600.0)  # as compiling would; it then finds these
     measured_speed(device("cpu"), torch.float32, here)
     seconds = time.perf_counter() - begin
-    made, log = Texts(), logging.getLogger("fsdp_compile.plans")
-    log.addHandler(made)
-    log.setLevel(logging.DEBUG)
     workload = WORKLOADS["gpt" if rounds else "gpt_small"]()
     runs: dict[str, Any] = {}
     for name in ("planned", "rule", "rule again") if rounds else ("planned",):
@@ -68,14 +54,16 @@ def rank_of(rank: int, world: int, folder: str, rounds: int) -> dict[str, Any]:
         chosen: Any = {} if name == "planned" else {"backend": "fsdp_compile", "options": {"link": None}}
         runs[name] = torch.compile(model, **chosen)
     steps: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(WARM + rounds if rounds else 1):
-        for name, run in list(runs.items())[:: -1 if number % 2 else 1]:
-            dist.barrier()
-            begin = time.perf_counter()
-            run(*workload.batch(number, rank)).backward()
-            steps[name].append(time.perf_counter() - begin)
-            run.zero_grad()
-    plans = hashlib.sha256("".join(made.texts).encode()).hexdigest() if made.texts else None
+    with noted() as graphs:
+        for number in range(WARM + rounds if rounds else 1):
+            for name, run in list(runs.items())[:: -1 if number % 2 else 1]:
+                dist.barrier()
+                begin = time.perf_counter()
+                run(*workload.batch(number, rank)).backward()
+                steps[name].append(time.perf_counter() - begin)
+                run.zero_grad()
+    text = "".join(f"{name}: {plan}" for name, (_, plan) in graphs.items())
+    plans = hashlib.sha256(text.encode()).hexdigest() if text else None
     dist.barrier()
     return {"link": found, "measuring": seconds, "plans": plans, "steps": {k: v[WARM:] for k, v in steps.items()}}
 

@@ -273,6 +273,8 @@ def main() -> None:
 def measure(name: str, args: argparse.Namespace) -> None:
     part = PARTS[name]
     part = replace(part, rounds=args.rounds or part.rounds, systems=tuple(args.systems or part.systems))
+    if part.mode == "link" and not {"ours", "ours_compiled"} & set(part.systems):
+        sys.exit("bench: error: --systems: name ours or ours_compiled too; what they send makes the link's speed")
     found = run(name, part)
     print(f"\n{report.tables({name: {**found, 'commit': report.commit(), **report.here()}})}\n")
     if not args.dry:

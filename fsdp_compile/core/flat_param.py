@@ -249,4 +249,5 @@ def find_flat_param(flat_param_id: Tensor) -> FlatParam | None:
 
 def flat_param_at(shard: Tensor) -> FlatParam | None:
     """The flat parameter whose shard lies where `shard` does; None if no living one does."""
-    return _by_address.get(shard.data_ptr())
+    found = _by_address.get(shard.data_ptr())
+    return found if found is not None and found.shard.data_ptr() == shard.data_ptr() else None  # not its former one

@@ -170,7 +170,7 @@ def _check_ranks(
 ) -> Tensor:
     flat = flat_param_at(shards[0]) if shards else None
     begun = list(filter(exists, map(group_named, groups)))
-    follow([(group, f"{sequence}\n{_GRAPH.end} of model {_number(flat, group)}") for group in begun], timeout, _GRAPH)
+    follow([(group, _graph_of_model(sequence, _number(flat, group))) for group in begun], timeout, _GRAPH)
     for state in map(state_of, begun):
         if sequence not in state.agreed:
             first, *others = sequence.splitlines()
@@ -178,6 +178,12 @@ def _check_ranks(
             state.agreed[sequence] = f"{first} and {len(others)} more collectives ({digest})"
         state.note("compiled graph", state.agreed[sequence])
     return torch.empty(0, device=device)
+
+
+@cache
+def _graph_of_model(sequence: str, number: int) -> str:
+    """One object in each step: ranks remember thousands of what they have begun, and the sequence may be long."""
+    return f"{sequence}\n{_GRAPH.end} of model {number}"
 
 
 def _follow_in(groups: Sequence[NamedGroup | None], what: str, shard: Tensor | None, numel: int) -> None:

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import FullyShardedDataParallel, fully_shard, summon_full_params, wrapper
+from fsdp_compile.core.flat_param import flat_param_at
 from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient, UnshardedTensor
 from fsdp_compile.core.unit import unit_of
 from fsdp_compile.wrapper import WRAPPED
@@ -389,3 +390,12 @@ def test_what_original_parameters_are_needed_for_needs_no_option() -> None:
     wrapped(torch.randn(3, 7)).sum().backward()
     assert all(param.grad is None for param in trained)
     assert not all(torch.equal(old, local(new)) for old, new in zip(before, trained, strict=True))
+
+
+def test_a_flat_parameter_is_found_where_its_shard_lies() -> None:
+    """By the address of the shard that it has now: another tensor may lie where a former one was."""
+    (unit,) = units(fully_shard(mlp(), auto_wrap_policy=None))
+    flat, former = unit.flats[0], unit.flats[0].shard
+    assert flat_param_at(former) is flat and flat_param_at(former.detach()) is flat
+    flat.bind(former.clone())
+    assert flat_param_at(former) is None and flat_param_at(flat.shard) is flat

@@ -6,8 +6,7 @@ import re
 import pytest
 import torch
 from generated import Program, programs
-from models import GPT, MODELS, cross_entropy, text
-from torch import Tensor
+from models import MODELS, AnyLength, cross_entropy, text
 from torch._inductor.utils import run_and_get_code
 
 from fsdp_compile import fully_shard
@@ -21,20 +20,12 @@ LINK = {"link": "h100-ib400", "device": "h100"}
 LENGTHS = (7, 9, 3, 5, 8, 2, 4, 6, 9, 3, 8, 7)
 
 
-class _AnyLength(GPT):
-    def forward(self, tokens: Tensor) -> Tensor:  # (batch, time)
-        x = self.tokens(tokens) + self.positions[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
 @pytest.mark.parametrize("how", [pytest.param("dynamic", marks=pytest.mark.nightly), "marked"])
 def test_one_graph_with_gradients_in_place(how: str) -> None:
     """Twelve lengths run one forward and one backward. Nothing is copied; gradients are computed into their places, and
     each of them as early as in a graph of one length.
     """
-    model = fully_shard(_AnyLength())
+    model = fully_shard(AnyLength())
     run = torch.compile(model, fullgraph=True, dynamic=how == "dynamic" or None, backend=backend(**LINK))
 
     def train() -> None:

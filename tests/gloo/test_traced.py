@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import GPT, MODELS, Case, cross_entropy, squared_error, text, vectors
+from models import MODELS, AnyLength, Case, cross_entropy, squared_error, text, vectors
 from torch import Tensor, nn
 
 from .ranks import Ranks
@@ -26,16 +26,6 @@ def _compiled_already() -> Iterator[None]:
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 
-class _AnyLength(GPT):
-    """Takes texts of up to CONTEXT tokens."""
-
-    def forward(self, tokens: Tensor) -> Tensor:  # (batch, time)
-        x = self.tokens(tokens) + self.positions[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
 def _cut(inputs: tuple[Tensor, ...], batch: int, time: int) -> tuple[Tensor, ...]:
     """The first `batch` rows; of texts, the first `time` tokens."""
     rows = (each[:batch] if each.is_floating_point() else each[:batch, :time] for each in inputs)
@@ -46,7 +36,7 @@ def _cut(inputs: tuple[Tensor, ...], batch: int, time: int) -> tuple[Tensor, ...
 SIZES = ((2, 9), (3, 7), (4, 5), (3, 8), (5, 9), (2, 2), (4, 3), (5, 6), (3, 4), (2, 6), (4, 9), (5, 3))
 
 
-CASES = {"gpt": Case(_AnyLength, text, cross_entropy), "mlp": MLP}
+CASES = {"gpt": Case(AnyLength, text, cross_entropy), "mlp": MLP}
 
 
 def _vary(rank: int, name: str, how: str, dynamic: bool | None) -> None:

@@ -3,7 +3,11 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+
 from fsdp_compile.comm.waits import GroupState
+from fsdp_compile.eager import order
 
 
 def _asked(events: str) -> str:
@@ -48,3 +52,15 @@ def test_numbers_of_models() -> None:
     for parts in models:
         state.number_model(parts)
     assert [[state.models[part] for part in parts] for parts in models] == [[1, 1], [2, 2], [3, 3]]
+
+
+def test_a_graph_is_remembered_by_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks remember thousands of graphs that began; each step would keep a text of a line for each collective."""
+    state, texts = GroupState(_Group()), list[str]()  # type: ignore[arg-type]  # stands for a process group
+    monkeypatch.setattr(order, "group_named", lambda name: name)
+    monkeypatch.setattr(order, "exists", lambda group: True)
+    monkeypatch.setattr(order, "state_of", lambda group: state)
+    monkeypatch.setattr(order, "follow", lambda pairs, *_: texts.extend(text for _, text in pairs))
+    for _ in range(2):
+        torch.ops.fsdp_flat.check_ranks([], "gather a\n" * 9, ["0"], 1.0, torch.device("cpu"))
+    assert len(texts) == 2 and texts[0] is texts[1]

@@ -29,7 +29,7 @@ from fsdp_compile.passes.graph.analyze import GraphInfo, analyze, stretches_of, 
 from fsdp_compile.passes.graph.costs import costs_of, relative_costs
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext, log
-from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate, verify
+from fsdp_compile.passes.plan.plan import FAR, Plan, PlanError, simulate, verify
 from fsdp_compile.passes.plan.schedule import alternating, prefetch
 from fsdp_compile.passes.plan.workload import UpdateCost, Workload, updating_in_backward
 
@@ -171,7 +171,6 @@ def verify_plan(context: GraphContext) -> None:
 # for before it. On CUDA the operators record events, which time the stream and not the host.
 
 Moment = float | torch.cuda.Event
-FAR = 1.2  # by what factor seconds may differ from those of a plan before somebody should know
 
 
 def record_times(context: GraphContext) -> None:
