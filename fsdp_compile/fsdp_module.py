@@ -351,7 +351,7 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
             unit.set_options(reduce_groups=groups)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Choose how many reduces of an eager backward, and their inputs, are in flight; 2 by default, at least 1."""
+        """Choose of how many units reduces of an eager backward, and their inputs, are in flight; by default 2."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, not a {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:

@@ -77,7 +77,7 @@ class UnitOptions:
     divide_factor: float | None = None  # of the sum of gradients over all ranks; None: the number of ranks
     only_sums: bool = False  # collectives add, and a kernel divides, where the backend could average
     reduce_groups: tuple[NamedGroup, ...] | None = None  # of reduce-scatters, if not those of all-gathers
-    reduces_in_flight: int = 2  # how many reduces may be under way before the oldest one is waited for
+    reduces_in_flight: int = 2  # of how many units reduces may be under way before the oldest one is waited for
     all_reduce_hook: Callable[[Tensor], Any] | None = None  # gets each reduced gradient, 1-D; may change it in place
     all_reduce_hook_stream: Any = None  # the stream that it is called in, or None
     reshard_after_backward: bool = True  # whether a backward pass frees unsharded parameters
@@ -142,8 +142,8 @@ class ParameterLocations:
         return all(map(operator.is_, held, self._recorded))
 
 
-class ReduceQueue(deque[GradientReduction]):
-    """Reduces that a root's backward passes have started and not yet waited for, oldest first.
+class ReduceQueue(deque[dict[GradientReduction, None]]):
+    """Reduces that a root's backward passes have started and not yet waited for, oldest first, by unit.
 
     Attributes:
         awaiting_reduce: units of the root that were under no_sync since their last reduce, in one order on all ranks:
@@ -157,6 +157,23 @@ class ReduceQueue(deque[GradientReduction]):
         self.awaiting_reduce: list[weakref.ref[Unit]] = []
         self.settled_in = -1
         self.order: Any = None
+        self._newest = ""  # the path of the unit whose reduces were started last
+
+    def add(self, reduction: GradientReduction, path: str, most: int) -> None:
+        """Note the reduce of a flat parameter of unit `path`; wait for the oldest ones where more than `most` units'
+        are under way.
+        """
+        if not self or path != self._newest:
+            self._newest = path
+            self.append({})
+        self[-1][reduction] = None
+        while len(self) > most:
+            self.wait_for_oldest()
+
+    def wait_for_oldest(self) -> None:
+        """Wait for the reduces of one unit."""
+        for reduction in self.popleft():
+            reduction.wait()
 
 
 class Unit:

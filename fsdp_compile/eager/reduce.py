@@ -39,10 +39,10 @@ from fsdp_compile.eager.streams import NO_STREAMS, Streams
 # A reduce starts as soon as the gradients of a unit are there, and is waited for where autograd needs the result: in
 # the backward of the flat shard (`ScatterGradients`), which the engine runs after everything else. So it runs beside
 # the rest of backward. The input of a reduce-scatter, a unit's unsharded gradients, lives until it is waited for; so
-# only two may be under way (`UnitOptions.reduces_in_flight`), and the oldest is waited for when one more starts. With
-# streams, a second stage and the all-reduce over replicas start as soon as the reduce before them is enqueued. Each
-# root has a queue: where each of several models is trained by a thread of its own, a wait for another model's reduce
-# would wait for what that model's threads on other ranks do, perhaps for ever.
+# only those of two units may be under way (`UnitOptions.reduces_in_flight`), and the oldest unit's are waited for when
+# one more starts. With streams, a second stage and the all-reduce over replicas start as soon as the reduce before them
+# is enqueued. Each root has a queue: where each of several models is trained by a thread of its own, a wait for another
+# model's reduce would wait for what that model's threads on other ranks do, perhaps for ever.
 
 # Note [Deferred all-reduces]
 # Under hybrid sharding a reduce has two parts: over the ranks that split a copy, and over the copies. Both are linear,
@@ -172,9 +172,7 @@ def reduce_or_accumulate(
         call_after_backward(reduction.wait)
     elif added_by_autograd:
         reduction.wait_on_host()
-    unit.reduces_in_flight.append(reduction)
-    while len(unit.reduces_in_flight) > options.reduces_in_flight:
-        unit.reduces_in_flight.popleft().wait()
+    unit.reduces_in_flight.add(reduction, unit.path, options.reduces_in_flight)
     return result if update is None else None
 
 

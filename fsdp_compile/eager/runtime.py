@@ -164,7 +164,7 @@ class Runtime:
     def reset(self, module: nn.Module) -> None:
         """Free and forget what a failed forward or backward of the root `module` left, gradients included."""
         while self.reduces_in_flight:
-            self.reduces_in_flight.popleft().wait()
+            self.reduces_in_flight.wait_for_oldest()
         self._drop_unread()
         for gathered in self.shared_in_forward:
             gathered.hide()

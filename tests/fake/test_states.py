@@ -280,7 +280,7 @@ def test_a_backward_waits_for_reduces_of_its_own_root_only() -> None:
     """
     model, other = fully_shard(mlp()), fully_shard(mlp())
     _failing_backward(model)
-    in_flight = list(model._fsdp_runtime.reduces_in_flight)
+    in_flight = [reduction for of_unit in model._fsdp_runtime.reduces_in_flight for reduction in of_unit]
     assert in_flight and all(reduction.finish is not None for reduction in in_flight)
     step(other)
     assert all(reduction.finish is not None for reduction in in_flight)
@@ -292,21 +292,26 @@ def test_a_backward_waits_for_reduces_of_its_own_root_only() -> None:
     assert all(unit.reduces_in_flight is copied._fsdp_runtime.reduces_in_flight for unit in units(copied))
 
 
-def test_as_many_reduces_are_in_flight_as_allowed() -> None:
-    """Two by default; the oldest is waited for when one more starts."""
+@pytest.mark.parametrize("parts", [1, 4])
+def test_reduces_of_as_many_units_are_in_flight_as_allowed(parts: int) -> None:
+    """Two by default; the oldest unit's are waited for when those of one more start. A unit may have several."""
     found = {}
     for limit in (1, None, 3, 9):
         model: Any = nn.Module()
         model.blocks = nn.Sequential(*(Residual(7, 9) for _ in range(6)))
         model.forward = lambda x, blocks=model.blocks: blocks(x)
-        for block in model.blocks:
-            fully_shard(block)
+        with mock.patch("fsdp_compile.construct.units._worth_a_collective", return_value=1 if parts > 1 else 1 << 18):
+            for block in model.blocks:
+                fully_shard(block)
         fully_shard(model)
         if limit is not None:
             model.set_reduce_scatter_max_input_buffers(limit)
         _failing_backward(model)
-        found[limit] = len(model._fsdp_runtime.reduces_in_flight)
-    assert found == {1: 1, None: 2, 3: 3, 9: 5}
+        flats = [flat for block in model.blocks[:0:-1] for flat in units(block)[0].flats]  # whose reduces have started
+        waited_for = [flat.reduction.finish is None for flat in flats]
+        assert waited_for == sorted(waited_for, reverse=True), "the oldest ones"
+        found[limit] = waited_for.count(False)
+    assert found == {1: parts, None: 2 * parts, 3: 3 * parts, 9: 5 * parts}
 
 
 def test_fused_steps_count_versions() -> None:
