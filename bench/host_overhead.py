@@ -11,8 +11,9 @@ once. In microseconds of CPU time per step, the variants interleaved:
 Whole steps with AdamW: a loop with the stock optimizer, unsharded and sharded; unsharded with a compiled update, as
 `torch.compile(optimizer.step)` makes it; and `compile_step`.
 
-The eager loop as people write it, unsharded, sharded, and by torch's FSDP1 with `use_orig_params`: milliseconds of CPU
-time of forward, backward, clipping and the steps of several optimizers, without a call that would make them faster.
+The eager loop as people write it, unsharded, sharded, by torch's FSDP1 with `use_orig_params` and by its FSDP2:
+milliseconds of CPU time of forward, backward, clipping and the steps of several optimizers, without a call that would
+make them faster.
 
 As gloo, which the fake group stands for, would copy, a gather is 8 broadcasts.
 """
@@ -28,7 +29,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.utils import clip_grad_norm_
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -200,7 +203,11 @@ def eager_loops(layers: int, rounds: int) -> dict[str, dict[str, float]]:
     unsharded = build(layers, False)
     policy = ModuleWrapPolicy({Block})
     fsdp1 = FSDP1(build(layers, False), auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
-    models = {"unsharded": unsharded, "sharded": build(layers, True), "FSDP1": fsdp1}
+    models = {"unsharded": unsharded, "sharded": build(layers, True), "FSDP1": fsdp1, "FSDP2": build(layers, False)}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in reversed(list(models["FSDP2"].modules())):
+        if isinstance(module, (Block, GPT)):
+            fsdp2(module, mesh=mesh)
     optimizers = {
         variant: {name: make(model.parameters()) for name, make in OPTIMIZERS.items()}
         for variant, model in models.items()

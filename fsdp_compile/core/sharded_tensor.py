@@ -304,13 +304,16 @@ class FlatGradient:
         return self._segments[id(spec)]
 
     @staticmethod
-    def of_each(params: Sequence[nn.Parameter]) -> "list[FlatGradient]":
-        """For each parameter the flat gradient that its gradient is a segment of; [] if some gradient is no segment."""
+    def behind(params: Sequence[nn.Parameter], specs: Sequence[ShardSpec]) -> "list[FlatGradient]":
+        """The flat gradients that the gradients of `params` are segments of, each once; [] if some gradient is none.
+
+        `specs`: of the parameters.
+        """
         with without_torch_function():
             grads = list(map(_GRAD, params))
         try:  # at every step of an optimizer: the work for each parameter runs in C
-            flats = list(map(_FLAT, grads))
-            return flats if all(map(operator.is_, map(_SPEC, grads), map(_SPEC, params))) else []
+            flats = list(dict.fromkeys(map(_FLAT, grads)))
+            return flats if all(map(operator.is_, map(_SPEC, grads), specs)) else []
         except AttributeError:
             return []
 
@@ -363,12 +366,21 @@ def set_grad(param: nn.Parameter, grad: Tensor) -> Tensor:
 
 register_foreach_type(ShardedTensor)
 
+_moves = 0
+
+
+def moves() -> int:
+    """How often sharded tensors were given other memory: while that stays, each of them lies where it lay."""
+    return _moves
+
 
 def set_local(tensor: Tensor, local: Tensor, spec: ShardSpec, kind: type[ShardedTensor] | None = None) -> None:
     """Turn `tensor`, plain or sharded, into a sharded tensor of class `kind` over `local`: the same object.
 
     Its attributes and hooks stay. Autograd's node for a parameter stays too, unless dtype or device change.
     """
+    global _moves
+    _moves += 1
     kind = kind or (type(tensor) if isinstance(tensor, ShardedTensor) else ShardedTensor)
     if not isinstance(tensor, ShardedTensor):
         swap_wrapper(tensor, kind(local, spec, tensor.requires_grad))

@@ -189,10 +189,13 @@ def check_optimizers() -> None:
 
 def _note_fused_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Count versions of plain parameters for fused kernels, which do not (E-STRAT-10); sharded tensors do so."""
-    fused = [param for group in optimizer.param_groups if group.get("fused") for param in group["params"]]
-    stepped = [param for param in fused if not isinstance(param, ShardedTensor) and unit_of(param) is not None]
-    if stepped:
-        torch.autograd.graph.increment_version(stepped)
+    for group in optimizer.param_groups:
+        if group.get("fused") and set(map(type, group["params"])) != {ShardedTensor}:
+            torch.autograd.graph.increment_version([param for param in group["params"] if _is_plain(param)])
+
+
+def _is_plain(param: nn.Parameter) -> bool:
+    return not isinstance(param, ShardedTensor) and unit_of(param) is not None
 
 
 def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -17,13 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.shard_spec import ShardSpec
@@ -42,9 +40,6 @@ from fsdp_compile.optim.segments import Segment, Segments, show_segments
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, Rprop)
 """Optimizers that update each element by its own gradient and state alone, and keep zeros where all of these are."""
 ELEMENTWISE_NAMES = ", ".join(kind.__name__ for kind in ELEMENTWISE)
-
-_off: WeakSet[Optimizer] = WeakSet()  # steps on each parameter by itself
-_last: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()  # of `_give_closure`
 
 
 def flat_step(optimizer: Optimizer, enabled: bool = True) -> Optimizer:
@@ -66,7 +61,7 @@ def flat_step(optimizer: Optimizer, enabled: bool = True) -> Optimizer:
             f"optimizer: flat_step takes optimizers that update elementwise ({ELEMENTWISE_NAMES}), not "
             f"{type(optimizer).__name__}; call its own step"
         )
-    (_off.discard if enabled else _off.add)(optimizer)
+    Segments.of(optimizer).is_off = not enabled
     return optimizer
 
 
@@ -80,13 +75,15 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     """Have `_give_closure` called behind the hooks of users. Without `args`, `compile_step` steps by itself."""
     if torch.compiler.is_compiling() or type(optimizer) not in ELEMENTWISE or not args:
         return
-    if (left := _last.pop(optimizer, None)) is not None:  # a hook has raised
-        left.remove()
-    if optimizer not in _off and Segments.of(optimizer).all:
-        _last[optimizer] = optimizer.register_step_pre_hook(_give_closure)
+    segments = Segments.of(optimizer, is_hint=True)
+    if segments.hook is not None:  # another hook has raised
+        segments.hook.remove()
+        segments.hook = None
+    if segments.all and not segments.is_off:
+        segments.hook = optimizer.register_step_pre_hook(functools.partial(_give_closure, segments))
 
 
-def _give_closure(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _give_closure(segments: Segments, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Give the step a closure that calls the user's, then shows it segments (Note [One loop over other groups])."""
     if len(args) > 2 or not kwargs.keys() <= {"closure"}:
         return None  # the step raises
@@ -96,8 +93,9 @@ def _give_closure(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str,
     def begin() -> Any:
         given.clear()  # hooks behind the step see what the user gave
         given.update({} if closure is None else {"closure": closure})
-        if (hook := _last.pop(optimizer, None)) is not None:
-            hook.remove()
+        if segments.hook is not None:
+            segments.hook.remove()
+            segments.hook = None
         loss = None if closure is None else closure()
         show_segments(optimizer)
         return loss
@@ -181,7 +179,7 @@ class FlatStep:
         chosen = [list(params[index]) if params else [] for index in range(len(self.optimizer.param_groups))]
         for segment in segments if params is None else ():
             chosen[segment.group] += segment.params
-        joined = () if self.optimizer in _off else segments
+        joined = () if Segments.of(self.optimizer).is_off else segments
         step_without_hooks(self.optimizer, lambda: show_segments(self.optimizer, joined, chosen))
 
     def can_update(self) -> bool:

@@ -11,22 +11,26 @@ are views of the segment's, and step counts. So ordinary steps may come in betwe
 """
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.sharded_tensor import FlatGradient, ShardedTensor, set_local
+from fsdp_compile.core.shard_spec import ShardSpec
+from fsdp_compile.core.sharded_tensor import FlatGradient, ShardedTensor, moves, set_local
 from fsdp_compile.core.unit import unit_of
 
 State = dict[str, Any]
-_LOCAL = operator.attrgetter("local")
+_LOCAL, _SHARD, _VERSION = map(operator.attrgetter, ("local", "shard", "_version"))
+_VALUES = operator.methodcaller("values")
 
 
 class Segment:
@@ -44,7 +48,7 @@ class Segment:
     def __init__(self, flat: FlatParam, indices: list[int], group: int) -> None:
         self.flat, self.shard, self.group = flat, flat.shard, group
         self.params, self._all = [flat.params[index] for index in indices], flat.params
-        self._specs = [flat.specs[index] for index in indices]
+        self.specs = [flat.specs[index] for index in indices]
         records = [flat.records[index] for index in indices]
         stored = [record for record in records if record]
         self.start = stored[0].offset if stored else 0
@@ -52,6 +56,7 @@ class Segment:
         if len(indices) == len(flat.params):  # with padding, whose zeros stay: of one size on all ranks
             self.start, self.stop = 0, flat.shard.numel()
         self._offsets = [record.offset - self.start if record else 0 for record in records]
+        self._is_whole = self.stop - self.start == flat.shard.numel()
         self.param = nn.Parameter(flat.shard.detach()[self.start : self.stop], requires_grad=False)
         self._forget()
 
@@ -68,16 +73,16 @@ class Segment:
     def gradient(self) -> Tensor | None:
         """The gradients of all parameters as one tensor, 1-D; None if they do not lie side by side."""
         kept = self.flat.reduction.flat_gradient
-        return self._of_shard(kept) if kept is not None else self.gradient_in(FlatGradient.of_each(self.params))
-
-    def gradient_in(self, flats: list[FlatGradient]) -> Tensor | None:
-        """As `gradient`, if `flats` are those of the parameters."""
-        return self._of_shard(flats[0].grad) if flats and flats.count(flats[0]) == len(flats) else None
-
-    def _of_shard(self, gradient: Tensor) -> Tensor | None:
-        if gradient.dtype != self.shard.dtype or gradient.shape != self.shard.shape:
+        if kept is None:
+            flats = FlatGradient.behind(self.params, self.specs)
+            kept = flats[0].grad if len(flats) == 1 else None
+        if kept is None or kept.dtype != self.shard.dtype or kept.shape != self.shard.shape:
             return None
-        return gradient if self.param.numel() == gradient.numel() else gradient[self.start : self.stop]
+        return self.part_of(kept)
+
+    def part_of(self, flat: Tensor) -> Tensor:
+        """The elements of the segment in a tensor that is laid out as the shard."""
+        return flat if self._is_whole else flat[self.start : self.stop]
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -85,14 +90,15 @@ class Segment:
         self.tensors: dict[str, Tensor] = {}
         self.counts: dict[str, Tensor] = {}
         self.state: State = {}
-        self._shared: _Values | None = None  # the parameters' state, as `_share` left it
+        self.joint: list[JointCounts] = []  # those that `counts` lie in, of several segments
+        self.shared: _Values | None = None  # the parameters' state, as `_share` left it
         self._left: list[Any] = []  # the values of `state`
         self._versions: list[int] = []  # of `counts`
 
     def take_state(self, optimizer: Optimizer) -> bool:
         """Let the parameters' state be views of `tensors`; return False if it differs in more than its elements."""
         states = {param: optimizer.state.get(param) or {} for param in self.params}
-        if self._shared is not None and self._shared.are_in(states) and self.has_equal_counts():
+        if self.shared is not None and self.shared.are_in(states) and self.has_equal_counts():
             return True
         of_each = list(states.values())
         self._forget()
@@ -113,7 +119,7 @@ class Segment:
             if any(each.device != first.device for each in values):
                 return False
         if type(first) is ShardedTensor:
-            if not all(each.spec.same_ranges(spec) for each, spec in zip(values, self._specs, strict=True)):
+            if not all(each.spec.same_ranges(spec) for each, spec in zip(values, self.specs, strict=True)):
                 return False
             joined[name] = torch.zeros(self.stop - self.start, dtype=first.dtype, device=first.device)
             for each, offset in zip(values, self._offsets, strict=True):
@@ -145,10 +151,10 @@ class Segment:
             of_each: list[Any] = [value] * len(states)
             if isinstance(value, Tensor) and value.dim():
                 self.tensors[name] = value
-                ends = zip(self._offsets, self._specs, strict=True)
+                ends = zip(self._offsets, self.specs, strict=True)
                 views = [value[offset : offset + spec.numel] for offset, spec in ends]
                 of_each = [state.get(name) for state in states.values()]
-                for i, (view, spec) in enumerate(zip(views, self._specs, strict=True)):
+                for i, (view, spec) in enumerate(zip(views, self.specs, strict=True)):
                     if type(of_each[i]) is ShardedTensor:  # somebody may hold it
                         set_local(of_each[i], view, spec)
                     else:
@@ -159,58 +165,148 @@ class Segment:
                 joined[name] = of_each[0]
             for state, own in zip(states.values(), of_each, strict=True):
                 state[name] = own
-        self._shared = _Values(states)
+        self._note_state(states)
+
+    def move_counts(self, name: str, counts: Tensor, states: Mapping[Any, State]) -> None:
+        """Let one of `counts` lie in other memory, right after `_share`: nobody holds the parameters' own yet."""
+        counts.copy_(self.counts[name])
+        self.counts[name], of_each = counts, list(counts.unbind())
+        self.state[name] = of_each[0]
+        for param, own in zip(self.params, of_each, strict=True):
+            states[param][name] = own
+        self._note_state({param: states[param] for param in self.params})
+
+    def _note_state(self, states: Mapping[Any, State]) -> None:
+        self.shared, self._left = _Values(states), list(self.state.values())
         self.note_counts()
-        self._left = list(joined.values())
 
     def note_counts(self) -> None:
         """Expect the present versions of `counts`."""
         self._versions = [counts._version for counts in self.counts.values()]
 
-    def begin(self, optimizer: Optimizer, gradient: Tensor) -> None:
-        """Let `optimizer` find `param` with a gradient, 1-D, and the state that was taken."""
-        self.param.grad, optimizer.state[self.param] = gradient, self.state
-
     def has_new_state(self) -> bool:
         """Whether a step has made state of `param`, or replaced some."""
         return not _are_same(self.state.values(), self._left)
 
-    def end(self, optimizer: Optimizer, has_new_state: bool) -> None:
-        """Give the parameters what a step has left in the state of `param`."""
-        self.param.grad = None
-        del optimizer.state[self.param]
-        if has_new_state:
-            self._share(self.state, {param: optimizer.state.setdefault(param, {}) for param in self.params})
-            return
+    def end(self, states: dict[Any, State]) -> bool:
+        """Give the parameters' `states` what a step has left in `state`; return whether some is new."""
+        if self.has_new_state():
+            self._share(self.state, {param: states[param] for param in self.params})
+            return True
         for counts in self.counts.values() if len(self.params) > 1 else ():
             counts.fill_(counts[0])
         self.note_counts()
+        return False
+
+
+class JointCounts:
+    """Step counts, or other 0-d tensors of the state, of the parameters of several segments, in one tensor.
+
+    A step changes the first of each segment; `spread` gives what that is then to all others.
+    """
+
+    def __init__(self, name: str, segments: Sequence[Segment], states: Mapping[Any, State]) -> None:
+        sizes = [len(segment.params) for segment in segments]
+        self._all = segments[0].counts[name]
+        self._parts = [self._all]
+        if len(segments) > 1:
+            self._all = self._all.new_empty(sum(sizes))
+            self._parts = [part.data for part in self._all.split(sizes)]  # `.data`: each counts versions by itself
+        first = chain.from_iterable([sum(sizes[:at])] * size for at, size in enumerate(sizes))
+        self._first = torch.tensor(list(first), device=self._all.device)  # for each element that of its segment
+        self._expected = torch.empty_like(self._all)
+        for segment, part in zip(segments, self._parts, strict=True):
+            if part is not self._all:
+                segment.move_counts(name, part, states)
+            segment.joint.append(self)
+        self.spread()
+
+    @staticmethod
+    def join(segments: Sequence[Segment], states: Mapping[Any, State]) -> None:
+        """Join what is alike in `segments`, whose state was shared just now."""
+        alike: dict[Any, list[Segment]] = {}
+        for segment in segments:
+            for name, counts in segment.counts.items():
+                alike.setdefault((name, counts.dtype, counts.device), []).append(segment)
+        for (name, *_), some in alike.items():
+            JointCounts(name, some, states)
+
+    def spread(self) -> None:
+        """Give what the first of each segment is to all others."""
+        torch.index_select(self._all, 0, self._first, out=self._expected)
+        self._all.copy_(self._expected)
+        self._versions = None if self._all.is_cpu else list(map(_VERSION, self._parts))
+
+    def are_unchanged(self) -> bool:
+        """Whether nobody has changed them since."""
+        if self._versions is not None and list(map(_VERSION, self._parts)) == self._versions:
+            return True  # to look would wait for the device
+        return self._all.equal(self._expected)
 
 
 class _Values:
     """The state of parameters, to find by identity whether it has been exchanged since."""
 
-    def __init__(self, states: Mapping[Any, Any]) -> None:
-        self._keys, self._states = list(states), list(states.values())
-        self._dicts = [state for state in self._states if isinstance(state, dict)]
-        self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
+    def __init__(self, states: Mapping[Any, State]) -> None:
+        self._keys, self._values = list(states), list(chain.from_iterable(map(_VALUES, states.values())))
         self._sharded = [each for each in self._values if type(each) is ShardedTensor]
-        self._locals = list(map(_LOCAL, self._sharded))
+        self._moves, self._locals = moves(), list(map(_LOCAL, self._sharded))
+        self._refs = list(map(ref, self._sharded))  # torch.utils.swap_tensors, which is no move, raises
 
-    def are_in(self, states: Mapping[Any, Any]) -> bool:
+    def are_in(self, states: Mapping[Any, State]) -> bool:
         """Whether `states` has the same parameters and values, over the same memory."""
+        if not _are_same(states, self._keys):
+            return False
+        if not _are_same(chain.from_iterable(map(_VALUES, states.values())), self._values):
+            return False
+        if self._moves != moves():
+            if not _are_same(map(_LOCAL, self._sharded), self._locals):
+                return False
+            self._moves = moves()
+        return True
+
+
+_END = (object(),)
+
+
+def _are_same(found: Iterable[Any], expected: Iterable[Any]) -> bool:
+    """Whether two lists have the same objects."""
+    return all(map(operator.is_, chain(found, _END), chain(expected, _END)))
+
+
+class _Known:
+    """What was found when all segments of an optimizer were ready: while that stays, they are ready in the next step.
+
+    Attributes:
+        moves: where parameters lay, by its number (`sharded_tensor.moves`).
+        state: of the whole optimizer.
+        shown: the state of the segments, as a step finds it.
+        left: all values of `shown`.
+        joint: the counts.
+    """
+
+    def __init__(self, segments: Sequence[Segment], optimizer: Optimizer) -> None:
+        self.moves, self.state = moves(), _Values(optimizer.state)
+        self.shown: dict[Any, State] = {segment.param: segment.state for segment in segments}
+        self.left = list(chain.from_iterable(map(_VALUES, self.shown.values())))
+        for segment in segments:
+            if not segment.joint:
+                JointCounts.join([segment], optimizer.state)
+        self.joint = list(dict.fromkeys(chain.from_iterable(segment.joint for segment in segments)))
+        for joint in self.joint:
+            joint.spread()
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether parameters lie where they lay, and have this state."""
         return (
-            _are_same(states, self._keys)
-            and _are_same(states.values(), self._states)
-            and _are_same(chain.from_iterable(map(dict.values, self._dicts)), self._values)
-            and _are_same(map(_LOCAL, self._sharded), self._locals)
+            self.moves == moves()
+            and self.state.are_in(optimizer.state)
+            and all(map(JointCounts.are_unchanged, self.joint))
         )
 
 
-def _are_same(found: Iterable[Any], expected: list[Any]) -> bool:
-    """Whether two lists have the same objects."""
-    found = list(found)
-    return len(found) == len(expected) and all(map(operator.is_, found, expected))
+def _number_sharded(groups: Iterable[Iterable[nn.Parameter]]) -> int:
+    return sum(isinstance(param, ShardedTensor) for param in chain.from_iterable(groups))
 
 
 class Segments:
@@ -220,24 +316,35 @@ class Segments:
 
     def __init__(self) -> None:
         self.all: list[Segment] = []
+        self.of_groups: list[list[nn.Parameter]] = []  # for each group those of `all`, as parameters
         self._params: list[list[nn.Parameter]] = []  # of each group, when the segments were made
+        self._moves = self._sharded = 0  # `moves()` when last looked at, and how many parameters were sharded
         self._joined: list[nn.Parameter] = []  # those of the segments
-        self._state: _Values | None = None  # of the whole optimizer, while all segments are ready
+        self._specs: list[ShardSpec] = []  # of `_joined`
+        self._flats: list[int] = []  # for each segment which flat parameter it is of, by first appearance
+        self.known: _Known | None = None
+        self.is_off = False  # whether a step on each parameter by itself was asked for
+        self.hook: RemovableHandle | None = None  # of the step that begins (flat.py)
 
     @classmethod
-    def of(cls, optimizer: Optimizer) -> "Segments":
-        """The segments of `optimizer`; made again if parameters or shards were replaced."""
+    def of(cls, optimizer: Optimizer, is_hint: bool = False) -> "Segments":
+        """The segments of `optimizer`, made again if parameters or shards were replaced; `is_hint`: if it had none."""
         segments = cls._of.get(optimizer)
         if segments is None:
             segments = cls._of[optimizer] = cls()
+        elif is_hint and segments.all:
+            return segments
         groups = [group["params"] for group in optimizer.param_groups]
         same = len(groups) == len(segments._params) and all(map(_are_same, groups, segments._params))
+        if segments._moves != moves():
+            segments._moves = moves()
+            same = same and segments._sharded == _number_sharded(groups)
         if not same or not all(segment.is_current() for segment in segments.all):
             segments._divide(groups)
         return segments
 
     def _divide(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-        self._params, self.all = [list(params) for params in groups], []
+        self._params, self._sharded, self.all = [list(params) for params in groups], _number_sharded(groups), []
         for group, params in enumerate(groups):
             of_flats: dict[FlatParam, list[int]] = {}
             for param in params:
@@ -251,7 +358,16 @@ class Segments:
                 for start, stop in zip([0, *ends], [*ends, len(indices)], strict=True):
                     self.all.append(Segment(flat, indices[start:stop], group))
         self._joined = [param for segment in self.all for param in segment.params]
-        self._state = None
+        self._specs = [spec for segment in self.all for spec in segment.specs]
+        positions = {flat: at for at, flat in enumerate(dict.fromkeys(segment.flat for segment in self.all))}
+        self._flats = [positions[segment.flat] for segment in self.all]
+        self.of_groups = [[each.param for each in self.all if each.group == group] for group in range(len(groups))]
+        self.known = None
+
+    def covers(self, ready: Sequence[Segment], params: Sequence[Sequence[nn.Parameter]] | None) -> bool:
+        """Whether `ready` are all segments, and these have all of `params`, by default those of the optimizer."""
+        numel = sum(map(len, self._params if params is None else params))
+        return len(ready) == len(self.all) and numel == len(self._joined)
 
     def ready(self, optimizer: Optimizer, chosen: Sequence[Segment] | None = None) -> list[tuple[Segment, Tensor]]:
         """The `chosen` segments, or of all, that can be updated as one parameter, each with its gradient, 1-D.
@@ -260,40 +376,53 @@ class Segments:
         """
         if any(group.get("differentiable") for group in optimizer.param_groups):
             return []
-        if chosen is None and self._state is not None and self._state.are_in(optimizer.state):
-            flats = iter(FlatGradient.of_each(self._joined))
-            ready = [
-                (segment, gradient)
-                for segment in self.all
-                if (gradient := segment.gradient_in(list(islice(flats, len(segment.params))))) is not None
-                and segment.flat.is_bound()
-            ]
-            if len(ready) == len(self.all) and all(segment.has_equal_counts() for segment in self.all):
-                return ready
-        ready = [
-            (segment, gradient)
-            for segment in (self.all if chosen is None else chosen)
-            if (gradient := segment.gradient()) is not None
-            if segment.flat.is_bound() and segment.take_state(optimizer)
-        ]
-        self._state = _Values(optimizer.state) if len(ready) == len(self.all) else None
+        if chosen is None and self.known is not None and self.known.holds(optimizer):
+            flats = FlatGradient.behind(self._joined, self._specs)
+            if len(flats) == self._flats[-1] + 1:  # one of each flat parameter, as each spec is of one
+                return [(each, each.part_of(flats[at].grad)) for each, at in zip(self.all, self._flats, strict=True)]
+        ready: list[tuple[Segment, Tensor]] = []
+        shared: list[Segment] = []
+        with torch.no_grad():
+            for segment in self.all if chosen is None else chosen:
+                before = segment.shared
+                gradient = segment.gradient()
+                if gradient is not None and segment.flat.is_bound() and segment.take_state(optimizer):
+                    ready.append((segment, gradient))
+                    shared += [segment] if segment.shared is not before else []
+            JointCounts.join(shared, optimizer.state)
+        if len(ready) == len(self.all):
+            self.known = _Known(self.all, optimizer)
         return ready
 
-    @torch.no_grad()
-    def end(self, optimizer: Optimizer, ready: Sequence[Segment], had_state: Sequence[Any]) -> None:
-        """Give parameters what a step has left in the state of segments; `had_state`: before it, in order."""
-        new = [segment for segment in ready if segment.has_new_state()]
-        if new:  # state is made in the order of the groups, as by ordinary steps
-            self._state = None
-            made = {id(param) for segment in new for param in segment.params}
-            before = set(map(id, had_state))
-            for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-                if id(param) not in before and (id(param) in made or param in optimizer.state):
-                    optimizer.state[param] = optimizer.state.pop(param, {})
+    def end(self, optimizer: Optimizer, ready: Sequence[Segment], own: Any, size: int) -> None:
+        """Give parameters what a step has left of `ready`, and the optimizer its `own` state.
+
+        `size`: how many parameters the step has found state of.
+        """
+        shown, optimizer.state = optimizer.state, own
         for segment in ready:
-            segment.end(optimizer, segment in new)
-        torch.autograd.graph.increment_version([param for segment in ready for param in segment.params])
-        torch.autograd.graph.increment_version([segment.shard for segment in ready])
+            segment.param.grad = None
+        known = self.known if len(ready) == len(self.all) else None
+        if known is not None and _are_same(chain.from_iterable(map(_VALUES, known.shown.values())), known.left):
+            for joint in known.joint:
+                joint.spread()
+        else:
+            self.known = None
+            self._end_each(optimizer, ready, shown, len(shown) > size)
+        written = self._joined if len(ready) == len(self.all) else [each for some in ready for each in some.params]
+        torch.autograd.graph.increment_version([*written, *map(_SHARD, ready)])
+
+    @torch.no_grad()
+    def _end_each(self, optimizer: Optimizer, ready: Sequence[Segment], shown: Any, has_more: bool) -> None:
+        own = optimizer.state
+        made = {id(param) for segment in ready if segment.has_new_state() for param in segment.params}
+        if made or has_more:  # state is made in the order of the groups, as by ordinary steps
+            for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+                if id(param) in made:
+                    own.setdefault(param, {})
+                elif param in shown:
+                    own[param] = shown[param]
+        JointCounts.join([segment for segment in ready if segment.end(own)], own)
 
 
 # Note [One loop over other groups]
@@ -328,7 +457,6 @@ class _OneLoop(list[dict[str, Any]]):
             self._end()
 
 
-@torch.no_grad()
 def show_segments(
     optimizer: Optimizer,
     chosen: Sequence[Segment] | None = None,
@@ -339,24 +467,25 @@ def show_segments(
     The others of `params`, for each group, it updates one by one; None: those of the optimizer. To be called by the
     step's closure, behind what that does otherwise.
     """
-    params = params or [group["params"] for group in optimizer.param_groups]
     segments = Segments.of(optimizer)
     found = segments.ready(optimizer, chosen)
     ready = [segment for segment, _ in found]
-    covered: set[int] = set()
-    if not ready:
-        if all(own is group["params"] for own, group in zip(params, optimizer.param_groups, strict=True)):
-            return
-    elif sum(len(segment.params) for segment in ready) == sum(map(len, params)):
-        params = [()] * len(params)
+    if not ready and params is None:
+        return
+    groups, state = optimizer.param_groups, optimizer.state
+    if segments.known is not None and segments.covers(ready, params):
+        state = defaultdict(dict, segments.known.shown)
+        shown = [{**group, "params": own} for group, own in zip(groups, segments.of_groups, strict=True) if own]
     else:
+        state = defaultdict(dict, optimizer.state)
+        state.update((segment.param, segment.state) for segment in ready)
         covered = {id(param) for segment in ready for param in segment.params}
-    shown = []
-    for index, (group, own) in enumerate(zip(optimizer.param_groups, params, strict=True)):
-        rest = [param for param in own if id(param) not in covered] if covered else own
-        joined = [segment.param for segment in ready if segment.group == index]
-        shown += [{**group, "params": each} for each in (joined, rest) if each]
-    end = partial(segments.end, optimizer, ready, list(optimizer.state))
+        shown = []
+        for index, group in enumerate(groups):
+            rest = [param for param in (params[index] if params else group["params"]) if id(param) not in covered]
+            joined = [segment.param for segment in ready if segment.group == index]
+            shown += [{**group, "params": each} for each in (joined, rest) if each]
     for segment, gradient in found:
-        segment.begin(optimizer, gradient)
-    optimizer.param_groups = _OneLoop(optimizer, shown, end)
+        segment.param.grad = gradient
+    end = partial(segments.end, optimizer, ready, optimizer.state, len(state))
+    optimizer.param_groups, optimizer.state = _OneLoop(optimizer, shown, end), state

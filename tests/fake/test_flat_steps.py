@@ -8,6 +8,7 @@ same instructions for all of them.
 import copy
 import io
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fsdp_compile import fully_shard
+from fsdp_compile import FullyShardedDataParallel, fully_shard
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.optim import flat_step
 from fsdp_compile.optim.segments import Segments
@@ -269,6 +270,58 @@ def _data_of_parameter(side: Side, number: int) -> None:
         side.params[0].data = side.kept  # type: ignore[attr-defined]
 
 
+def _exchanged_gradients(side: Side, number: int) -> None:
+    one, other = (side.params[index] for index in (0, 5))
+    if number > 1:
+        one.grad, other.grad = other.grad, one.grad
+
+
+def _earlier_gradient(side: Side, number: int) -> None:
+    if number == 2:
+        side.kept = side.params[6].grad  # type: ignore[attr-defined]
+    if number == 3:
+        side.params[6].grad = side.kept  # type: ignore[attr-defined]
+
+
+def _exchanged_states(side: Side, number: int) -> None:
+    if number > 1:
+        state, one, other = side.optimizer.state, side.params[0], side.params[5]
+        state[one], state[other] = state[other], state[one]
+
+
+def _exchanged_moments(side: Side, number: int) -> None:
+    if number > 1:
+        one, other = (side.optimizer.state[side.params[index]] for index in (0, 5))
+        one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
+
+
+def _other_state(side: Side, number: int) -> None:
+    """The whole state is replaced: by copies, and by those of other parameters in the same order."""
+    if number == 2:
+        side.optimizer.state = copy.copy(side.optimizer.state)
+        for param, state in side.optimizer.state.items():
+            side.optimizer.state[param] = {name: value.clone() * 0.5 for name, value in state.items()}
+    if number == 3:
+        params, values = list(side.optimizer.state), side.optimizer.state.values()
+        params[0], params[5] = params[5], params[0]
+        side.optimizer.state = defaultdict(dict, zip(params, values, strict=True))
+
+
+def _summoned(side: Side, number: int) -> None:
+    if number == 2:
+        with FullyShardedDataParallel.summon_full_params(side.model), torch.no_grad():
+            for param in side.model.parameters():
+                param.mul_(0.5)
+
+
+def _exchanged_contents(side: Side, number: int) -> None:
+    """Two tensors of the state cannot exchange their contents unnoticed: torch refuses it."""
+    if number == 2 and side.is_flat:
+        one, other = (side.optimizer.state[side.params[index]]["exp_avg"] for index in (0, 4))
+        with pytest.raises(RuntimeError, match="weakref"):
+            torch.utils.swap_tensors(one, other)
+
+
 def _options(side: Side, number: int) -> None:
     side.optimizer.param_groups[0].update(lr=0.1 / (number + 1), weight_decay=0.1 * number, maximize=number % 2 == 1)
     side.optimizer.param_groups[0]["foreach"] = number > 2
@@ -306,6 +359,15 @@ BETWEEN: dict[str, tuple[Between, Make]] = {
         *(_gradient_in_place, _clip, _count_in_place, _count_replaced, _counts_replaced, _moment_in_place),
         *(_moment_replaced, _data_of_moment, _held_moment, _state_cleared, _state_of_one_cleared, _foreign_state),
         *(_loaded, _data_of_parameter, _options, _turned_off_and_on, _zeroed_and_added, _schedule),
+        *(
+            _earlier_gradient,
+            _exchanged_gradients,
+            _exchanged_states,
+            _exchanged_moments,
+            _other_state,
+            _summoned,
+            _exchanged_contents,
+        ),
     )
 } | {
     "scaled": (_half_found, OPTIMIZERS["fused_adamw"]),
@@ -478,6 +540,22 @@ def test_never(name: str) -> None:
             backward(side.model, number)
             side.optimizer.step(*([lambda: 1.0] if name == "lbfgs" else []))
     assert counts == []
+
+
+def test_made_before_sharding() -> None:
+    """An optimizer whose parameters are sharded later, some after others, steps on flat shards then."""
+    parts = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = flat_step(torch.optim.SGD(parts.parameters(), lr=0.1))
+    for sharded in (0, 2, 4):
+        optimizer.zero_grad()
+        if sharded:
+            fully_shard(parts[sharded // 2 - 1])
+        for _ in range(2):
+            optimizer.zero_grad()
+            parts(torch.ones(2, 64)).sum().backward()
+            with counting() as counts:
+                optimizer.step()
+            assert sum(counts) == sharded
 
 
 def test_differentiable() -> None:

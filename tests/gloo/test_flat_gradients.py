@@ -25,14 +25,19 @@ def _model() -> nn.Module:
     return fully_shard(model)
 
 
+def _flat_gradients(of: nn.Module) -> list[FlatGradient]:
+    params: list[Any] = list(of.parameters())
+    return FlatGradient.behind(params, [param.spec for param in params])
+
+
 def _passes_autograd_by(rank: int) -> None:
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(2):
         model(torch.ones(4, 8)).sum().backward()
         for layer in (model[0], model[2], model[4]):
-            flat, *others = FlatGradient.of_each(list(layer.parameters()))
-            assert all(each is flat for each in others) and "local" not in vars(layer.weight.grad)
+            [flat] = _flat_gradients(layer)
+            assert "local" not in vars(layer.weight.grad)
             segments = [each for param in layer.parameters() if (each := param.grad.to_local()).numel()]
             assert {each.untyped_storage().data_ptr() for each in segments} == {flat.grad.untyped_storage().data_ptr()}
         optimizer.step()
@@ -41,7 +46,7 @@ def _passes_autograd_by(rank: int) -> None:
     model[0].weight.clone()  # a gradient that comes of this is to be averaged
     assert model[0].weight._backward_hooks
     model(torch.ones(4, 8)).sum().backward()
-    assert FlatGradient.of_each(list(model[0].parameters()))
+    assert _flat_gradients(model[0])
     optimizer.zero_grad()
     seen: list[Tensor] = []
     model[0].weight.register_hook(seen.append)
@@ -52,9 +57,9 @@ def _passes_autograd_by(rank: int) -> None:
     model(torch.ones(4, 8)).sum().backward()
     for (name, param), both in zip(model.named_parameters(), alone, strict=True):
         torch.testing.assert_close(both - param.grad.full_tensor(), torch.full_like(both, float(name == "2.weight")))
-    assert FlatGradient.of_each(list(model[2].parameters()))
+    assert _flat_gradients(model[2])
     model[2].bias.grad.data = torch.zeros(8)
-    assert not FlatGradient.of_each(list(model[2].parameters()))
+    assert not _flat_gradients(model[2])
 
 
 def test_gradients_pass_autograd_by(two: Ranks) -> None:
