@@ -135,7 +135,7 @@ def make_unit(model: nn.Module, prepared: PreparedUnit, ignored: Ignored, mixin:
 # each large enough to be worth a collective. A model's own unit is also divided where other units lie between, as
 # between an embedding, which forward reads first, and a head, which it reads last.
 # The unit stays one: outside of graphs all of it is gathered when the module's forward begins, and the module finds its
-# parameters wherever it reads them.
+# parameters wherever it reads them. A block that is compiled by itself waits for each flat parameter where it reads it.
 
 _PARTS = 4  # of a unit, about
 

@@ -14,6 +14,8 @@
                                                                            Inductor may put it `into` a given buffer
     wait_collective(full,      `full` once its collective has ended;       Inductor's graphs
       sent)                    `sent` is alive until then
+    await_gather(full)         `full` once what gathers it outside of      Inductor's graphs of a block
+                               the graph has ended
     check_ranks(...)           an empty tensor                             Inductor, where ranks compare their graphs
     record_time(...)           an empty tensor                             Inductor, where a profile is recorded
     prefetch_next(shards)      an empty tensor                             Inductor's forwards, planned with an update
@@ -24,9 +26,9 @@
 
 This file has the signatures, the derivatives and the shapes, and `UnshardSpec`, the string that says how a unit is
 gathered and reduced. The bodies of `unshard`, `reduce_grads` and `check_ranks` are in eager/order.py, those of
-`add_accumulated`, `defer_reduce` and `update_shard` in eager/reduce.py, that of `prefetch_next` in
-eager/next_forward.py, that of `record_time` beside the pass that inserts it. `flat_param_id` is a flat parameter's id
-in a tensor on the CPU (flat_param.py, Note [Flat parameters are looked up by id]).
+`add_accumulated`, `defer_reduce` and `update_shard` in eager/reduce.py, that of `await_gather` in eager/unsharded.py,
+that of `prefetch_next` in eager/next_forward.py, that of `record_time` beside the pass that inserts it. `flat_param_id`
+is a flat parameter's id in a tensor on the CPU (flat_param.py, Note [Flat parameters are looked up by id]).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -80,6 +82,7 @@ DEFER_REDUCE = _define(
 UPDATE_SHARD = has_side_effect(
     _define("update_shard", "(Tensor grad, Tensor flat_param_id, bool at_once=False) -> Tensor", _OPAQUE)
 )
+AWAIT_GATHER = _define("await_gather", "(Tensor(a) full) -> Tensor(a)", _OPAQUE)
 WAIT_COLLECTIVE = _define("wait_collective", "(Tensor full, Tensor sent) -> Tensor")
 CHECK_RANKS = has_side_effect(
     _define("check_ranks", "(Tensor[] shards, str sequence, str[] groups, float timeout, Device device) -> Tensor")
@@ -413,6 +416,7 @@ torch.library.register_fake(
     "fsdp_flat::from_host", lambda host, after: torch.empty(host.shape, dtype=host.dtype, device=after.device)
 )
 torch.library.register_fake("fsdp_flat::wait_copy", lambda copy, source=None: copy)
+torch.library.register_fake("fsdp_flat::await_gather", lambda full: full)
 
 
 # --- operators on a shard that ask for the rank when they run ---------------------------------------------------------

@@ -259,6 +259,7 @@ class Unit:
         self.prefetched: Any = None  # what `FSDPModule.unshard` gathered, until a forward takes it (eager.unsharded)
         self.summoned: Any = None  # the full parameters in the place of the sharded ones (eager.summon)
         self.keep_unsharded = False  # whether what was gathered last may outlive its backward; equal on all ranks
+        self.awaited_by: Any = None  # the compiled forward whose graphs wait for flat parameters (eager.unsharded)
         self.kept: Any = None  # what a backward pass left unsharded for the next forward (eager.unsharded)
 
     @property

@@ -34,7 +34,7 @@ from fsdp_compile.core.sharding import ModuleSharding, original_class
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.casting import cast_outputs, computes_in_full_precision, prepare_inputs
 from fsdp_compile.eager.runtime import Runtime
-from fsdp_compile.eager.unsharded import Reader, UnshardedUnit, free_for_next_forward
+from fsdp_compile.eager.unsharded import Reader, UnshardedUnit, free_for_next_forward, wait_for_flats
 from fsdp_compile.eager.writeback import refresh
 
 # Note [Graph breaks in the forward of a sharded module]
@@ -73,7 +73,7 @@ def compiled_forward(module: Any, compiled: Callable[..., Any], /, *args: Any, *
         return module._call_impl(*args, **kwargs)
     if module._fsdp.is_root:
         return compiled(*args, **kwargs)
-    return _unsharded(module, compiled, args, kwargs, as_flats=True)
+    return _unsharded(module, compiled, args, kwargs, reader=compiled)
 
 
 def hooked_call(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -203,17 +203,17 @@ def _trained(module: Any) -> list[bool]:
 
 
 def _unsharded(
-    module: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any], as_flats: bool = False
+    module: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any], reader: Callable[..., Any] | None = None
 ) -> Any:
-    """`run(*args, **kwargs)` with the units' parameters unsharded, or, if `as_flats`, their flat parameters."""
+    """`run(*args, **kwargs)` with the units' parameters unsharded; for `reader`, compiled, their flat parameters."""
     try:  # Note [Graph breaks in the forward of a sharded module]
         if _in_backward():
-            return _recomputed(module, run, args, kwargs, as_flats)
+            return _recomputed(module, run, args, kwargs, reader)
         if module._fsdp.is_root and _is_inside_itself(module):
             return run(*args, **kwargs)
         opened: list[UnshardedUnit] = []
         try:
-            _pre_forward(module, opened, as_flats)
+            _pre_forward(module, opened, reader)
             output = run(*args, **kwargs)
             _post_forward(module, opened, (args, kwargs), output)
             return output
@@ -239,11 +239,11 @@ def _is_inside_itself(module: Any) -> bool:
 
 
 @torch.compiler.disable
-def _pre_forward(module: Any, opened: list[UnshardedUnit], as_flats: bool) -> None:
+def _pre_forward(module: Any, opened: list[UnshardedUnit], reader: Callable[..., Any] | None) -> None:
     """Gather the module's units, show them to module code, and begin to gather what comes next."""
     if current_transform() is not None:
         with outside_of_transforms():
-            return _pre_forward(module, opened, as_flats)
+            return _pre_forward(module, opened, reader)
     runtime: Runtime = module._fsdp_runtime
     full_precision = computes_in_full_precision(module)
     if module._fsdp.is_root:
@@ -252,7 +252,7 @@ def _pre_forward(module: Any, opened: list[UnshardedUnit], as_flats: bool) -> No
     for unit in sharded:
         with profiled("pre", unit.path):
             gathered = runtime.gather(unit, full_precision)
-            gathered.open(as_flats)  # one by one: if one fails, those before it are closed
+            gathered.open(reader)  # one by one: if one fails, those before it are closed
             shared = unit in module._fsdp.shared_units and runtime.iteration is not None
             (runtime.shared_in_forward if shared else opened).append(gathered)
             runtime.prefetch_forward(gathered)
@@ -287,6 +287,7 @@ def _hide(
         if module._fsdp.is_root:
             runtime.end_iteration()
     for gathered in opened if error is not None else ():
+        gathered.leave_unread()
         gathered.check_unwritten(error)
 
 
@@ -311,14 +312,16 @@ def _post_forward(module: Any, opened: list[UnshardedUnit], inputs: Any, output:
         module._fsdp_runtime.end_forward(gathered)
 
 
-def _recomputed(module: Any, run: Callable[..., Any], args: tuple, kwargs: Any, as_flats: bool) -> Any:
+def _recomputed(
+    module: Any, run: Callable[..., Any], args: tuple, kwargs: Any, reader: Callable[..., Any] | None
+) -> Any:
     """Run the forward again within backward, with all units unsharded."""
     sharded = [unit for unit in module._fsdp.units if not unit.is_unsharded]
     for unit in module._fsdp.units:
         for gathered in unit.awaiting_backward:
             if gathered.views is unit.unsharded_params or gathered.views is unit.unsharded_flats:
                 gathered.recompute()
-    gathered_here = list(filter(None, [_open_for_recomputation(module, unit, as_flats) for unit in sharded]))
+    gathered_here = list(filter(None, [_open_for_recomputation(module, unit, reader) for unit in sharded]))
     try:
         output = run(*args, **kwargs)
         for gathered in gathered_here:  # a reentrant checkpoint: a backward pass of its own follows, and may free them
@@ -330,7 +333,7 @@ def _recomputed(module: Any, run: Callable[..., Any], args: tuple, kwargs: Any, 
     return output
 
 
-def _open_for_recomputation(module: Any, unit: Unit, as_flats: bool) -> UnshardedUnit | None:
+def _open_for_recomputation(module: Any, unit: Unit, reader: Callable[..., Any] | None) -> UnshardedUnit | None:
     """Show the recomputed forward the parameters that were unsharded for the first one.
 
     If several forwards of `unit` await their backward it is the last, as backward reverses forward: all ranks choose
@@ -348,7 +351,7 @@ def _open_for_recomputation(module: Any, unit: Unit, as_flats: bool) -> Unsharde
     if unit.is_sharded:
         unit.reduces_in_flight.order.next_in_backward("all-gather", unit)
     gathered = UnshardedUnit(unit, computes_in_full_precision(module), streams)
-    gathered.open(as_flats)
+    gathered.open(reader)
     if not torch.is_grad_enabled():  # nothing will run backward through this one
         return gathered
     gathered.backward_pass = current_backward()
@@ -373,6 +376,7 @@ def _run_with_flats(module: Any, run: Callable[..., Any], args: tuple, kwargs: d
     units = [unit for unit in module._fsdp.units if unit.unsharded_params is None]
     try:
         for unit in units:
+            wait_for_flats(unit.unsharded_flats)
             unit.unsharded_params = unit.split_flats(unit.unsharded_flats)
         return run(*args, **kwargs)
     finally:

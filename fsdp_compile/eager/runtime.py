@@ -210,7 +210,9 @@ class Runtime:
             position, other = self._position(unit), self._position(self._predicted)
             if position is None or other is None or position > other:  # the prediction was wrong
                 self._drop_prediction()
-        return self._take_prefetched(unit, full_precision) or UnshardedUnit(unit, full_precision, streams)
+        gathered = self._take_prefetched(unit, full_precision) or UnshardedUnit(unit, full_precision, streams)
+        gathered.unread = self.unread
+        return gathered
 
     def _take_prefetched(self, unit: Unit, full_precision: bool) -> UnshardedUnit | None:
         """What was gathered for this forward of `unit`, unless it is out of date on some rank."""
@@ -305,15 +307,5 @@ class Runtime:
         """Begin to gather again what `target` freed, unless values changed; return whether anything was."""
         if not target.is_current() or not target.prefetch():
             return False
-        weak, unread, buffers = weakref.ref(target), self.unread, target.buffers
-
-        def free_unread() -> None:  # at the end of a backward pass in which nothing read it (E-PRE-5)
-            prefetched = weak()
-            if prefetched is not None:
-                prefetched.free_prefetched()
-
-        def leave_unread() -> None:
-            unread.extend(buffer for buffer in buffers if buffer.filling)
-
-        call_after_backward(free_unread, if_failed=leave_unread)
+        call_after_backward(target.free_prefetched, if_failed=target.leave_unread)  # if nothing has read it (E-PRE-5)
         return True

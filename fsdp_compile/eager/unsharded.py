@@ -86,6 +86,33 @@ class UnshardParams(torch.autograd.Function):
             return (None, None, *ctx.reduce(ctx.unit, ctx.flats, grads, ctx.streams, ctx.full_precision))
 
 
+# Note [Graphs that wait for gathers]
+# A block that is compiled by itself reads unsharded flat parameters, which are inputs of its graph. The pass
+# `await_gathers` puts a wait for each of them before its first reader, so that the others are gathered meanwhile. Not
+# all graphs have such waits (another backend, CUDA graphs). So at the first call of a compiled forward all is waited
+# for before; a graph that waits says so when it runs, and from then on the runtime leaves the waits to that forward.
+# Where Dynamo gives up, the code that runs instead waits for all, and leaves no waits to backward.
+
+_read_by_graphs: "weakref.WeakValueDictionary[int, UnshardedUnit]" = weakref.WeakValueDictionary()
+"""By address of a flat parameter the forward whose graph reads it, or whose backward's does."""
+
+
+@torch.library.impl("fsdp_flat::await_gather", "default")
+def _await_gather(full: Tensor) -> Tensor:
+    gathered = _read_by_graphs.get(full.data_ptr())
+    if gathered is not None:
+        gathered.await_in(full)
+    return full
+
+
+@never_trace
+def wait_for_flats(flats: Sequence[Tensor]) -> None:
+    """Wait for flat parameters which code outside of graphs is about to read, and autograd in backward."""
+    for gathered in filter(None, [_read_by_graphs.get(full.data_ptr()) for full in flats]):
+        gathered.reader, gathered.awaits = None, False
+        gathered.wait()
+
+
 class Reader(Flag):
     """Who still reads unsharded parameters in a backward pass."""
 
@@ -117,7 +144,10 @@ class UnshardedUnit:
         is_differentiated: whether something has saved the parameters that no hook tells of: a graph that a backward
             pass made (`create_graph`), or a transform of `torch.func`. Their buffers go with what has saved them.
         readers: who else reads the parameters in that backward pass.
+        reader: the compiled forward that reads flat parameters, or None.
+        awaits: whether its graph has waited for flat parameters, as its backward does then.
         prefetch_backward: gathers the unit whose backward comes next, if that is wanted now.
+        unread: the runtime's, for buffers that nobody waits for after a failure.
         previous: the forward of a unit that ended before this one.
         in_root_forward: whether it was part of a forward of the root, not recomputed or called by itself.
     """
@@ -132,10 +162,13 @@ class UnshardedUnit:
         self.unit, self.full_precision, self.streams, self.iteration = unit, full_precision, streams, iteration
         self.prefetch_backward: Callable[[UnshardedUnit, BackwardPrefetch], None] | None = None
         self.previous: weakref.ref[UnshardedUnit] | None = None
+        self.unread: list[UnshardedBuffer] = []
         if refresh(unit):
             streams.begin_iteration()
         self.params, self.versions = tuple(unit.params), unit.version_counters()
         self.opaque: type | None = None  # of an output that may have tensors inside
+        self.reader: Callable[..., Any] | None = None
+        self.awaits = False
         self.as_flats = self.can_free = self.prefetched = self.is_differentiated = self.in_root_forward = False
         self.is_lent = False
         self.backward_pass, self.recomputed_in, self.readers = -1, -1, Reader.NOBODY
@@ -185,10 +218,12 @@ class UnshardedUnit:
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
-    def open(self, as_flats: bool = False) -> None:
-        """Wait for the all-gather and let module code read the parameters, or a compiled forward the flat ones."""
-        self.wait()
-        self.as_flats = as_flats
+    def open(self, reader: Callable[..., Any] | None = None) -> None:
+        """Wait for the all-gather and let module code read the parameters, or `reader`, compiled, the flat ones."""
+        as_flats = self.as_flats = reader is not None
+        self.reader = reader
+        if not as_flats or self.unit.awaited_by is not reader:
+            self.wait()
         trained = [flat for flat in self.unit.flats if flat.trains and torch.is_grad_enabled()]
         shards = [flat.autograd_shard for flat in trained]
         differentiable = iter(UnshardParams.apply(self, trained, *shards) if trained else ())
@@ -209,6 +244,24 @@ class UnshardedUnit:
             self._watched = self.views if self.unit.tensor_parallel else [self.views[start] for start in starts]
         self._versions_when_opened = list(map(_VERSION, self._watched))
         self.unit.show_unsharded(self.views, as_flats)
+        self._offer()
+
+    def _offer(self) -> None:
+        """Let graphs find the flat parameters that they read (Note [Graphs that wait for gathers])."""
+        if self.as_flats:
+            _read_by_graphs.update((buffer.full.data_ptr(), self) for buffer in self.buffers)
+
+    def await_in(self, full: Tensor) -> None:
+        """A graph is about to read the flat parameter `full`."""
+        self.awaits, self.unit.awaited_by = self.reader is not None, self.reader
+        if not self.unit.is_sharded:  # copied, in the unshard stream
+            self.wait()
+        device, address = self.streams.device, full.data_ptr()
+        for buffer in self.buffers:
+            if buffer.filling and buffer.full.data_ptr() == address:
+                with collectives.waiting_for("all-gather", self.unit.path):
+                    buffer.finish()  # compute waits for this collective alone, and not for all of the unshard stream
+                device.keep(buffer.full, device.current_stream())
 
     def wait(self) -> None:
         """Order compute after the all-gathers."""
@@ -259,6 +312,8 @@ class UnshardedUnit:
 
     def end_forward(self, inputs: Any, output: Any, keep: bool) -> None:
         """Prepare for backward; free the buffers unless `keep` or backward could not fill them again."""
+        if self.awaits:
+            self.wait()  # for what the graph has not read
         if not torch.is_grad_enabled():  # nothing was saved: the buffers go with their last views
             if self.reused:
                 self._keep()
@@ -340,16 +395,26 @@ class UnshardedUnit:
         self.backward_pass = current_backward()
         if any(buffer.is_shard for buffer in self.buffers):
             self._check_unchanged()  # else backward would compute with values that forward did not have
-        call_after_backward(self.close, if_failed=self.hide)
+        call_after_backward(self.close, if_failed=self._fail)
         if self.in_root_forward:  # a reentrant checkpoint runs a backward pass within that of the root
             settle_after_backward(self.unit)
         if self.prefetched or any(buffer.is_free for buffer in self.buffers):
             self.unit.reduces_in_flight.order.next_in_backward("all-gather", self.unit)
         self.prefetch()
         self.prefetched = False
-        self.wait()
+        if not self.awaits:
+            self.wait()
         self.unit.show_unsharded(self.views, self.as_flats)
+        self._offer()
         self._prefetch_next(BackwardPrefetch.BACKWARD_PRE)
+
+    def _fail(self) -> None:
+        self.hide()
+        self.leave_unread()
+
+    def leave_unread(self) -> None:
+        """Leave what is being gathered to the root's next forward: other ranks may not take part for a while."""
+        self.unread.extend(buffer for buffer in self.buffers if buffer.filling)
 
     def recompute(self) -> None:
         """Note that a recomputed forward reads the open parameters; the second in a backward pass is another one."""
@@ -364,7 +429,7 @@ class UnshardedUnit:
             self._check_unchanged()
             self.streams.limit()
             with torch.no_grad(), self.streams.unsharding(), collectives.profiled("all_gather", self.unit.path):
-                for buffer in freed:
+                for buffer in reversed(freed):  # backward reads the last parameters first
                     buffer.start()
             self.prefetched = True
         return bool(freed)

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compile import CompileConfig, MixedPrecision, ShardingStrategy, compile_step, fully_shard
 from fsdp_compile.comm import collectives
 from fsdp_compile.config import StepUpdate, update_moves
+from fsdp_compile.construct import units
 from fsdp_compile.passes import PASSES, GraphContext, Pass, Plan, backend, tagged
 from fsdp_compile.passes.inductor import Pipeline
 from fsdp_compile.passes.plan.workload import Workload
@@ -105,6 +107,7 @@ class Case(NamedTuple):
     launches_several: bool = False
     width: int = 4
     foreign: bool = False
+    by_block: bool = False
     behind: tuple[str, Callable[[GraphContext], None]] | None = None
 
 
@@ -129,6 +132,7 @@ CASES = {
     "accumulating": Case(lambda: Linears(1, 1), nn.Sequential, synchronizes=(False,)),
     "accumulated": Case(lambda: Linears(1), nn.Sequential, synchronizes=(False, True)),
     "autocast": Case(Autocast, nn.Linear, width=16),
+    "block": Case(lambda: Linears(2), nn.Sequential, by_block=True),
     "profile": Case(lambda: Linears(1), nn.Sequential, {"record_profile": True}),
     "far": THREE._replace(options={"link": "custom:1e-3,1e9"}, launches_several=True),
     "simple_fsdp": Case(_simple_fsdp, nn.Sequential, foreign=True),
@@ -173,11 +177,11 @@ def compiled(name: str) -> Compiled:
     def note(_: str, direction: str, plan: Plan, *, extra: dict[str, Any]) -> None:
         plans[direction], tasks[direction] = str(plan), _tasks(extra["workload"])
 
-    patch = pytest.MonkeyPatch()
+    monkeypatch = pytest.MonkeyPatch()
     if case.launches_several:  # the fake group stands for NCCL, not for gloo
-        patch.setattr(collectives, "_COPYING_BACKENDS", ("gloo",))
-        patch.setattr(collectives, "_senders", lambda *_: ())
-    patch.setattr(plan_log, "debug", note)
+        monkeypatch.setattr(collectives, "_COPYING_BACKENDS", ("gloo",))
+        monkeypatch.setattr(collectives, "_senders", lambda *_: ())
+    monkeypatch.setattr(plan_log, "debug", note)
     with printed_graphs() as printed, inductor_config.patch(force_disable_caches=True), kernels_not_built():
         try:
             _run(case)
@@ -185,7 +189,7 @@ def compiled(name: str) -> Compiled:
             while (inner := getattr(raised, "inner_exception", None)) is not None:
                 raised = inner
             error = f"{raised}\n"
-    patch.undo()
+    monkeypatch.undo()
     changes, before = dict[tuple[str, str], str](), dict[str, list[str]]()
     for text in printed:
         title, *after = text.split("\n")
@@ -202,7 +206,8 @@ def _run(case: Case) -> None:
         sharding = dict(case.sharding)
         if "mesh" in sharding:
             sharding["mesh"] = init_device_mesh("cpu", sharding["mesh"], mesh_dim_names=("replicas", "shards"))
-        fully_shard(model, auto_wrap_policy={case.unit}, **sharding)
+        with patch.object(units, "_worth_a_collective", return_value=1 if case.by_block else 1 << 18):
+            fully_shard(model, auto_wrap_policy={case.unit}, **sharding)
     passes = [Pass("begin", "joint", _nothing), Pass("begin_post_grad", "post_grad", _nothing), *PASSES]
     if case.behind is not None:
         at = [each.name for each in passes].index(case.behind[0])
@@ -213,7 +218,10 @@ def _run(case: Case) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         compile_step(model, optimizer, lambda out: out.sum(), update_in_backward=True, backend=compiles)(x)
         return
-    run = torch.compile(model, fullgraph=True, backend=compiles)
+    if case.by_block:
+        for block in model.blocks:
+            block.compile(fullgraph=True, backend=compiles)
+    run = model if case.by_block else torch.compile(model, fullgraph=True, backend=compiles)
     for synchronizes in case.synchronizes:
         with nullcontext() if synchronizes else model.no_sync():
             with torch.set_grad_enabled(not case.foreign):  # kernels that are not built return no meshes for a backward

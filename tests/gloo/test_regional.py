@@ -1,16 +1,22 @@
 """Blocks that are compiled by themselves inside a model that runs eagerly."""
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from models import MODELS, MODULES, Case, checkpointed, squared_error, vectors
+from expecttest import assert_expected_inline
+from models import MODELS, MODULES, Case, Residual, checkpointed, squared_error, vectors
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.testing import assert_close
 
 from fsdp_compile import fully_shard
+from fsdp_compile.construct import units as units_of_modules
+from fsdp_compile.eager.streams import UnshardedBuffer
+from fsdp_compile.eager.unsharded import UnshardedUnit
 
 from .ranks import Ranks
 from .test_communication import _assert_freed, _gathered_bytes, _per_unit, _spied
@@ -26,6 +32,7 @@ def _compile_blocks(model: nn.Module, how: str) -> nn.Module:
 
 
 LATE = pytest.mark.nightly
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 CASES = {
     **{name: MODELS[name] for name in ("tied", "frozen")},
     "tied_blocks": MODULES["tied_blocks"],
@@ -52,12 +59,138 @@ def test_compiled_blocks_train_as_one_process_does(two: Ranks, names: tuple[str,
     two.run(_train_all, "aot_eager", names)
 
 
-def test_with_inductor(two: Ranks) -> None:
-    """Inductor's graphs pack gradients that eager reduces."""
-    two.run(_train_all, "inductor", ("around",))
+def _gather_late() -> None:
+    """Let all-gathers of the eager runtime begin where they are waited for: until then the memory is not a number."""
+    start, finish = UnshardedBuffer.start, UnshardedBuffer.finish
+
+    def fill(self: UnshardedBuffer) -> None:
+        if not self.is_shard:
+            if self.is_free:
+                self.storage.resize_(self.nbytes)
+            self.full.fill_(torch.nan)
+            self.filling = True
+
+    def gather(self: UnshardedBuffer) -> None:
+        start(self)
+        finish(self)
+
+    UnshardedBuffer.start, UnshardedBuffer.finish = fill, gather  # type: ignore[method-assign]
 
 
-BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+def _as_they_were() -> AbstractContextManager[Any]:
+    return patch.multiple(UnshardedBuffer, start=UnshardedBuffer.start, finish=UnshardedBuffer.finish)
+
+
+def _read_late(rank: int, cases: tuple[tuple[str, dict[str, Any]], ...]) -> None:
+    with _as_they_were(), patch.object(units_of_modules, "_worth_a_collective", return_value=1):
+        _gather_late()
+        for name, options in cases:
+            torch._dynamo.reset()
+            case = CASES[name]
+            ours, theirs = (fully_shard(build(case), **options) for _ in range(2))
+            assert len(units(ours)[-1].flats) > 1
+            _compile_blocks(ours, "inductor")
+            for step in range(6):
+                stance = "force_eager" if step == 3 else "default"  # graphs before and behind it wait
+                for model in (ours, theirs):
+                    with torch.compiler.set_stance(stance), model.no_sync() if step == 2 else nullcontext():
+                        backward(model, case, mine(case, step))
+                losses = []
+                for model in (ours, theirs):
+                    with torch.no_grad() if name == "frozen" else nullcontext():
+                        losses.append(case.loss(model, mine(case, step)))
+                assert_close(*losses, rtol=0.02, atol=0.02)
+                for param, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+                    assert (param.grad is None) == (other.grad is None)
+                    if param.grad is not None and step != 2:
+                        assert_close(param.grad.full_tensor(), other.grad.full_tensor(), rtol=0.05, atol=0.05)
+
+
+def _note_gathers(lines: list[str]) -> None:
+    def noted(verb: str, function: Any) -> Any:
+        def call(self: UnshardedBuffer) -> None:
+            lines.append(f"{verb} {self.unit.path.split()[0]} {self.flat.layout.names[0].split('.')[0]}")
+            function(self)
+
+        return call
+
+    start, finish = noted("gather", UnshardedBuffer.start), noted("wait for", UnshardedBuffer.finish)
+    UnshardedBuffer.start, UnshardedBuffer.finish = start, finish  # type: ignore[method-assign]
+
+
+def _note_order(rank: int) -> tuple[str, str]:
+    lines: list[str] = []
+    torch._dynamo.reset()
+    model: Any = nn.Sequential(Residual(3, 5), Residual(3, 5))
+    with _as_they_were(), patch.object(units_of_modules, "_worth_a_collective", return_value=10):
+        fully_shard(model, auto_wrap_policy={Residual}, forward_prefetch=True)
+        _compile_blocks(model, "inductor")
+        model(torch.ones(4, 3)).sum().backward()
+        _note_gathers(lines)
+        loss = model(torch.ones(4, 3)).sum()
+        lines.append("backward")
+        loss.backward()
+        passed = "\n".join(lines)
+        with patch.object(UnshardedUnit, "await_in", side_effect=KeyError), pytest.raises(KeyError):
+            model(torch.ones(4, 3))
+        del lines[:]
+        model(torch.ones(4, 3)).sum().backward()
+        return passed, "\n".join(lines[:6])
+
+
+def test_order_of_gathers_and_waits(two: Ranks) -> None:
+    """From its second call on, a block waits for each flat parameter where it is read; the next one is gathered before.
+
+    Backward gathers the last parameters first. What a graph that fails has not waited for, the next forward does: other
+    ranks may not take part for a while.
+    """
+    (passed, after_failure), other = two.run(_note_order)
+    assert other == (passed, after_failure)
+    assert_expected_inline(
+        passed,
+        """\
+gather 0 up
+gather 0 down
+gather 1 up
+gather 1 down
+wait for 0 up
+wait for 0 down
+wait for 1 up
+wait for 1 down
+backward
+gather 1 down
+gather 1 up
+gather 0 down
+gather 0 up
+wait for 1 down
+wait for 1 up
+wait for 0 down
+wait for 0 up""",
+    )
+    assert_expected_inline(
+        after_failure,
+        """\
+wait for 0 down
+wait for 0 up
+gather 0 up
+gather 0 down
+gather 1 up
+gather 1 down""",
+    )
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [(("around", {}),), pytest.param((("frozen", {"mixed_precision": BF16}), ("tied", {})), marks=LATE)],
+    ids=len,
+)
+def test_graphs_wait_for_what_they_read(two: Ranks, cases: tuple[tuple[str, dict[str, Any]], ...]) -> None:
+    """A compiled block computes with values, wherever its parameters were gathered from the second call on.
+
+    Members: recomputed, frozen, low precision, tied; no gradients, no_sync; code that Dynamo is told to leave alone,
+    between steps whose graphs wait by themselves.
+    """
+    two.run(_read_late, cases)
 
 
 class _OfManySizes(nn.Module):

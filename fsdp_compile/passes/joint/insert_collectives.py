@@ -51,8 +51,10 @@ def insert_collectives(context: GraphContext) -> None:
     for marker, unit in units.items():
         emit = nodes.emitter(graph, marker, unit)
         if marker.target is ops.UNSHARD:
-            retained = nodes.emitter(graph, marker, replace(unit, reshard=False))
-            new = _expand_unshard(marker, context.specs[unit.unit], retained, emit)
+            spec, retained = context.specs[unit.unit], nodes.emitter(graph, marker, replace(unit, reshard=False))
+            if not spec.groups:
+                _note_arriving(marker, unit)
+            new = _expand_unshard(marker, spec, retained, emit)
         elif marker.target is ops.REDUCE_GRADS:
             new = _expand_reduce(marker, emit)
         else:
@@ -73,6 +75,16 @@ def insert_collectives(context: GraphContext) -> None:
         at = collectives.GROUP_ARGUMENT.get(node.target)
         if at is not None and isinstance(node.args[at], str):
             node.update_arg(at, shared_name(group_named(node.args[at])))
+
+
+def _note_arriving(marker: fx.Node, unit: nodes.Tag) -> None:
+    """Tag the flat parameter of a block that is compiled by itself: the eager runtime gathers it."""
+    full: fx.Node = marker.args[0]  # type: ignore[assignment]  # fx arguments are untyped
+    if full.op != "placeholder":  # nothing would wait for it
+        raise RuntimeError(
+            f"{full.name}: expected an unsharded flat parameter as an input of the graph, found {full.target}"
+        )
+    nodes.set_tag(full, replace(unit, kind="arriving"))
 
 
 def _tag_updates(graph: fx.Graph) -> None:

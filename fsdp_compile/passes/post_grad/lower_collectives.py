@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.core.ops import SEND_BUFFER, SEND_BUFFER_AS, WAIT_COLLECTIVE, WAIT_COPY
+from fsdp_compile.core.ops import AWAIT_GATHER, SEND_BUFFER, SEND_BUFFER_AS, WAIT_COLLECTIVE, WAIT_COPY
 from fsdp_compile.passes._torch import V, WaitKernel, ir, register_lowering, restore_dependencies
 from fsdp_compile.passes.graph.analyze import can_coalesce
 from fsdp_compile.passes.graph.nodes import CAST, set_tag, tag_of, tagged
@@ -187,6 +187,12 @@ def _lower_wait(full: Any, sent: Any) -> Any:
     caller = "fsdp_collectives.at_start" if start is starts[0] else "fsdp_collectives"
     start.python_kernel_name = f"{caller}.{_DIRECT[start.op_overload]}"
     wait.python_kernel_name = "fsdp_collectives.wait"
+    return full
+
+
+@register_lowering(AWAIT_GATHER, type_promotion_kind=None)
+def _lower_await(full: Any) -> Any:
+    WaitKernel.create_wait(AWAIT_GATHER, full)
     return full
 
 

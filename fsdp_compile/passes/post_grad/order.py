@@ -11,7 +11,7 @@ from torch import fx
 import fsdp_compile.eager.order  # noqa: F401  (the body of `check_ranks`, for who shards nothing by this package)
 from fsdp_compile.comm.collectives import GROUP_ARGUMENT, STARTS, WAIT
 from fsdp_compile.core import ops
-from fsdp_compile.passes._torch import OrderedSet, preserve_node_ordering
+from fsdp_compile.passes._torch import OrderedSet, inductor_config, preserve_node_ordering
 from fsdp_compile.passes.graph.analyze import GraphInfo, stored_shard, with_ancestors, with_preparation
 from fsdp_compile.passes.graph.nodes import add_call, get_tag, is_product, readers, set_tag, tag_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext
@@ -91,6 +91,28 @@ def check_order(context: GraphContext) -> None:
     if actual != planned:
         expected, seen = next((a, b) for a, b in zip_longest(planned, actual) if a != b)
         raise PlanError(f"order of the graph: expected {expected}, found {seen}; this is a defect of the pass")
+
+
+def await_gathers(context: GraphContext) -> None:
+    """Wait for parameters that the eager runtime gathers where they are first read, each flat parameter by itself.
+
+    Not for Inductor's CUDA graphs, which copy inputs before, nor in its C++ wrapper: there the runtime waits for all.
+    """
+    if inductor_config.triton.cudagraphs or inductor_config.cpp_wrapper:
+        return
+    graph = context.graph
+    for full in graph.find_nodes(op="placeholder"):
+        if (tag := get_tag(full)) is None or tag.kind != "arriving":
+            continue
+        for view in sorted(readers(full)[0], reverse=True):
+            min(view.users).prepend(view)
+        read_by = [user for user in full.users if user.op != "output"]  # an output is saved for backward
+        if read_by:
+            with graph.inserting_before(min(read_by)):
+                name, mode = f"await_{tag.path or 'root'}", full.meta["val"].fake_mode
+                wait = add_call(graph, ops.AWAIT_GATHER, (full,), mode=mode, name=name)
+        for user in read_by:
+            user.replace_input_with(full, wait)
 
 
 def place_updates(context: GraphContext) -> None:
