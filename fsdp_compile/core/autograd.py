@@ -92,6 +92,9 @@ class ShardSplitter:
             self._sizes.append(record.numel if record else 0)
             end = record.offset + record.numel if record else end
         self._sizes += [layout.shard_numel - end] * (layout.shard_numel > end)
+        filled = [window for window, size in enumerate(self._sizes) if size]
+        self._filled_sizes = [self._sizes[window] for window in filled]
+        self._filled = [filled.index(window) for window in self._windows if self._sizes[window]]
 
     def split_all(self, flat: Tensor) -> list[Tensor]:
         """1-D views of `flat`, 1-D `[shard_numel]`: one for each parameter, without elements if it is not here.
@@ -100,6 +103,11 @@ class ShardSplitter:
         """
         windows = flat.split_with_sizes(self._sizes)
         return [windows[window] for window in self._windows]
+
+    def split_stored(self, flat: Tensor) -> list[Tensor]:
+        """As `split_all`, for parameters that have elements here: most have none where there are many ranks."""
+        windows = flat.split_with_sizes(self._filled_sizes)
+        return [windows[window] for window in self._filled]
 
     def split(self, flat: Tensor) -> list[Tensor | None]:
         """As `split_all`, but in full shape if unsharded, and None for parameters that are not on this rank."""
@@ -282,7 +290,7 @@ class ShardBinding:
                 param.grad = each
 
     def _sharded(self, grad: Tensor) -> list[ShardedTensor]:
-        return ShardedTensor.of_each(FlatGradient(grad, self._specs, self.splitter.split_all))
+        return ShardedTensor.of_each(FlatGradient(grad, self._specs, self.splitter.split_stored))
 
     def has_gradients(self) -> bool:
         """Whether any parameter has a gradient to add to."""

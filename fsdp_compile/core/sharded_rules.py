@@ -31,6 +31,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -312,9 +313,7 @@ def _foreach(func: Any, args: Any, kwargs: Any) -> Any:
     if set(map(type, targets)) != {ShardedTensor}:
         return _foreach_mixed(func, args, kwargs, targets)
     if func in _SCALING and (flats := FlatGradient.all_of(targets)):
-        func([flat.grad for flat in flats], *args[1:], **kwargs)
-        bump_version([flat.grad for flat in flats])
-        bump_version(targets)
+        _scale(func, flats, targets, *args[1:], **kwargs)
         return None
     specs = list(map(_spec_of, targets))
     local = [_locals(arg, specs) for arg in args]
@@ -326,6 +325,22 @@ def _foreach(func: Any, args: Any, kwargs: Any) -> Any:
                 bump_version(args[position])
         return result
     return list(map(ShardedTensor, result, specs))
+
+
+def _scale(func: Any, flats: Sequence[FlatGradient], grads: Any, *args: Any, **kwargs: Any) -> None:
+    of_flats = [flat.grad for flat in flats]
+    func(of_flats, *args, **kwargs)
+    bump_version(of_flats)
+    bump_version(grads)
+
+
+def multiply(grads: Sequence[Tensor], factor: Tensor) -> bool:
+    """If `grads` are all segments of some flat gradients, multiply these by `factor`, 0-d; return whether they are."""
+    flats = FlatGradient.all_of(grads)
+    if not flats or any(flat.grad.device != factor.device for flat in flats):
+        return False
+    _scale(aten._foreach_mul_.Tensor, flats, grads, factor)
+    return True
 
 
 def _locals(arg: Any, specs: list[ShardSpec]) -> Any:
@@ -557,10 +572,9 @@ def _foreach_norm(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     with without_torch_function():
         if any(map(_requires_grad, tensors)):
             average_gradients(tensors)
-        if set(map(type, tensors)) == {ShardedTensor} and not any(map(_tensor_parallel_of, tensors)):
-            dtypes = set(map(_dtype_of, tensors))
-            if len(dtypes) == 1 and len(set(map(_group_of, tensors))) == 1:  # the work for each runs in C
-                return list(_norms(tensors, order).to(dtype or dtypes.pop()).unbind())
+        kinds = {(flat.specs[0].ranks.group, flat.grad.device, flat.grad.dtype) for flat in FlatGradient.of(tensors)}
+        if len(kinds) == 1 and not any(map(_tensor_parallel_of, tensors)):  # the work for each runs in C
+            return list(_norms(tensors, order).to(dtype or tensors[0].dtype).unbind())
     norms: list[Any] = [None] * len(tensors)
     groups: dict[Any, list[int]] = {}
     for i, each in enumerate(tensors):
@@ -584,9 +598,13 @@ def _norms(tensors: Sequence[ShardedTensor], order: float, dims: Any = None, kee
         op = "max" if order > 0 else "min"
 
     def power(norm: Tensor) -> Tensor:
+        if order == 2:
+            return norm.square()
         return norm if math.isinf(order) or order == 0 else norm**order
 
     def root(total: Tensor) -> Tensor:
+        if order == 2:
+            return total.sqrt()
         return total if math.isinf(order) or order == 0 else total ** (1 / order)
 
     def of_rows(x: Tensor, dims: list[int], keep: bool) -> Tensor:
@@ -595,9 +613,9 @@ def _norms(tensors: Sequence[ShardedTensor], order: float, dims: Any = None, kee
     if dims and len(dims) < first.dim():
         return root(_reduced(first, dims, keepdim, fill, op, of_rows)).unsqueeze(0)
     numels = list(map(_numel_of, tensors))
-    stored = [each.local for each, numel in zip(tensors, numels, strict=True) if numel]
+    stored = list(map(_local_of, compress(tensors, numels)))
     norms = iter(aten._foreach_norm.Scalar(stored, order, dtype=precise) if stored else ())
-    neutral = first.local.new_full((), fill, dtype=precise)
+    neutral = torch.full((), fill, dtype=precise, device=first.device)
     powers = power(torch.stack([next(norms) if numel else neutral for numel in numels]))
     total = root(first.spec.all_reduce(powers, op))
     return total.view([-1, *[1] * first.dim()]) if keepdim else total

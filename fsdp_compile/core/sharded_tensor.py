@@ -14,7 +14,6 @@ Two subclasses have all elements here, because a parameter must remain the same 
 """
 
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -290,7 +289,7 @@ class FlatGradient:
     Args:
         grad: 1-D, laid out as the shard.
         specs: for each parameter how it is sharded.
-        split: splits `grad` into one segment for each parameter.
+        split: splits `grad` into one segment for each parameter with elements here.
     """
 
     def __init__(self, grad: Tensor, specs: Sequence[ShardSpec], split: Callable[[Tensor], list[Tensor]]) -> None:
@@ -299,8 +298,11 @@ class FlatGradient:
 
     def segment_of(self, spec: ShardSpec) -> Tensor:
         """The segment of the parameter whose spec is `spec`, one of `specs`."""
+        if not spec.numel:
+            return self.grad[:0]
         if not self._segments:
-            self._segments = dict(zip(map(id, self.specs), self._split(self.grad), strict=True))
+            stored = [id(each) for each in self.specs if each.numel]
+            self._segments = dict(zip(stored, self._split(self.grad), strict=True))
         return self._segments[id(spec)]
 
     @staticmethod
@@ -311,21 +313,23 @@ class FlatGradient:
         """
         with without_torch_function():
             grads = list(map(_GRAD, params))
-        try:  # at every step of an optimizer: the work for each parameter runs in C
-            flats = list(dict.fromkeys(map(_FLAT, grads)))
-            return flats if all(map(operator.is_, map(_SPEC, grads), specs)) else []
+        flats = FlatGradient.of(grads)  # at every step of an optimizer: the work for each parameter runs in C
+        return flats if flats and all(map(operator.is_, map(_SPEC, grads), specs)) else []
+
+    @staticmethod
+    def of(grads: Sequence[Tensor]) -> "list[FlatGradient]":
+        """The flat gradients that `grads` are segments of, each once; [] if one of them is none."""
+        try:
+            return list(dict.fromkeys(map(_FLAT, grads)))
         except AttributeError:
             return []
 
     @staticmethod
     def all_of(grads: Sequence[Tensor]) -> "list[FlatGradient]":
         """The flat gradients all of whose segments `grads` are, and nothing else; [] if they are not."""
-        try:
-            flats = list(dict.fromkeys(map(_FLAT, grads)))
-        except AttributeError:
-            return []
-        specs = set(map(id, itertools.chain.from_iterable(flat.specs for flat in flats)))
-        return flats if len(specs) == len(grads) and specs == set(map(id, map(_SPEC, grads))) else []
+        flats = FlatGradient.of(grads)
+        is_all = sum(len(flat.specs) for flat in flats) == len(grads) == len(set(map(id, map(_SPEC, grads))))
+        return flats if is_all else []
 
 
 def check_full_shape(tensor: ShardedTensor, data: Tensor, instead: str = "") -> None:

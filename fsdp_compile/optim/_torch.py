@@ -12,7 +12,6 @@ When torch moves:
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer, optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -42,11 +41,6 @@ def note_step(of: Optimizer) -> None:
     of._opt_called = True  # type: ignore[attr-defined]  # which schedulers set
     for hook in optimizer._global_optimizer_post_hooks.values():
         hook(of, (), {})
-
-
-def norm_of_each(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    """The 2-norm of each tensor, computed in `dtype`, by one call."""
-    return torch._foreach_norm(list(tensors), 2, dtype)
 
 
 def is_compiled_graph(node: Any) -> bool:

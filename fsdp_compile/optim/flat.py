@@ -13,6 +13,7 @@
 # compute the last few elements of a tensor with other instructions than the rest.
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,14 +24,15 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fsdp_compile.core._torch import norms
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.shard_spec import ShardSpec
-from fsdp_compile.core.sharded_tensor import ShardedTensor
+from fsdp_compile.core.sharded_rules import plain
+from fsdp_compile.core.sharded_tensor import FlatGradient, ShardedTensor
 from fsdp_compile.optim._torch import (
     announce_step,
     compile_graph,
     has_step_hooks,
-    norm_of_each,
     note_step,
     step_without_hooks,
 )
@@ -295,21 +297,22 @@ class FlatStep:
 # number for each group of ranks, in the order of their names.
 
 
-def gradient_norm(params: Iterable[nn.Parameter], updates: Sequence[FlatUpdate]) -> Tensor:
-    """The 2-norm of the gradients of all `params` together, over all ranks; equal on all of them, with shape `()`.
+def gradient_norm(params: Iterable[nn.Parameter], updates: Sequence[FlatUpdate] = (), order: float = 2.0) -> Tensor:
+    """The norm of the gradients of all `params` together, over all ranks; equal on all of them, with shape `()`.
 
-    Equals `torch.nn.utils.get_total_norm` up to rounding, as it sums over flat shards, whose padding is zero. Takes one
-    all-reduce for each group of ranks; the host does not wait.
+    Equals `torch.nn.utils.get_total_norm` up to rounding, in float32 or wider, as it sums over flat shards, whose
+    padding is zero. Takes one all-reduce for each group of ranks; the host does not wait.
 
     Args:
         params: those that are clipped.
         updates: the updates of flat shards, of these parameters.
+        order: above 0, or infinity.
     """
-    groups: dict[Any, tuple[ShardSpec, list[Tensor]]] = {}
-    others: list[Tensor] = []  # what is not sharded as its parameter, such as plain gradients
+    groups: dict[Any, tuple[ShardSpec | None, list[Tensor]]] = {}  # no spec: what is not sharded as its parameter
 
-    def add(tensor: Tensor, spec: ShardSpec) -> None:
-        key = spec.reducing_groups, str(tensor.device), torch.promote_types(tensor.dtype, torch.float32)
+    def add(tensor: Tensor, spec: ShardSpec | None) -> None:
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        key = spec and spec.reducing_groups, str(tensor.device), tensor.dtype, dtype
         groups.setdefault(key, (spec, []))[1].extend([tensor] if tensor.numel() else [])
 
     covered: set[int] = set()
@@ -320,15 +323,28 @@ def gradient_norm(params: Iterable[nn.Parameter], updates: Sequence[FlatUpdate])
         for gradient in update.gradients:
             add(gradient, update.flat.specs[0])
         covered.update(map(id, update.params))
-    for param in params:
-        grad: Any = None if id(param) in covered else param.grad
-        if type(grad) is ShardedTensor:
-            add(grad.local, grad.spec)
-        elif grad is not None:
-            others.append(grad)
-    sums = [] if groups and not others else [nn.utils.get_total_norm(others).square()]
+    grads = [grad for param in params if id(param) not in covered and (grad := param.grad) is not None]
+    sharded: list[Any] = [grad for grad in grads if type(grad) is ShardedTensor]
+    flats = FlatGradient.all_of(sharded)
+    if any(spec.tensor_parallel for flat in flats for spec in flat.specs):
+        flats = []
+    for flat in flats:
+        add(flat.grad, flat.specs[0])
+    for grad in () if flats else sharded:
+        add(grad.local, grad.spec)
+    for grad in grads if len(sharded) < len(grads) else ():
+        if type(grad) is not ShardedTensor:
+            add(plain(grad), None)
+    is_largest = math.isinf(order)
+    totals = []
     for key in sorted(groups, key=str):
-        (spec, tensors), (_, device, dtype) = groups[key], key
-        norms = norm_of_each(tensors, dtype) if tensors else [torch.zeros((), dtype=dtype, device=device)]
-        sums.append(spec.all_reduce(torch.stack(list(norms)).square().sum(), "sum"))
-    return torch.stack([total.to(sums[0]) for total in sums]).sum().sqrt()
+        (spec, tensors), (_, device, _, dtype) = groups[key], key
+        found = norms(tensors, order, dtype) if tensors else [torch.zeros((), dtype=dtype, device=device)]
+        of_each = torch.stack(found)
+        total = of_each.max() if is_largest else of_each.pow(order).sum()
+        totals.append(total if spec is None else spec.all_reduce(total, "max" if is_largest else "sum"))
+    if not totals:
+        return torch.zeros(())
+    widest = functools.reduce(torch.promote_types, {total.dtype for total in totals})
+    joined = torch.stack([total.to(totals[0].device, widest) for total in totals])
+    return joined.max() if is_largest else joined.sum().pow(1 / order)
