@@ -16,7 +16,6 @@ from fsdp_compile.core.sharded_rules import multiply
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import (
     ModuleSharding,
-    clean_names,
     get_parameter,
     original_class,
     stored_parameters,
@@ -281,10 +280,7 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
                 raise AssertionError(f"register_comm_hook: {name} is registered already; register one hook")
         if not callable(hook):
             raise ValueError(f"hook must be callable, not a {type(hook).__name__}; pass (state, hook), in this order")
-        names = clean_names(self)
         for unit in units:
-            for flat in unit.flats:
-                flat.fqn = names.get(flat.params[0], flat.fqn)
             unit.set_comm_hook(state, hook, compresses(hook))
 
     # The `set_*` methods have FSDP2's names and meanings. Most are about the module's own units; with `recurse` also

@@ -26,7 +26,13 @@ from fsdp_compile.construct.arguments import (
     offload_of,
 )
 from fsdp_compile.construct.wrap_policy import Chosen, Ignored
-from fsdp_compile.core.inner_params import InnerParams, has_attributes, is_subclass_around_others, plain_tensors
+from fsdp_compile.core.inner_params import (
+    InnerParams,
+    has_attributes,
+    is_subclass_around_others,
+    plain_tensors,
+    recipe_of,
+)
 from fsdp_compile.core.settings import Settings, warn_caller
 from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.core.tensor_parallel import check_distribution
@@ -288,11 +294,17 @@ def _check_param(name: str, param: nn.Parameter) -> None:
     if is_subclass_around_others(param):
         _check_subclass(name, param)
     if has_attributes(param):
-        for attribute, value in vars(param).items():
-            if isinstance(value, torch.Tensor) and value.numel() >= max(param.numel(), 1):
+        kind, tensors = type(param).__name__, {n: t for n, t in vars(param).items() if isinstance(t, torch.Tensor)}
+        for attribute, value in {"data": param, **tensors}.items():
+            if value.is_meta:
                 raise ValueError(
-                    f"parameter {name}: {attribute} of its {type(param).__name__} has shape {tuple(value.shape)}, as "
-                    f"large as the data, and every rank would store it; list the parameter in ignored_params"
+                    f"parameter {name}: {attribute} of its {kind} is on the meta device, where nothing gives it "
+                    f"values; give them before fully_shard, or list the parameter in ignored_params"
+                )
+            if value is not param and value.numel() >= max(param.numel(), 1):
+                raise ValueError(
+                    f"parameter {name}: {attribute} of its {kind} has shape {tuple(value.shape)}, as large as the "
+                    f"data, and every rank would store it; list the parameter in ignored_params"
                 )
     if param.is_complex():
         raise ValueError(f"parameter {name} is complex ({param.dtype}); store torch.view_as_real of it")
@@ -320,6 +332,15 @@ def _check_subclass(name: str, param: nn.Parameter) -> None:
                 f"parameter {name}: a {kind} must be around contiguous plain tensors with values, found a "
                 f"{type(inner).__name__} of shape {tuple(inner.shape)} {what}; list it in ignored_params"
             )
+    # As they will lie in a flat parameter: one behind the other.
+    views = (each.new_empty(at + each.numel())[at:].view(each.shape) for at, each in enumerate(plain_tensors(param)))
+    try:
+        recipe_of(param).put_together(views)
+    except Exception as error:
+        raise ValueError(
+            f"parameter {name}: a {kind} is to be put together of views of a flat parameter, which it refuses: "
+            f"{error}; list it in ignored_params"
+        ) from error
 
 
 def _check_distributions(params: NamedParams, path: str, settings: Settings) -> None:

@@ -34,6 +34,7 @@ from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import (
     ModuleSharding,
     add_lookups,
+    clean_names,
     original_class,
     sharding_of,
     swap_class,
@@ -332,6 +333,7 @@ def connect(model: Any, ignored: Ignored, runtime: Any, mixin: type) -> None:
         for param in ignored.params:
             vars(param)[IGNORED] = True
     users: dict[Unit, list[nn.Module]] = {}
+    names = clean_names(model)
     for module in model.modules():
         units = {name: unit_of(p) for name, p in module._parameters.items() if p is not None}
         managed = {name: at for name, at in units.items() if at}
@@ -360,6 +362,7 @@ def connect(model: Any, ignored: Ignored, runtime: Any, mixin: type) -> None:
         scope._fsdp.units_below = tuple(units_gathered_below(scope))
         for unit in scope._fsdp.units:
             unit.reduces_in_flight, unit.of_root = runtime.reduces_in_flight, scope._fsdp.is_root
+            unit.rename(names)
 
 
 # --- from units to plain parameters again -----------------------------------------------------------------------------

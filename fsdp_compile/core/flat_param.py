@@ -4,7 +4,7 @@ import copy
 import itertools
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -78,8 +78,8 @@ class FlatParam:
         self._splitter = ShardSplitter(self.layout, rank)
         self._counted: tuple[nn.Parameter, ...] = ()  # share the shard's version counter, if plain
         self.bindings = 0  # how often the parameters were bound to a shard: again when their data was replaced
-        self.fqn = layout.names[0]  # of its first parameter; in its unit's module until a hook is registered
-        self.path = self.fqn  # of its unit, once ranks have compared the model
+        self.names = list(layout.names)  # in the root, once there is one; those in the unit's module until then
+        self.path = self.names[0]  # of its unit, once ranks have compared the model
         self.flat_param_id = new_flat_param_id(self)  # names it in graphs: an integer in a tensor on the CPU
         shard = torch.zeros(layout.shard_numel, dtype=self.params[0].dtype, device=device, pin_memory=pin_memory)
         with torch.no_grad():  # copy what this rank stores of each parameter; the full flat parameter never exists
@@ -120,9 +120,11 @@ class FlatParam:
             _by_address[shard.data_ptr()] = self
         self.release()
         self._bind_params()
-        self._binding = ShardBinding(self.params, self.layout.names, self._splitter, self.reduction, shard)
+        self._binding = ShardBinding(self.params, self.names, self._splitter, self.reduction, shard)
         with torch.enable_grad():
-            self._bound_shard = ScatterGradients.apply(shard, self._binding, self._binding.sentinel, *self.params)
+            # A class of its own, so that what autograd says of the shard names its parameters.
+            scatter: Any = type("", (ScatterGradients,), {})
+            self._bound_shard = scatter.apply(shard, self._binding, self._binding.sentinel, *self.params)
             # Where one piece of code runs units of several sizes, Dynamo would take the size for a variable.
             keep_size_static(self._bound_shard)
             self.deferred = DeferredGradient.apply(self._bound_shard, self._binding)  # for graphs that do not reduce
@@ -131,6 +133,19 @@ class FlatParam:
         self.trains = self._bound_shard.requires_grad  # whether any parameter trained when it was bound
         self.frozen_when_bound = [param for param in self.params if not param.requires_grad]
         self.note_trained()
+        self._name_shard()
+
+    def rename(self, names: Mapping[nn.Parameter, str]) -> None:
+        """Call parameters in errors as `names` does; those that it lacks keep theirs."""
+        self.names[:] = [names.get(param, name) for param, name in zip(self.params, self.names, strict=True)]
+        self.path = self.names[0]
+        self._name_shard()
+
+    def _name_shard(self) -> None:
+        node = None if self._bound_shard is None else self._bound_shard.grad_fn
+        if node is not None:
+            rest = ", ..." if len(self.names) > 3 else ""
+            type(node).__name__ = f"the shard of parameters {', '.join(self.names[:3])}{rest}"
 
     def _bind_params(self) -> None:
         if self.specs:
@@ -208,6 +223,7 @@ class FlatParam:
         """A flat parameter like this one, with a shard and autograd nodes of its own for `params`."""
         new = copy.copy(self)
         new.params, new.accumulated, new.deferred_all_reduce, new._counted = params, None, None, ()
+        new.names = list(self.names)
         new.reduction = GradientReduction(self.reduction.grad_dtype)
         new.flat_param_id = new_flat_param_id(new)
         new.bind(torch.empty_like(self.shard, pin_memory=self.shard.is_pinned()).copy_(self.shard))

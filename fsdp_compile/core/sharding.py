@@ -226,10 +226,10 @@ def find_closed(module: Any, name: str, slot: int, index: int) -> Tensor | None:
         raise AttributeError(name) from None
     managed = unit_of(param) if param is not None and not torch.compiler.is_compiling() else None
     if managed and managed[0].is_sharded and managed[0].summoned is None and _is_in_forward_of(module):
+        name, kind = managed[0].names[index], original_class(module).__name__
         raise RuntimeError(
-            f"parameter {name}: expected the forward of the sharded module around {original_class(module).__name__}, "
-            f"which gathers this parameter, found {original_class(module).__name__} run alone; run the sharded module, "
-            f"or call fully_shard on this one first"
+            f"parameter {name}: expected the forward of the sharded module around {kind}, which gathers this "
+            f"parameter, found {kind} run alone; run the sharded module, or call fully_shard on this one first"
         )
     return param
 

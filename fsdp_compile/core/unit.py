@@ -11,10 +11,11 @@ If a unit is given in sections, each has flat parameters for itself.
 """
 
 import copy
+import itertools
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
@@ -214,8 +215,7 @@ class Unit:
         order = shard_order(self.stages) if shards > 1 else ()
         self.flats = tuple(FlatParam(section, self.ranks, order, stored, pin) for section in sections)
         self.params = [param for flat in self.flats for param in flat.params]  # indexed in this order everywhere
-        self.names = [name for flat in self.flats for name in flat.layout.names]
-        self.path = self.names[0]  # for errors; from the first forward on the path of the unit's module
+        self.path = self.flats[0].path  # for errors; from the first forward on the path of the unit's module
         distributions = tuple(spec.tensor_parallel for spec in self.specs)  # over other ranks beside
         self.tensor_parallel = distributions if any(distributions) else ()
         self.state_settings: StateDictSettings | None = None  # the kind of state dicts (state_dict/model.py)
@@ -407,6 +407,11 @@ class Unit:
         return [shape for flat in self.flats for shape in flat.full_shapes]
 
     @property
+    def names(self) -> list[str]:
+        """For each parameter its name, for errors: see `rename`."""
+        return [name for flat in self.flats for name in flat.names]
+
+    @property
     def specs(self) -> list[ShardSpec]:
         """For each parameter how it is sharded; empty under NO_SHARD."""
         return [spec for flat in self.flats for spec in flat.specs]
@@ -513,6 +518,12 @@ class Unit:
         self.locations.record()
         self.link_params()
 
+    def rename(self, names: Mapping[nn.Parameter, str]) -> None:
+        """Call the parameters in errors as `names` does, which has those of a module around the unit."""
+        for flat in self.flats:
+            flat.rename(names)
+        self.path = self.flats[0].path
+
     def update_dtypes(self) -> None:
         """Update what follows from the dtypes of shards and gradients, and from `reshard_after_forward`."""
         self._traced = [self._spec(flat, self.compute_dtype(flat), self.sent_dtype(flat)) for flat in self.flats]
@@ -525,9 +536,11 @@ class Unit:
                 flat.reduction.grad_dtype = self.reduce_dtype(flat)
 
     def link_params(self) -> None:
-        """Give every parameter a weak reference to its unit."""
+        """Give every parameter the number of its unit, and its index there."""
+        number = next(_numbers)
+        _units[number] = self
         for index, param in enumerate(self.params):
-            vars(param)["_fsdp_unit"] = (weakref.ref(self), index)
+            vars(param)["_fsdp_unit"] = (number, index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
         """A unit with parameters (copied already with their modules) and shards of its own, in the same groups.
@@ -553,15 +566,20 @@ class Unit:
         return f"Unit({len(self.params)} parameters, {sizes}, rank {self.rank} of {self.flats[0].layout.world_size})"
 
 
+# Numbers, not references: under NO_SHARD a parameter is pickled and copied with its attributes.
+_numbers = itertools.count()  # never used again
+_units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
+
+
 IGNORED = "_fsdp_ignored"
 """An attribute of parameters that the user named in `ignored_params`."""
 
 
 def unit_of(param: nn.Parameter) -> tuple[Unit, int] | None:
     """The unit that manages `param` and the parameter's index there, or None."""
-    link = getattr(param, "_fsdp_unit", None)
-    unit = link[0]() if link else None
-    return (unit, link[1]) if link and unit else None
+    number, index = getattr(param, "_fsdp_unit", (-1, 0))
+    unit = _units.get(number)
+    return (unit, index) if unit is not None and unit.params[index] is param else None
 
 
 def check_idle(units: Iterable[Unit], what: str, error: type[Exception] = ValueError) -> None:

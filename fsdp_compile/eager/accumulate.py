@@ -76,7 +76,7 @@ class AccumulatedGradient:
             elif grad is not shown:
                 if type(grad) is ShardedTensor:
                     raise RuntimeError(
-                        f"parameter {flat.layout.names[index]}: inside no_sync its gradient is that of this rank, but "
+                        f"parameter {flat.names[index]}: inside no_sync its gradient is that of this rank, but "
                         f"a sharded one was assigned; clear it, or reduce before you assign it"
                     )
                 view.copy_(grad.full_tensor() if isinstance(grad, UnreducedGradient) else grad)

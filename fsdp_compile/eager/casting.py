@@ -159,7 +159,7 @@ def _check_shards(unit: Unit, shards: Sequence[Tensor]) -> None:
     device = shards[0].device
     offload = unit.settings.offload
     for flat, shard in zip(unit.flats, shards, strict=True):
-        name = flat.layout.names[0]
+        name = flat.names[0]
         if shard.device != device or shard.is_meta or (offload and device.type != "cpu"):
             where = "cpu, where an offloaded unit is stored" if offload else f"{device}, as the unit's first"
             expected = "a device with values" if shard.is_meta and not offload else f"device {where}"

@@ -63,7 +63,7 @@ def _check_has_values(module: nn.Module) -> None:
         for flat in unit.flats:
             if flat.shard.is_meta:
                 raise ValueError(
-                    f"parameter {flat.layout.names[0]} is still on the meta device; before the first forward, call "
+                    f"parameter {flat.names[0]} is still on the meta device; before the first forward, call "
                     f"model.to_empty(device=...) and initialize it, or pass param_init_fn to fully_shard"
                 )
 

@@ -67,7 +67,7 @@ def reduce_gradients(
         For each of `flats` the gradient of its shard, 1-D `[shard_numel]`, to be read after `flat.reduction.wait()`;
         None without gradient synchronization, when gradients are accumulated unsharded on each rank.
     """
-    for name, grad in zip((name for flat in flats for name in flat.layout.names), grads, strict=True):
+    for name, grad in zip((name for flat in flats for name in flat.names), grads, strict=True):
         if grad is not None:
             check_first_order(name, grad)
     rest = iter(grads)
@@ -289,7 +289,7 @@ class StatePerFlatParam(Protocol):
 def _call_comm_hook(unit: Unit, flat: FlatParam, state: Any, hook: Callable[..., Any], packed: Tensor) -> Tensor:
     """Reduce `packed` by `hook` and return the result (Note [Communication hooks])."""
     if isinstance(state, StatePerFlatParam):
-        state = state.of_flat_param(flat, flat.fqn, unit.group)
+        state = state.of_flat_param(flat, flat.names[0], unit.group)
     if len(unit.stages) == 2:  # shards are ordered by two groups; hooks expect slice r to be that of rank r
         first, second = unit.stages
         packed = packed.view(second.size, first.size, -1).transpose(0, 1).reshape(-1)

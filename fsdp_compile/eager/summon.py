@@ -217,7 +217,7 @@ class Summoned:
 
 
 def _check_full(flat: FlatParam, params: Sequence[nn.Parameter], with_grads: bool) -> None:
-    for name, shape, param in zip(flat.layout.names, flat.full_shapes, params, strict=True):
+    for name, shape, param in zip(flat.names, flat.full_shapes, params, strict=True):
         if tuple(param.shape) != shape or param.dtype != flat.shard.dtype:
             raise RuntimeError(
                 f"parameter {name} became {param.dtype} of shape {tuple(param.shape)} inside summon_full_params; keep "

@@ -296,7 +296,7 @@ class UnshardedUnit:
         for buffer in self.buffers:
             flat = buffer.flat
             stored = flat.split(flat.shard.detach())
-            for name, record, mine in zip(flat.layout.names, flat.records, stored, strict=True):
+            for name, record, mine in zip(flat.names, flat.records, stored, strict=True):
                 view = next(inner_tensors(next(views)))
                 if record is None or mine is None:
                     continue
@@ -498,9 +498,9 @@ class UnshardedUnit:
         unit, versions, changed = self.unit, self.versions, ""
         for flat, version in zip(unit.flats, versions.shards[::2], strict=True):
             if flat.shard._version != version:  # of all that lies in the shard
-                changed = f"{flat.fqn} or another one"
+                changed = f"{flat.names[0]} or another one"
         for name, param, version in zip(unit.names, unit.params, versions.params, strict=True):
-            if param._version != version:
+            if unit.is_sharded and param._version != version:  # else they share the shard's counter
                 changed = name
                 break
         if changed:

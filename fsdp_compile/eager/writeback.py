@@ -122,7 +122,7 @@ def _checked_local(flat: FlatParam, index: int, values: Tensor) -> Tensor:
     fits = values.shape == shape if flat.specs else values.numel() == flat.layout.numels[index]
     if not fits or values.dtype != flat.shard.dtype or values.is_meta:
         raise RuntimeError(
-            f"parameter {flat.layout.names[index]}: expected {flat.shard.dtype} of its full shape {shape}, with values "
+            f"parameter {flat.names[index]}: expected {flat.shard.dtype} of its full shape {shape}, with values "
             f"for {flat.shard.device}, found {values.dtype} of shape {tuple(values.shape)} on {values.device}; copy "
             f"into the parameter, or into its to_local()"
         )
@@ -133,7 +133,7 @@ def _checked_local(flat: FlatParam, index: int, values: Tensor) -> Tensor:
         return spec.local_of(values)
     if values.spec != spec:
         raise RuntimeError(
-            f"parameter {flat.layout.names[index]}: expected a plain tensor, or one that is sharded as the parameter "
+            f"parameter {flat.names[index]}: expected a plain tensor, or one that is sharded as the parameter "
             f"is, {spec}, found {values.spec}; call full_tensor() on it"
         )
     return values.to_local()
@@ -156,7 +156,7 @@ def _warn(unit: Unit, changed: Sequence[Mapping[int, Tensor]]) -> None:
     for flat, values in zip(unit.flats, changed, strict=True):
         for index, local in values.items():
             warnings.warn(
-                f"rank {unit.rank}: parameter {flat.layout.names[index]} of shape {flat.layout.shapes[index]} was "
+                f"rank {unit.rank}: parameter {flat.names[index]} of shape {flat.layout.shapes[index]} was "
                 f"replaced between steps: expected it to lie in the shard on {flat.shard.device}, found other memory "
                 f"on {local.device}; this rank's {local.numel()} elements are copied into a new shard",
                 UserWarning,

@@ -85,7 +85,7 @@ class UpdateInBackward:
         """Update a flat parameter by `grad`, 1-D `[shard_numel]`."""
         if update.flat in self.updated:
             raise RuntimeError(
-                f"update_in_backward: a second gradient of parameter {update.flat.layout.names[0]} arrived after its "
+                f"update_in_backward: a second gradient of parameter {update.flat.names[0]} arrived after its "
                 f"update, so its unit was called several times; load a checkpoint, and leave update_in_backward out"
             )
         self.updated.append(update.flat)
@@ -115,7 +115,7 @@ class UpdateInBackward:
                 known = shards.get(following) or by_param.get(id(getattr(following, "variable", None)))
                 if known is not None and readers.setdefault(known, node) is not node:
                     raise ValueError(
-                        f"update_in_backward: the unit of {known.layout.names[0]} gets several gradients in a step, "
+                        f"update_in_backward: the unit of {known.names[0]} gets several gradients in a step, "
                         f"because it is called more than once or something else reads its parameters; leave "
                         f"update_in_backward out"
                     )

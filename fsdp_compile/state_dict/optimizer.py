@@ -131,8 +131,8 @@ def _local(parameter: ManagedParameter, name: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     is_scalar = value.dim() == 0 and (parameter.spec.shape or name in _SCALARS)
-    what = f"optimizer state {name} of parameter {parameter.unit.names[parameter.index]}"
-    local = None if is_scalar else parameter.local_of(value, what)
+    flat, index = parameter.unit.in_flat(parameter.index)
+    local = None if is_scalar else parameter.local_of(value, f"optimizer state {name} of parameter {flat.names[index]}")
     if local is None:
         return full_tensor(value)
     return ShardedTensor(local if parameter.is_alike(value) else local.clone(), parameter.spec)

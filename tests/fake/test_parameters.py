@@ -1,5 +1,8 @@
 """What `parameters()`, attributes and `.grad` are at each moment of a model's life, for both entry styles."""
 
+import copy
+import io
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -399,3 +402,97 @@ def test_a_flat_parameter_is_found_where_its_shard_lies() -> None:
     assert flat_param_at(former) is flat and flat_param_at(former.detach()) is flat
     flat.bind(former.clone())
     assert flat_param_at(former) is None and flat_param_at(flat.shard) is flat
+
+
+# --- names in errors, copies ------------------------------------------------------------------------------------------
+
+
+def _replace_by_float64(model: Any, x: Tensor) -> None:
+    model.blocks[1].up.weight.data = torch.ones(23, 11, dtype=torch.float64)
+    model(x)
+
+
+def _run_alone(model: Any, x: Tensor) -> None:
+    model.blocks[1].up(torch.ones(3, 11))
+
+
+def _step_without_reduce(model: Any, x: Tensor) -> None:
+    with model.no_sync():
+        model(x).sum().backward()
+    torch.optim.SGD(model.blocks[1].parameters(), 0.1).step()
+
+
+def _change_between(model: Any, x: Tensor) -> None:
+    loss = model(x).sum()
+    with torch.no_grad():
+        model.blocks[1].up.weight.mul_(2)
+    loss.backward()
+
+
+def _replace_between(model: Any, x: Tensor) -> None:
+    loss = model(x).sum()
+    model.blocks[1].up.weight.data = torch.ones(23, 11)
+    loss.backward()
+
+
+def _second_order(model: Any, x: Tensor) -> None:
+    for module in (model.stem, model.blocks[0], model.blocks[2], model.head):
+        module.requires_grad_(False)
+    model(x).square().sum().backward(create_graph=True)
+
+
+def _part_to_meta(model: Any, x: Tensor) -> None:
+    moved = unit_of(model.blocks[1].up.weight)[0].flats[0].shard  # type: ignore[index]  # it has a unit
+    model._apply(lambda tensor: tensor.to("meta") if tensor is moved else tensor)
+
+
+NAMED = (_replace_by_float64, _run_alone, _step_without_reduce, _change_between, _replace_between, _second_order,
+         _part_to_meta)  # fmt: skip
+
+
+@all_strategies
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_errors_name_parameters_as_the_root_does(strategy: str, by_hand: bool) -> None:
+    """Whatever is wrong with a parameter of a unit below, the error has its name in the root, of copies as well."""
+    for act in NAMED:
+        if strategy == "NO_SHARD" and act is _run_alone:  # which is no error
+            continue
+        model: Any = mlp()
+        options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy]}
+        for block in model.blocks if by_hand else ():
+            fully_shard(block, **options)
+        model = fully_shard(model, **options, auto_wrap_policy=None if by_hand else {Residual})
+        if act is _step_without_reduce:
+            model = copy.deepcopy(model)
+        if strategy == "SHARD_GRAD_OP" and act is _change_between:  # backward reads what forward gathered
+            act(model, torch.ones(3, 7))
+        else:
+            with pytest.raises(RuntimeError, match=r"parameter blocks\.1\.up\.weight\b"):
+                act(model, torch.ones(3, 7))
+
+
+@all_strategies
+def test_parameters_are_pickled_and_copied(strategy: str) -> None:
+    """`torch.save`, `pickle`, `copy.copy` and `copy.deepcopy` take parameters, alone and in an optimizer; the copy is
+    no unit's parameter, so it may be assigned in its place.
+    """
+    model: Any = fully_shard(mlp(), sharding_strategy=ShardingStrategy[strategy], auto_wrap_policy={Residual})
+    params = list(model.parameters())
+
+    def saved(value: Any, weights_only: bool = False) -> Any:
+        torch.save(value, file := io.BytesIO())
+        file.seek(0)
+        return torch.load(file, weights_only=weights_only)
+
+    optimizer = saved(torch.optim.SGD(params, 0.1))
+    copies = [saved(params), saved(params, True), list(saved(dict(model.named_parameters())).values()),
+              pickle.loads(pickle.dumps(params)), list(map(copy.copy, params)), copy.deepcopy(params),
+              optimizer.param_groups[0]["params"]]  # fmt: skip
+    for copied in copies:
+        for mine, original in zip(copied, params, strict=True):
+            assert isinstance(mine, nn.Parameter) and unit_of(mine) is None and unit_of(original) is not None
+            assert mine.shape == original.shape and torch.equal(local(mine.detach()), local(original.detach()))
+    index = list(dict(model.named_parameters())).index("blocks.1.up.weight")
+    model.blocks[1].up.weight = copies[4][index]
+    model(torch.ones(3, 7)).sum().backward()
+    assert unit_of(copies[4][index]) is not None and copies[4][index].grad is not None

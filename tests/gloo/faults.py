@@ -96,8 +96,8 @@ def train(rank: int, folder: Path, scenario: str, stage: str, how: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(partial(fault.at, "optimizer"))
     for step in range(STEPS):
-        fault.is_armed = step == 1 and not early
-        if fault.is_armed:
+        fault.is_armed = early or step == 1
+        if step == 1 and not early:
             dist.barrier()
             note(folder, rank, "armed", "")
         if scenario == "skip" and odd and step == 1:

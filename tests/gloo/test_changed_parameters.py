@@ -138,10 +138,10 @@ CALLS = (
 
 
 def _another_unit(
-    rank: int, how: str, edits: tuple[Callable[[Any], None], ...], strategy: ShardingStrategy, all_calls: bool
+    rank: int, how: str, edits: tuple[Callable[[Any], None], ...], strategy: ShardingStrategy, every: int
 ) -> None:
     cases = list(product(edits, (True, False), CALLS))
-    for edit, first, (caller, grad, frozen) in cases if all_calls else cases[::7]:  # each edit, order and call is met
+    for edit, first, (caller, grad, frozen) in cases[::every]:  # each order and call is met, as no factor is in ten
         what = f"{edit.__name__}, first {first}, {caller}, grad {grad}, frozen {frozen}"
         whole, model = _Edited(edit, first), _Edited(edit, first)
         for each in (whole, model):
@@ -168,7 +168,7 @@ def test_of_another_unit(two: Ranks, how: str) -> None:
     """A forward that changes parameters of another unit, before or after that one's forward, has one process's values,
     whatever operator it uses; or says that backward needs the old values, or that a gathered copy would change."""
     edits = (*EDITS, *VIEWS) if how == "eager" else (*EDITS[:3], *VIEWS)
-    two.run(_another_unit, how, edits, ShardingStrategy.FULL_SHARD, False)
+    two.run(_another_unit, how, edits, ShardingStrategy.FULL_SHARD, 7)
 
 
 def _as_one_graph(rank: int) -> None:
@@ -215,17 +215,11 @@ def test_replaced_where_it_is_called(two: Ranks) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("how", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("how, every", [("eager", 1), ("aot_eager", 3), ("inductor", 17)])
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
-def test_of_another_unit_in_each_call(two: Ranks, how: str, strategy: ShardingStrategy) -> None:
-    """The same with every edit in every call."""
-    two.run(_another_unit, how, (*EDITS, *VIEWS), strategy, True)
-
-
-@pytest.mark.nightly
-def test_of_another_unit_with_inductor(two: Ranks) -> None:
-    """The same where Inductor compiles."""
-    two.run(_another_unit, "inductor", (_lerp,), ShardingStrategy.FULL_SHARD, False)
+def test_of_another_unit_in_each_call(two: Ranks, how: str, every: int, strategy: ShardingStrategy) -> None:
+    """The same with every edit: eager in every call, compiled in some of its calls, as each takes seconds."""
+    two.run(_another_unit, how, (*EDITS, *VIEWS), strategy, every)
 
 
 # --- a forward that changes its own unit's parameters -----------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
 
 from fsdp_compile import checkpoint, fully_shard, state_dict_type, summon_full_params
@@ -388,9 +389,29 @@ def _attributes(rank: int, how: str) -> None:
         assert torch.equal(model.get_parameter("_weight_data").to(torch.int8), expected.weight.detach())
     with pytest.raises(ValueError, match=r"parameter weight: scale of its Scaled has shape \(7, 9\), as large as the"):
         fully_shard(_ScaledLinear(torch.ones(7, 9)))
+    with pytest.raises(ValueError, match=r"parameter weight: scale of its Scaled is on the meta device"):
+        fully_shard(_ScaledLinear(torch.ones(1, device="meta")))
+    with torch.device("meta"):
+        absent = _ScaledLinear(0.5)
+    with pytest.raises(ValueError, match=r"parameter weight: data of its Scaled is on the meta device"):
+        fully_shard(absent)
+    with pytest.raises(ValueError, match=r"parameter 0\.weight: a TwoTensor is to be put together of views.*offset"):
+        fully_shard(nn.Sequential(_HalvesLinear()))
+
+
+class _HalvesLinear(nn.Linear):
+    """Its weight is of a class around two tensors that must begin at one offset."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        values = self.weight.detach()
+        self.weight = nn.Parameter(TwoTensor(values, values.clone()), requires_grad=False)
 
 
 @pytest.mark.parametrize("how", ["eager", "aot_eager"])
 def test_attributes_of_parameters(two: Ranks, how: str) -> None:
-    """A frozen parameter of a class with attributes keeps them in look-up; one that holds its data twice is refused."""
+    """A frozen parameter of a class with attributes keeps them in look-up.
+
+    One that holds its data twice, is on meta, or cannot lie in a flat parameter is refused by name.
+    """
     two.run(_attributes, how)
