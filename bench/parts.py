@@ -52,6 +52,7 @@ class Part:
     ratios: tuple[float, ...] = ()  # emulated link: communication over compute, one setting each
     rounds: int = 7  # how many turns each system has at each ratio
     steps: int = 3  # of a turn
+    cpu_time: bool = False
     looks: tuple[str, ...] = ()  # what else is measured: "calls", "copies", "memory", "gradients" (differ by how much)
 
 
@@ -130,7 +131,8 @@ ON_THE_CPU = ("gloo", "many_small", "link", "memory")
 
 def run(name: str, part: Part) -> dict[str, Any]:
     """Measure a part; what the report reads."""
-    specs = [Spec(system, part.model, part.mode, part.device, part.bf16, part.world) for system in part.systems]
+    common = (part.model, part.mode, part.device, part.bf16, part.world)
+    specs = [Spec(system, *common, cpu_time=part.cpu_time) for system in part.systems]
     settings = (0.0, *part.ratios) if part.mode == "link" and part.rounds else (0.0,)
     with Side(name, specs, len(settings) * part.rounds + len(part.looks)) as side:
         asked = {key: getattr(part, key) for key in ("about", "model", "mode", "world", "device", "bf16")}
@@ -254,6 +256,7 @@ def main() -> None:
     arguments.add_argument("--list", action="store_true", help="name all parts")
     arguments.add_argument("--rounds", type=int, help="rounds of each setting")
     arguments.add_argument("--systems", nargs="+", help="only these systems")
+    arguments.add_argument("--cpu-time", action="store_true", help="emulated link: count CPU seconds; not for DDP")
     args = arguments.parse_args()
     if args.list:
         print("\n".join(f"{name:12} {part.about}" for name, part in PARTS.items()))
@@ -272,7 +275,8 @@ def main() -> None:
 
 def measure(name: str, args: argparse.Namespace) -> None:
     part = PARTS[name]
-    part = replace(part, rounds=args.rounds or part.rounds, systems=tuple(args.systems or part.systems))
+    systems, cpu_time = tuple(args.systems or part.systems), args.cpu_time and part.mode == "link"
+    part = replace(part, rounds=args.rounds or part.rounds, systems=systems, cpu_time=cpu_time)
     if part.mode == "link" and not {"ours", "ours_compiled"} & set(part.systems):
         sys.exit("bench: error: --systems: name ours or ours_compiled too; what they send makes the link's speed")
     found = run(name, part)

@@ -36,6 +36,7 @@ class Spec:
     world: int  # how many ranks there are, or are played
     rank: int = 0
     rendezvous: str = ""  # a file that real ranks meet at
+    cpu_time: bool = False  # emulated link: CPU seconds count, and those of transfers that are waited for
 
 
 class Worker:
@@ -49,6 +50,8 @@ class Worker:
         torch.set_flush_denormal(True)  # what is never really received must not slow kernels
         if spec.mode == "link":
             link.start(spec.world, 0.0, FREE)
+            if spec.cpu_time:
+                LINK.count_cpu_time()
         else:
             meeting = f"file://{spec.rendezvous}"
             dist.init_process_group(spec.mode, init_method=meeting, rank=spec.rank, world_size=spec.world)

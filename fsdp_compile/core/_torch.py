@@ -264,7 +264,12 @@ def computes_all_gradients(sentinel: Any) -> bool:
     """Whether the running backward pass computes all gradients, as `backward()` does, and not chosen ones.
     `sentinel`: the node of a leaf that nobody else knows.
     """
-    return torch._C._will_engine_execute_node(sentinel)
+    return executes_node(sentinel)
+
+
+def executes_node(node: Any) -> bool:
+    """Whether the running backward pass calls `node`, or computes its gradient."""
+    return torch._C._will_engine_execute_node(node)
 
 
 def set_plain_grad(param: nn.Parameter, grad: Tensor) -> Tensor:

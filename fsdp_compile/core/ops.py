@@ -16,6 +16,8 @@
       sent)                    `sent` is alive until then
     await_gather(full)         `full` once what gathers it outside of      Inductor's graphs of a block
                                the graph has ended
+    start_reduce_(packed,      nothing                                     Inductor's backward graphs of a block: the
+      full)                                                                eager runtime reduces `packed` from here on
     check_ranks(...)           an empty tensor                             Inductor, where ranks compare their graphs
     record_time(...)           an empty tensor                             Inductor, where a profile is recorded
     prefetch_next(shards)      an empty tensor                             Inductor's forwards, planned with an update
@@ -26,9 +28,10 @@
 
 This file has the signatures, the derivatives and the shapes, and `UnshardSpec`, the string that says how a unit is
 gathered and reduced. The bodies of `unshard`, `reduce_grads` and `check_ranks` are in eager/order.py, those of
-`add_accumulated`, `defer_reduce` and `update_shard` in eager/reduce.py, that of `await_gather` in eager/unsharded.py,
-that of `prefetch_next` in eager/next_forward.py, that of `record_time` beside the pass that inserts it. `flat_param_id`
-is a flat parameter's id in a tensor on the CPU (flat_param.py, Note [Flat parameters are looked up by id]).
+`add_accumulated`, `defer_reduce` and `update_shard` in eager/reduce.py, those of `await_gather` and `start_reduce_` in
+eager/unsharded.py, that of `prefetch_next` in eager/next_forward.py, that of `record_time` beside the pass that inserts
+it. `flat_param_id` is a flat parameter's id in a tensor on the CPU (flat_param.py, Note [Flat parameters are looked up
+by id]).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -83,6 +86,7 @@ UPDATE_SHARD = has_side_effect(
     _define("update_shard", "(Tensor grad, Tensor flat_param_id, bool at_once=False) -> Tensor", _OPAQUE)
 )
 AWAIT_GATHER = _define("await_gather", "(Tensor(a) full) -> Tensor(a)", _OPAQUE)
+START_REDUCE_ = _define("start_reduce_", "(Tensor(a!) packed, Tensor full) -> ()", _OPAQUE)
 WAIT_COLLECTIVE = _define("wait_collective", "(Tensor full, Tensor sent) -> Tensor")
 CHECK_RANKS = has_side_effect(
     _define("check_ranks", "(Tensor[] shards, str sequence, str[] groups, float timeout, Device device) -> Tensor")
@@ -209,7 +213,8 @@ def _pack_grads_fake(grads: list[Tensor | None], layout: str, into: Tensor | Non
     return _first(grads).new_empty(FlatParamLayout.parse(layout).numel)
 
 
-torch.library.register_fake("fsdp_flat::add_accumulated_", lambda packed, flat_param_id: None)
+for _name in ("add_accumulated_", "start_reduce_"):
+    torch.library.register_fake(f"fsdp_flat::{_name}", lambda packed, _: None)
 for _name in ("add_accumulated", "wait_collective", "send_buffer"):
     torch.library.register_fake(f"fsdp_flat::{_name}", lambda tensor, *_, **__: torch.empty_like(tensor))
 for _name in ("defer_reduce", "update_shard"):

@@ -252,8 +252,9 @@ def _pre_forward(module: Any, opened: list[UnshardedUnit], reader: Callable[...,
     for unit in sharded:
         with profiled("pre", unit.path):
             gathered = runtime.gather(unit, full_precision)
+            gathered.of_several = unit in module._fsdp.shared_units
             gathered.open(reader)  # one by one: if one fails, those before it are closed
-            shared = unit in module._fsdp.shared_units and runtime.iteration is not None
+            shared = gathered.of_several and runtime.iteration is not None
             (runtime.shared_in_forward if shared else opened).append(gathered)
             runtime.prefetch_forward(gathered)
 

@@ -65,14 +65,14 @@ class Order:
         self._record, self._at, self._departed = self._records.get(kind, []), 0, None
         self._kind = kind
 
-    def next(self, what: str, unit: Unit) -> None:
-        """In a pass, `unit` is about to communicate. RuntimeError if this rank departs from the others."""
+    def next(self, what: str, unit: Unit, part: str = "") -> None:
+        """In a pass, `unit`, or a part of it, is about to communicate. RuntimeError if this rank departs."""
         record, at = self._record, self._at
         if record is None:
             return
         if unit.group not in self._begun or (what == "reduce" and unit.replicas not in self._begun):
             self._begin_in(unit.group, unit.replicas if what == "reduce" else None)
-        event = (what, unit.path)
+        event = (what, f"{unit.path} at {part}" if part else unit.path)
         if at < len(record) and record[at] == event:
             self._at = at + 1
             if self._departed is not None:
@@ -89,12 +89,12 @@ class Order:
         of = f"the {self._direction} of model"
         _follow([(group, f"{of} {_number(self, group)}") for group in new if exists(group)], _PASSES)
 
-    def next_in_backward(self, what: str, unit: Unit) -> None:
+    def next_in_backward(self, what: str, unit: Unit, part: str = "") -> None:
         """As `next`, of a backward pass, which this begins if none is running."""
         if self._record is None and current_backward() != -1:
             self.begin(unit.syncs)
             call_after_backward(self.end, if_failed=self.drop)
-        self.next(what, unit)
+        self.next(what, unit, part)
 
     def end(self, more: Iterable[str] = ()) -> None:
         """End the pass; compare a new record, and `more` lines. RuntimeError if ranks differ."""

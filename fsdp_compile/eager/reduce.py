@@ -71,9 +71,10 @@ def reduce_gradients(
         if grad is not None:
             check_first_order(name, grad)
     rest = iter(grads)
+    of_flats = [list(islice(rest, len(flat.params))) for flat in flats]
     packed = (
-        pack(flat, list(islice(rest, len(flat.params))), unit.sent_dtype(flat, full_precision), unit.device)
-        for flat in flats
+        pack(flat, of_flat, unit.sent_dtype(flat, full_precision), unit.device)
+        for flat, of_flat in zip(reversed(flats), reversed(of_flats), strict=True)
     )
     return reduce_packed(unit, flats, packed, streams, full_precision)
 
@@ -85,13 +86,17 @@ def reduce_packed(
     streams: Streams = NO_STREAMS,
     full_precision: bool = False,
 ) -> list[Tensor | None]:
-    """As `reduce_gradients`, of gradients that a compiled graph has packed: `[layout.numel]` each; None: unused."""
+    """As `reduce_gradients`, of gradients that a compiled graph has packed: `[layout.numel]` each; None: unused.
+
+    `packed` begins with those of the last one of `flats`, as a graph does that starts reduces itself: ranks may differ
+    in what they have compiled.
+    """
     shard_grads = []
-    for flat, grads in zip(flats, packed, strict=True):
+    for flat, grads in zip(reversed(flats), packed, strict=True):
         dtype = unit.sent_dtype(flat, full_precision)
         sent = torch.zeros(flat.layout.numel, dtype=dtype, device=unit.device) if grads is None else grads.to(dtype)
         shard_grads.append(reduce_or_accumulate(unit, flat, sent, streams, full_precision))
-    return shard_grads
+    return shard_grads[::-1]
 
 
 def pack(flat: FlatParam, grads: Sequence[Tensor | None], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -119,7 +124,7 @@ def reduce_or_accumulate(
         accumulate(flat, packed)
         return None
     if unit.reduces_in_flight.order is not None:
-        unit.reduces_in_flight.order.next_in_backward("reduce", unit)
+        unit.reduces_in_flight.order.next_in_backward("reduce", unit, flat.names[0] if len(unit.flats) > 1 else "")
     flat.reduction.awaits_reduce = False
     settle_after_backward(unit)
     accumulated = take_accumulated(flat)

@@ -22,6 +22,7 @@ from fsdp_compile.core._torch import (
     backward_keeps_graph,
     call_after_backward,
     current_backward,
+    executes_node,
     leaves_of,
     never_compile,
     never_trace,
@@ -61,7 +62,7 @@ class UnshardParams(torch.autograd.Function):
         """Return the unsharded parameters of `flats`, whose shards are `shards`, or flat ones `[layout.numel]`."""
         ctx.set_materialize_grads(False)
         ctx.unit, ctx.flats, ctx.gathered = gathered.unit, flats, weakref.ref(gathered)
-        ctx.reduce = reduce_packed if gathered.as_flats else reduce_gradients
+        ctx.as_flats = gathered.as_flats
         ctx.streams, ctx.full_precision = gathered.streams, gathered.full_precision
         buffers = [buffer for buffer in gathered.buffers if buffer.flat in flats]
         if gathered.as_flats:
@@ -83,7 +84,13 @@ class UnshardParams(torch.autograd.Function):
             gathered = ctx.gathered()
             if gathered is not None:
                 gathered.gradients_ready()
-            return (None, None, *ctx.reduce(ctx.unit, ctx.flats, grads, ctx.streams, ctx.full_precision))
+            if not ctx.as_flats:
+                return (None, None, *reduce_gradients(ctx.unit, ctx.flats, grads, ctx.streams, ctx.full_precision))
+            reduced = {} if gathered is None else gathered.take_reduced()
+            rest = {flat: grad for flat, grad in zip(ctx.flats, grads, strict=True) if flat not in reduced}
+            others = reduce_packed(ctx.unit, [*rest], reversed(rest.values()), ctx.streams, ctx.full_precision)
+            reduced |= dict(zip(rest, others, strict=True))
+            return (None, None, *map(reduced.__getitem__, ctx.flats))
 
 
 # Note [Graphs that wait for gathers]
@@ -92,6 +99,9 @@ class UnshardParams(torch.autograd.Function):
 # all graphs have such waits (another backend, CUDA graphs). So at the first call of a compiled forward all is waited
 # for before; a graph that waits says so when it runs, and from then on the runtime leaves the waits to that forward.
 # Where Dynamo gives up, the code that runs instead waits for all, and leaves no waits to backward.
+# Likewise the pass `start_reduces` lets backward start each reduce where the last gradient is packed. What has not been
+# started is reduced when the graph has ended. Nothing is if autograd is not asked for gradients of the parameters,
+# which the graph computes all the same.
 
 _read_by_graphs: "weakref.WeakValueDictionary[int, UnshardedUnit]" = weakref.WeakValueDictionary()
 """By address of a flat parameter the forward whose graph reads it, or whose backward's does."""
@@ -103,6 +113,13 @@ def _await_gather(full: Tensor) -> Tensor:
     if gathered is not None:
         gathered.await_in(full)
     return full
+
+
+@torch.library.impl("fsdp_flat::start_reduce_", "default")
+def _start_reduce(packed: Tensor, full: Tensor) -> None:
+    gathered = _read_by_graphs.get(full.data_ptr())
+    if gathered is not None:
+        gathered.start_reduce(full, packed)
 
 
 @never_trace
@@ -146,6 +163,8 @@ class UnshardedUnit:
         readers: who else reads the parameters in that backward pass.
         reader: the compiled forward that reads flat parameters, or None.
         awaits: whether its graph has waited for flat parameters, as its backward does then.
+        reduced: gradients of shards, being reduced, that the graph of backward has started.
+        of_several: whether the forwards of several modules read it.
         prefetch_backward: gathers the unit whose backward comes next, if that is wanted now.
         unread: the runtime's, for buffers that nobody waits for after a failure.
         previous: the forward of a unit that ended before this one.
@@ -169,8 +188,9 @@ class UnshardedUnit:
         self.opaque: type | None = None  # of an output that may have tensors inside
         self.reader: Callable[..., Any] | None = None
         self.awaits = False
+        self.reduced: dict[FlatParam, Tensor | None] = {}
         self.as_flats = self.can_free = self.prefetched = self.is_differentiated = self.in_root_forward = False
-        self.is_lent = False
+        self.is_lent = self.of_several = False
         self.backward_pass, self.recomputed_in, self.readers = -1, -1, Reader.NOBODY
         reused = self._take_kept()
         self.reused = reused is not None
@@ -221,8 +241,8 @@ class UnshardedUnit:
     def open(self, reader: Callable[..., Any] | None = None) -> None:
         """Wait for the all-gather and let module code read the parameters, or `reader`, compiled, the flat ones."""
         as_flats = self.as_flats = reader is not None
-        self.reader = reader
-        if not as_flats or self.unit.awaited_by is not reader:
+        self.reader = None if self.of_several else reader
+        if self.reader is None or self.unit.awaited_by is not reader:
             self.wait()
         trained = [flat for flat in self.unit.flats if flat.trains and torch.is_grad_enabled()]
         shards = [flat.autograd_shard for flat in trained]
@@ -262,6 +282,26 @@ class UnshardedUnit:
                 with collectives.waiting_for("all-gather", self.unit.path):
                     buffer.finish()  # compute waits for this collective alone, and not for all of the unshard stream
                 device.keep(buffer.full, device.current_stream())
+
+    def start_reduce(self, full: Tensor, packed: Tensor) -> None:
+        """A graph has packed the gradients of the flat parameter `full`.
+
+        They wait for `UnshardParams` where they may be but a part: of modules that share the unit, or where recomputed
+        forwards read the parameters of another one.
+        """
+        is_whole = not self.of_several and Reader.RECOMPUTED_FORWARD not in self.readers and self.recomputed_in == -1
+        if not is_whole or self.backward_pass != current_backward() or self not in self.unit.awaiting_backward:
+            return
+        address = full.data_ptr()
+        for buffer, view in zip(self.buffers, self.views, strict=True):
+            if buffer.full.data_ptr() == address and view.grad_fn is not None and executes_node(view.grad_fn):
+                (reduced,) = reduce_packed(self.unit, [buffer.flat], [packed], self.streams, self.full_precision)
+                self.reduced[buffer.flat] = reduced
+
+    def take_reduced(self) -> dict[FlatParam, Tensor | None]:
+        """For flat parameters whose reduce a graph has started the gradient of the shard, being reduced."""
+        reduced, self.reduced = self.reduced, {}
+        return reduced
 
     def wait(self) -> None:
         """Order compute after the all-gathers."""
@@ -410,6 +450,7 @@ class UnshardedUnit:
 
     def _fail(self) -> None:
         self.hide()
+        self.reduced.clear()
         self.leave_unread()
 
     def leave_unread(self) -> None:

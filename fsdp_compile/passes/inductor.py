@@ -73,6 +73,7 @@ PASSES = (
     Pass("reduce_scatter_by_all_to_all", "post_grad", lower_collectives.reduce_scatter_by_all_to_all),
     Pass("all_gather_into_buffer", "post_grad", lower_collectives.all_gather_into_buffer),
     Pass("check_ranks", "post_grad", order.check_ranks),
+    Pass("start_reduces", "post_grad", order.start_reduces),
     Pass("await_gathers", "post_grad", order.await_gathers),
     Pass("pin_order", "post_grad", order.pin_order),
 )

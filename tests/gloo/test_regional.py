@@ -1,6 +1,7 @@
 """Blocks that are compiled by themselves inside a model that runs eagerly."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,7 @@ from torch.testing import assert_close
 
 from fsdp_compile import fully_shard
 from fsdp_compile.construct import units as units_of_modules
+from fsdp_compile.eager import reduce
 from fsdp_compile.eager.streams import UnshardedBuffer
 from fsdp_compile.eager.unsharded import UnshardedUnit
 
@@ -59,8 +61,9 @@ def test_compiled_blocks_train_as_one_process_does(two: Ranks, names: tuple[str,
     two.run(_train_all, "aot_eager", names)
 
 
-def _gather_late() -> None:
-    """Let all-gathers of the eager runtime begin where they are waited for: until then the memory is not a number."""
+@contextmanager
+def _gathered_late() -> Iterator[None]:
+    """All-gathers of the eager runtime begin where they are waited for: until then the memory is not a number."""
     start, finish = UnshardedBuffer.start, UnshardedBuffer.finish
 
     def fill(self: UnshardedBuffer) -> None:
@@ -74,16 +77,12 @@ def _gather_late() -> None:
         start(self)
         finish(self)
 
-    UnshardedBuffer.start, UnshardedBuffer.finish = fill, gather  # type: ignore[method-assign]
-
-
-def _as_they_were() -> AbstractContextManager[Any]:
-    return patch.multiple(UnshardedBuffer, start=UnshardedBuffer.start, finish=UnshardedBuffer.finish)
+    with patch.multiple(UnshardedBuffer, start=fill, finish=gather):
+        yield
 
 
 def _read_late(rank: int, cases: tuple[tuple[str, dict[str, Any]], ...]) -> None:
-    with _as_they_were(), patch.object(units_of_modules, "_worth_a_collective", return_value=1):
-        _gather_late()
+    with _gathered_late(), patch.object(units_of_modules, "_worth_a_collective", return_value=1):
         for name, options in cases:
             torch._dynamo.reset()
             case = CASES[name]
@@ -106,46 +105,63 @@ def _read_late(rank: int, cases: tuple[tuple[str, dict[str, Any]], ...]) -> None
                         assert_close(param.grad.full_tensor(), other.grad.full_tensor(), rtol=0.05, atol=0.05)
 
 
-def _note_gathers(lines: list[str]) -> None:
+@contextmanager
+def _noted(lines: list[str]) -> Iterator[None]:
     def noted(verb: str, function: Any) -> Any:
-        def call(self: UnshardedBuffer) -> None:
-            lines.append(f"{verb} {self.unit.path.split()[0]} {self.flat.layout.names[0].split('.')[0]}")
-            function(self)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            unit, flat = (args[0].unit, args[0].flat) if len(args) == 1 else args[:2]
+            lines.append(f"{verb} {unit.path.split()[0]} {flat.layout.names[0].split('.')[0]}")
+            return function(*args, **kwargs)
 
         return call
 
     start, finish = noted("gather", UnshardedBuffer.start), noted("wait for", UnshardedBuffer.finish)
-    UnshardedBuffer.start, UnshardedBuffer.finish = start, finish  # type: ignore[method-assign]
+    started = patch.object(reduce, "_start_reduce", noted("reduce", reduce._start_reduce))
+    with patch.multiple(UnshardedBuffer, start=start, finish=finish), started:
+        yield
 
 
-def _note_order(rank: int) -> tuple[str, str]:
+def _note_order(rank: int) -> tuple[str, str, str]:
     lines: list[str] = []
     torch._dynamo.reset()
     model: Any = nn.Sequential(Residual(3, 5), Residual(3, 5))
-    with _as_they_were(), patch.object(units_of_modules, "_worth_a_collective", return_value=10):
+    with patch.object(units_of_modules, "_worth_a_collective", return_value=10):
         fully_shard(model, auto_wrap_policy={Residual}, forward_prefetch=True)
-        _compile_blocks(model, "inductor")
-        model(torch.ones(4, 3)).sum().backward()
-        _note_gathers(lines)
-        loss = model(torch.ones(4, 3)).sum()
+    _compile_blocks(model, "inductor")
+    x = torch.ones(4, 3, requires_grad=True)
+    model(x).sum().backward()
+    with _noted(lines):
+        loss = model(x).sum()
         lines.append("backward")
         loss.backward()
         passed = "\n".join(lines)
         with patch.object(UnshardedUnit, "await_in", side_effect=KeyError), pytest.raises(KeyError):
-            model(torch.ones(4, 3))
+            model(x)
         del lines[:]
-        model(torch.ones(4, 3)).sum().backward()
-        return passed, "\n".join(lines[:6])
+        loss = model(x).sum()
+        after_failure = "\n".join(lines[:6])
+        grads = [param.grad.full_tensor() for param in model.parameters()]
+        for param in model.parameters():
+            param.grad = None
+        with model.no_sync():
+            torch.autograd.grad(loss, x)
+            assert all(param.grad is None for param in model.parameters())
+        torch.autograd.grad(model(x).sum(), x)
+        model(x).sum().backward()
+        for param, grad in zip(model.parameters(), grads, strict=True):
+            assert_close(param.grad.full_tensor() * 2, grad)
+        return passed, after_failure, "\n".join(line for line in lines if "reduce" in line)
 
 
-def test_order_of_gathers_and_waits(two: Ranks) -> None:
+def test_order_of_collectives(two: Ranks) -> None:
     """From its second call on, a block waits for each flat parameter where it is read; the next one is gathered before.
 
-    Backward gathers the last parameters first. What a graph that fails has not waited for, the next forward does: other
-    ranks may not take part for a while.
+    Backward gathers the last parameters first, and reduces each of them as soon as its gradient is there. What a graph
+    that fails has not waited for, the next forward does: other ranks may not take part for a while. Who asks for the
+    gradient of an input alone starts no reduce, though the graph computes all gradients.
     """
-    (passed, after_failure), other = two.run(_note_order)
-    assert other == (passed, after_failure)
+    (passed, after_failure, reduced), other = two.run(_note_order)
+    assert other == (passed, after_failure, reduced)
     assert_expected_inline(
         passed,
         """\
@@ -163,8 +179,12 @@ gather 1 up
 gather 0 down
 gather 0 up
 wait for 1 down
+reduce 1 down
+reduce 1 up
 wait for 1 up
 wait for 0 down
+reduce 0 down
+reduce 0 up
 wait for 0 up""",
     )
     assert_expected_inline(
@@ -177,6 +197,40 @@ gather 0 down
 gather 1 up
 gather 1 down""",
     )
+    assert_expected_inline(
+        reduced,
+        """\
+reduce 1 down
+reduce 1 up
+reduce 0 down
+reduce 0 up""",
+    )
+
+
+def _share(rank: int) -> None:
+    torch._dynamo.reset()
+    grads = []
+    for compiles in (True, False):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(Residual(3, 5), Residual(3, 5), Residual(3, 5))
+        with patch.object(units_of_modules, "_worth_a_collective", return_value=10):
+            fully_shard([model[0], model[2]])
+            fully_shard(model)
+        if compiles:
+            for block in (model[0], model[2]):
+                block.compile(fullgraph=True)
+        for _ in range(2):
+            model(torch.ones(4, 3)).sum().backward()
+            with model.no_sync():
+                model(torch.ones(4, 3)).sum().backward()
+        model(torch.ones(4, 3)).sum().backward()
+        grads.append([param.grad.full_tensor() for param in model.parameters()])
+    assert_close(*grads)
+
+
+def test_blocks_that_share_a_unit(two: Ranks) -> None:
+    """Two graphs read its parameters, and the sum of what both have packed is reduced."""
+    two.run(_share)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,14 @@ from torch import fx
 
 from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, WAIT
 from fsdp_compile.core.layout import FlatParamLayout, LayoutSegment
-from fsdp_compile.core.ops import ADD_ACCUMULATED, ADD_ACCUMULATED_, DEFER_REDUCE, PACK_GRADS, UPDATE_SHARD
+from fsdp_compile.core.ops import (
+    ADD_ACCUMULATED,
+    ADD_ACCUMULATED_,
+    DEFER_REDUCE,
+    PACK_GRADS,
+    START_REDUCE_,
+    UPDATE_SHARD,
+)
 from fsdp_compile.passes._torch import V, WaitKernel, bounds, fallback_handler, ir, ops, register_lowering, tree_leaves
 from fsdp_compile.passes.graph import nodes
 from fsdp_compile.passes.graph.analyze import gradients_of, with_preparation
@@ -430,6 +437,12 @@ def _lower_defer_reduce(packed: Any, flat_param_id: Any, layout: str, owned: boo
     packed.realize()
     V.graph.never_reuse_buffers.add(packed.get_name())
     return ir.TensorBox.create(_OwningCall.create(DEFER_REDUCE, packed, flat_param_id, layout, True))
+
+
+@register_lowering(START_REDUCE_, type_promotion_kind=None)
+def _lower_start_reduce(packed: Any, full: Any) -> None:
+    packed.realize()
+    ir.FallbackKernel.create(START_REDUCE_, packed, full)
 
 
 register_lowering(UPDATE_SHARD, type_promotion_kind=None)(fallback_handler(UPDATE_SHARD, add_to_fallback_set=False))

@@ -13,7 +13,7 @@ from fsdp_compile.comm.collectives import GROUP_ARGUMENT, STARTS, WAIT
 from fsdp_compile.core import ops
 from fsdp_compile.passes._torch import OrderedSet, inductor_config, preserve_node_ordering
 from fsdp_compile.passes.graph.analyze import GraphInfo, stored_shard, with_ancestors, with_preparation
-from fsdp_compile.passes.graph.nodes import add_call, get_tag, is_product, readers, set_tag, tag_of, tagged
+from fsdp_compile.passes.graph.nodes import Tag, add_call, get_tag, is_product, readers, set_tag, tag_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import PlanError, Step
 
@@ -93,26 +93,48 @@ def check_order(context: GraphContext) -> None:
         raise PlanError(f"order of the graph: expected {expected}, found {seen}; this is a defect of the pass")
 
 
+def start_reduces(context: GraphContext) -> None:
+    """Let the eager runtime reduce the packed gradients of a flat parameter as soon as the last of them is computed."""
+    if _runs_apart():
+        return
+    graph, packs = context.graph, {tag_of(pack).unit: pack for pack in tagged(context.graph, "pack")}
+    for full, tag in _arriving(graph):
+        pack = packs.get(tag.unit)
+        if pack is not None and any(user.op == "output" for user in pack.users):
+            max(pack.all_input_nodes).append(pack)
+            with graph.inserting_after(pack):
+                add_call(graph, ops.START_REDUCE_, (pack, full), mode=pack.meta["val"].fake_mode)
+
+
 def await_gathers(context: GraphContext) -> None:
     """Wait for parameters that the eager runtime gathers where they are first read, each flat parameter by itself.
 
     Not for Inductor's CUDA graphs, which copy inputs before, nor in its C++ wrapper: there the runtime waits for all.
     """
-    if inductor_config.triton.cudagraphs or inductor_config.cpp_wrapper:
+    if _runs_apart():
         return
     graph = context.graph
-    for full in graph.find_nodes(op="placeholder"):
-        if (tag := get_tag(full)) is None or tag.kind != "arriving":
-            continue
+    for full, tag in _arriving(graph):
         for view in sorted(readers(full)[0], reverse=True):
             min(view.users).prepend(view)
-        read_by = [user for user in full.users if user.op != "output"]  # an output is saved for backward
+        # as an output it is saved for backward
+        read_by = [user for user in full.users if user.op != "output" and user.target is not ops.START_REDUCE_]
         if read_by:
             with graph.inserting_before(min(read_by)):
                 name, mode = f"await_{tag.path or 'root'}", full.meta["val"].fake_mode
                 wait = add_call(graph, ops.AWAIT_GATHER, (full,), mode=mode, name=name)
         for user in read_by:
             user.replace_input_with(full, wait)
+
+
+def _runs_apart() -> bool:
+    return bool(inductor_config.triton.cudagraphs or inductor_config.cpp_wrapper)
+
+
+def _arriving(graph: fx.Graph) -> list[tuple[fx.Node, Tag]]:
+    """The flat parameters that the eager runtime gathers, inputs of the graph."""
+    inputs = [(node, get_tag(node)) for node in graph.find_nodes(op="placeholder")]
+    return [(node, tag) for node, tag in inputs if tag is not None and tag.kind == "arriving"]
 
 
 def place_updates(context: GraphContext) -> None:
