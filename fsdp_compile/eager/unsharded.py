@@ -161,7 +161,7 @@ class UnshardedUnit:
         is_differentiated: whether something has saved the parameters that no hook tells of: a graph that a backward
             pass made (`create_graph`), or a transform of `torch.func`. Their buffers go with what has saved them.
         readers: who else reads the parameters in that backward pass.
-        reader: the compiled forward that reads flat parameters, or None.
+        reader: the compiled forward that reads flat parameters, if there are several; or None.
         awaits: whether its graph has waited for flat parameters, as its backward does then.
         reduced: gradients of shards, being reduced, that the graph of backward has started.
         of_several: whether the forwards of several modules read it.
@@ -241,7 +241,7 @@ class UnshardedUnit:
     def open(self, reader: Callable[..., Any] | None = None) -> None:
         """Wait for the all-gather and let module code read the parameters, or `reader`, compiled, the flat ones."""
         as_flats = self.as_flats = reader is not None
-        self.reader = None if self.of_several else reader
+        self.reader = reader if len(self.buffers) > 1 and not self.of_several else None
         if self.reader is None or self.unit.awaited_by is not reader:
             self.wait()
         trained = [flat for flat in self.unit.flats if flat.trains and torch.is_grad_enabled()]
@@ -268,7 +268,7 @@ class UnshardedUnit:
 
     def _offer(self) -> None:
         """Let graphs find the flat parameters that they read (Note [Graphs that wait for gathers])."""
-        if self.as_flats:
+        if self.reader is not None:
             _read_by_graphs.update((buffer.full.data_ptr(), self) for buffer in self.buffers)
 
     def await_in(self, full: Tensor) -> None:

@@ -132,9 +132,10 @@ def _runs_apart() -> bool:
 
 
 def _arriving(graph: fx.Graph) -> list[tuple[fx.Node, Tag]]:
-    """The flat parameters that the eager runtime gathers, inputs of the graph."""
+    """The flat parameters that the eager runtime gathers, inputs of the graph; none if there is only one."""
     inputs = [(node, get_tag(node)) for node in graph.find_nodes(op="placeholder")]
-    return [(node, tag) for node, tag in inputs if tag is not None and tag.kind == "arriving"]
+    arriving = [(node, tag) for node, tag in inputs if tag is not None and tag.kind == "arriving"]
+    return arriving if len(arriving) > 1 else []
 
 
 def place_updates(context: GraphContext) -> None:
