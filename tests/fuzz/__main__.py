@@ -46,6 +46,7 @@ class Fuzzer:
             self.ranks.stop()  # they may no longer be together
         if INVALID in found:
             self.invalid += 1
+            print(f"invalid: {case}", flush=True)
             return None
         return next((f"rank {rank}: {text}" for rank, text in enumerate(found) if text), None)
 
