@@ -171,11 +171,11 @@ class Filling(NamedTuple):
 
     def wait(self) -> None:
         """Order what follows after the collectives."""
+        if self.state is not None:
+            self.state.wait(self.works)
+            return
         for work in self.works:
-            if self.state is None:
-                work.wait()
-            else:
-                self.state.wait(work)
+            work.wait()
 
 
 class WaitTensor(NamedTuple):

@@ -137,20 +137,21 @@ class GroupState:
         """Forget what has begun: this rank has failed, and so will the others."""
         self._events.clear()
 
-    def wait(self, work: dist.Work) -> None:
-        """Wait for `work`. RuntimeError if it fails, or if ranks are seen to have begun different things."""
-        while True:
-            try:
-                work.wait(LONG)
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    work.wait()  # raises why it failed
-                    return
-                if time.monotonic() > self.until:
-                    raise
-                if self.until == math.inf:  # else without the store, which may be that of a rank that has stopped
-                    self.check()
+    def wait(self, works: Iterable[dist.Work]) -> None:
+        """Wait for `works`. RuntimeError if one fails, or if ranks are seen to have begun different things."""
+        for work in works:
+            while True:
+                try:
+                    work.wait(LONG)
+                    break
+                except RuntimeError:
+                    if work.is_completed():
+                        work.wait()  # raises why it failed
+                        break
+                    if time.monotonic() > self.until:
+                        raise
+                    if self.until == math.inf:  # else without the store, which may be that of a rank that has stopped
+                        self.check()
 
     def check(self) -> None:
         """In a wait that takes long, raise RuntimeError if another rank has begun something else."""

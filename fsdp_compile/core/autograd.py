@@ -117,6 +117,14 @@ class ShardSplitter:
         return [None if part is None else part.view(shape) for part, shape in zip(slices, self._shapes, strict=True)]
 
 
+_reducing: dict[int, list["GradientReduction"]] = {}  # what the backward passes under way have reduced
+
+
+def _end_backward(backward: int) -> None:
+    for reduction in _reducing.pop(backward, ()):
+        reduction.backwards.discard(backward)
+
+
 @dataclass(eq=False)
 class GradientReduction:
     """The reduce of a flat parameter's gradient: started by the eager runtime, waited for by autograd.
@@ -151,8 +159,11 @@ class GradientReduction:
         if now == -1 or now in self.backwards:  # outside of backward nothing is noted
             return now != -1
         self.backwards.add(now)
-        forget = partial(self.backwards.discard, now)
-        call_after_backward(forget, if_failed=forget)
+        reducing = _reducing.setdefault(now, [])
+        if not reducing:
+            end = partial(_end_backward, now)
+            call_after_backward(end, if_failed=end)
+        reducing.append(self)
         return False
 
     def abandon(self) -> None:

@@ -218,7 +218,7 @@ def _unsharded(
             _post_forward(module, opened, (args, kwargs), output)
             return output
         except BaseException as error:
-            _hide(module, opened, error=error)
+            _hide_after(error, module, opened)
             raise
         finally:
             if module._fsdp.is_root:  # no call, which could be interrupted: the next forward would not gather
@@ -266,7 +266,6 @@ def _computes_summoned(unit: Unit, full_precision: bool) -> bool:
     return all(unit.compute_dtype(flat, full_precision) == flat.shard.dtype for flat in unit.flats)
 
 
-@torch.compiler.disable
 def _hide(
     module: Any, opened: list[UnshardedUnit], completed: bool = False, error: BaseException | None = None
 ) -> None:
@@ -290,6 +289,11 @@ def _hide(
     for gathered in opened if error is not None else ():
         gathered.leave_unread()
         gathered.check_unwritten(error)
+
+
+@torch.compiler.disable
+def _hide_after(error: BaseException, module: Any, opened: list[UnshardedUnit]) -> None:
+    _hide(module, opened, error=error)
 
 
 @torch.compiler.disable

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -34,6 +35,8 @@ from fsdp_compile.core.flat_param import FlatParam, find_flat_param
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager.accumulate import accumulate, settle_after_backward, take_accumulated, wait_for_reduce
 from fsdp_compile.eager.streams import NO_STREAMS, Streams
+
+_DTYPE, _REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
 
 # Note [Reduces in flight]
 # A reduce starts as soon as the gradients of a unit are there, and is waited for where autograd needs the result: in
@@ -67,9 +70,10 @@ def reduce_gradients(
         For each of `flats` the gradient of its shard, 1-D `[shard_numel]`, to be read after `flat.reduction.wait()`;
         None without gradient synchronization, when gradients are accumulated unsharded on each rank.
     """
-    for name, grad in zip((name for flat in flats for name in flat.names), grads, strict=True):
-        if grad is not None:
-            check_first_order(name, grad)
+    if any(map(_REQUIRES_GRAD, [grad for grad in grads if grad is not None])):
+        for name, grad in zip((name for flat in flats for name in flat.names), grads, strict=True):
+            if grad is not None:
+                check_first_order(name, grad)
     rest = iter(grads)
     of_flats = [list(islice(rest, len(flat.params))) for flat in flats]
     packed = (
@@ -108,7 +112,7 @@ def pack(flat: FlatParam, grads: Sequence[Tensor | None], dtype: torch.dtype, de
     flattened = [next(zeros) if grad is None else grad.reshape(-1) for grad in of_segments]
     if not flattened:  # parameters without elements, which have no segments
         return torch.empty(0, dtype=dtype, device=device)
-    if all(each.dtype == dtype for each in flattened):
+    if set(map(_DTYPE, flattened)) == {dtype}:  # in C: it runs for each parameter
         return torch.cat(flattened)
     return torch.cat(flattened, out=torch.empty(flat.layout.numel, dtype=dtype, device=device))
 

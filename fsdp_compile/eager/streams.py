@@ -173,7 +173,8 @@ class UnshardedBuffer:
 
     def __init__(self, unit: Unit, flat: FlatParam, dtype: torch.dtype) -> None:
         self.unit, self.flat = unit, flat
-        self.is_shard = not unit.is_sharded and dtype == flat.shard.dtype and unit.device == flat.shard.device
+        self.is_sharded = unit.is_sharded
+        self.is_shard = not self.is_sharded and dtype == flat.shard.dtype and unit.device == flat.shard.device
         self.full = (
             alias(flat.shard) if self.is_shard else torch.empty(flat.layout.numel, dtype=dtype, device=unit.device)
         )
@@ -194,7 +195,7 @@ class UnshardedBuffer:
             return
         if self.is_free:
             self.storage.resize_(self.nbytes)
-        if not self.unit.is_sharded:
+        if not self.is_sharded:
             self.full.copy_(self._shard())
         else:
             *first, last = self.unit.stages

@@ -233,8 +233,7 @@ class UnshardedUnit:
 
     def is_current(self) -> bool:
         """Whether the parameters are still those that were gathered, except edits through `.data` (E-STRAT-10)."""
-        same = all(mine is param for mine, param in zip(self.params, self.unit.params, strict=True))
-        return same and self.unit.version_counters() == self.versions
+        return all(map(operator.is_, self.params, self.unit.params)) and self.unit.version_counters() == self.versions
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
