@@ -284,6 +284,7 @@ class UnshardSpec:
     reduce_dtype: torch.dtype | None = None  # in which gradients are reduced; None: that of the full buffer
     of_root: bool = False  # whether the unit is that of a root, which an eager forward does not free
     updates: bool = False  # whether the unit may be updated in backward as soon as its gradient is reduced
+    is_part: bool = False  # gathered outside of the graph: whether the unit has several flat parameters
 
     @property
     def is_sharded(self) -> bool:
@@ -309,7 +310,7 @@ class UnshardSpec:
         for name, dtype in (("compute", self.compute_dtype), ("reduce", self.reduce_dtype)):
             if dtype is not None:
                 fields.append(f"{name}={str(dtype).removeprefix('torch.')}")
-        return " ".join(fields) + OF_ROOT * self.of_root + UPDATES * self.updates
+        return " ".join(fields) + OF_ROOT * self.of_root + UPDATES * self.updates + " part=True" * self.is_part
 
     @staticmethod
     @lru_cache(maxsize=1024)  # read at every run of an operator; specifications are immutable
@@ -332,10 +333,11 @@ class UnshardSpec:
             getattr(torch, fields["reduce"]) if "reduce" in fields else None,
             fields.get("root") == "True",
             fields.get("update") == "True",
+            fields.get("part") == "True",
         )
 
 
-_FIELDS = {"groups", "reshard", "replicas", "compute", "reduce", "root", "update"}
+_FIELDS = {"groups", "reshard", "replicas", "compute", "reduce", "root", "update", "part"}
 OF_ROOT, UPDATES = " root=True", " update=True"  # the end of a specification with `of_root`, `updates`
 
 

@@ -528,7 +528,8 @@ class Unit:
         """Update what follows from the dtypes of shards and gradients, and from `reshard_after_forward`."""
         self._traced = [self._spec(flat, self.compute_dtype(flat), self.sent_dtype(flat)) for flat in self.flats]
         unsharded = [replace(flat.layout, world_size=1) for flat in self.flats]  # nothing is left to gather
-        specs = [UnshardSpec(layout, (), self.reshard_after_forward is not False) for layout in unsharded]
+        reshards, is_part = self.reshard_after_forward is not False, len(unsharded) > 1
+        specs = [UnshardSpec(layout, (), reshards, is_part=is_part) for layout in unsharded]
         self._gathered = [(spec.text, spec.layout.text) for spec in specs]
         self._traced_in_full_precision = [self._spec(flat, flat.shard.dtype, flat.shard.dtype) for flat in self.flats]
         if self.settings.precision.keep_low_precision_grads:

@@ -1,6 +1,7 @@
 """Graphs of blocks that are compiled by themselves: one for equal blocks, packed gradients, nothing gathered kept."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -8,11 +9,12 @@ from compiling import Recorder, printed_graphs
 from expecttest import assert_expected_inline
 from generated import programs
 from models import MODELS, Residual, mlp, squared_error, vectors
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor_config
 
 from fsdp_compile import fully_shard
+from fsdp_compile.construct import units as construct_units
 from fsdp_compile.passes._torch import saved_for_backward
 
 
@@ -136,6 +138,30 @@ def test_products_write_into_the_packed_gradient() -> None:
     targets = [backward.memory(s.out) for s in backward.steps if s.is_product and s.out in backward.alias_of]
     assert len(targets) == 2 and len(set(targets)) == 1
     assert f"return ({targets[0]}," in backward.code
+
+
+class _Sum(nn.Module):
+    """Its gradients are what backward is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.ParameterList([nn.Parameter(torch.ones(4, 3))]), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(x) + self.first[0]
+
+
+def test_a_gradient_that_is_given_to_backward_is_reduced_there() -> None:
+    """The pack of an input of the graph stays behind all inputs."""
+    model = nn.Sequential(_Sum(), _Sum())
+    with mock.patch.object(construct_units, "_worth_a_collective", return_value=1):
+        fully_shard(model, auto_wrap_policy={_Sum})
+    for block in model:
+        block.compile(fullgraph=True)
+    with printed_graphs() as graphs:
+        model(torch.ones(4, 3)).sum().backward()
+    last = next(graph for graph in graphs if "backward graph after start_reduces" in graph)
+    assert last.count("fsdp_flat.start_reduce_") >= 1
 
 
 def test_autocast_keeps_no_cast_of_parameters() -> None:

@@ -52,7 +52,7 @@ def insert_collectives(context: GraphContext) -> None:
         emit = nodes.emitter(graph, marker, unit)
         if marker.target is ops.UNSHARD:
             spec, retained = context.specs[unit.unit], nodes.emitter(graph, marker, replace(unit, reshard=False))
-            if not spec.groups:
+            if spec.is_part:
                 _note_arriving(marker, unit)
             new = _expand_unshard(marker, spec, retained, emit)
         elif marker.target is ops.REDUCE_GRADS:
@@ -78,12 +78,10 @@ def insert_collectives(context: GraphContext) -> None:
 
 
 def _note_arriving(marker: fx.Node, unit: nodes.Tag) -> None:
-    """Tag the flat parameter of a block that is compiled by itself: the eager runtime gathers it."""
+    """Tag a flat parameter of a block that is compiled by itself: the eager runtime gathers it beside others."""
     full: fx.Node = marker.args[0]  # type: ignore[assignment]  # fx arguments are untyped
     if full.op != "placeholder":  # nothing would wait for it
-        raise RuntimeError(
-            f"{full.name}: expected an unsharded flat parameter as an input of the graph, found {full.target}"
-        )
+        raise RuntimeError(f"{full.name}: expected a flat parameter, an input of the graph, found {full.target}")
     nodes.set_tag(full, replace(unit, kind="arriving"))
 
 

@@ -101,7 +101,9 @@ def start_reduces(context: GraphContext) -> None:
     for full, tag in _arriving(graph):
         pack = packs.get(tag.unit)
         if pack is not None and any(user.op == "output" for user in pack.users):
-            max(pack.all_input_nodes).append(pack)
+            last = max(pack.all_input_nodes, default=pack)
+            if last is not pack and last.op != "placeholder":
+                last.append(pack)
             with graph.inserting_after(pack):
                 add_call(graph, ops.START_REDUCE_, (pack, full), mode=pack.meta["val"].fake_mode)
 
@@ -116,7 +118,8 @@ def await_gathers(context: GraphContext) -> None:
     graph = context.graph
     for full, tag in _arriving(graph):
         for view in sorted(readers(full)[0], reverse=True):
-            min(view.users).prepend(view)
+            if view.users:
+                min(view.users).prepend(view)
         # as an output it is saved for backward
         read_by = [user for user in full.users if user.op != "output" and user.target is not ops.START_REDUCE_]
         if read_by:
@@ -132,10 +135,9 @@ def _runs_apart() -> bool:
 
 
 def _arriving(graph: fx.Graph) -> list[tuple[fx.Node, Tag]]:
-    """The flat parameters that the eager runtime gathers, inputs of the graph; none if there is only one."""
+    """The flat parameters that the eager runtime gathers, inputs of the graph."""
     inputs = [(node, get_tag(node)) for node in graph.find_nodes(op="placeholder")]
-    arriving = [(node, tag) for node, tag in inputs if tag is not None and tag.kind == "arriving"]
-    return arriving if len(arriving) > 1 else []
+    return [(node, tag) for node, tag in inputs if tag is not None and tag.kind == "arriving"]
 
 
 def place_updates(context: GraphContext) -> None:
