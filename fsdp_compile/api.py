@@ -26,7 +26,9 @@ from fsdp_compile.comm.groups import GroupArgument, divide, resolve_groups
 from fsdp_compile.config import AUTO, CompileConfig, check_type
 from fsdp_compile.construct.arguments import (
     check_one,
+    check_ranks_of_tree,
     given_device,
+    has_order,
     mesh_to_shard,
     offload_of,
     precision_of,
@@ -98,6 +100,7 @@ def fully_shard(
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
     forward_prefetch: bool = False,
     limit_all_gathers: bool = True,
+    reduction_order: Literal["any", "tree"] = "any",
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
@@ -162,6 +165,11 @@ def fully_shard(
         limit_all_gathers: whether the host waits before an all-gather while the device may still read two units that
             were freed. It must be equal in all calls under one root, else the first forward raises ValueError; of the
             other two settings those of the outermost call are in force.
+        reduction_order: with "tree" the mean of a step's gradients is a binary tree over its microbatches, the number
+            of ranks times that of microbatches which `no_sync` accumulates, each a power of two; and norms and other
+            sums over sharded tensors are exact. Training then ends with the same bits on 1, 2, 4, ... ranks: see
+            docs/reproducibility.md for the rest of the recipe. Not with NO_SHARD, float16 and communication hooks. With
+            "any" sums have the order of the fastest collective.
         mp_policy: FSDP2's name of `mixed_precision`. Inputs of every unit are cast to `param_dtype`, unless
             `cast_forward_inputs` is False; floating outputs of `module` are cast to `output_dtype`, if it is given.
         offload_policy: FSDP2's name of `cpu_offload`; a `CPUOffloadPolicy` offloads.
@@ -192,11 +200,14 @@ def fully_shard(
     mesh = mesh_to_shard(mesh, dp_mesh_dims)
     strategy = resolve_strategy(sharding_strategy, reshard_after_forward, mesh)
     precision, output_dtype = precision_of(mixed_precision, mp_policy)
+    same_bits = has_order(reduction_order, strategy, precision, modules)
     check_one(ignored_states=ignored_states, ignored_params=ignored_params)
     ignored = collect_ignored(model, ignored_modules, ignored_states if ignored_params is None else ignored_params)
     device = given_device(device_id)
     groups = resolve_groups(mesh, process_group, strategy, auto_wrap_policy is not None, devices_per_node)
     groups = divide(groups, reshard_after_forward)
+    if same_bits:
+        check_ranks_of_tree(groups)
     offload, pin_memory = offload_of(cpu_offload, offload_policy)
     settings = Settings(
         strategy=strategy,
@@ -210,6 +221,7 @@ def fully_shard(
         backward_prefetch=backward_prefetch,
         forward_prefetch=forward_prefetch,
         limit_all_gathers=limit_all_gathers,
+        same_bits=same_bits,
         full_precision_in_eval=full_precision_in_eval(),
         param_init_fn=param_init_fn,
         sync_module_states=sync_module_states,

@@ -182,6 +182,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = checkpoint.add_subparsers(required=True, metavar="show|convert")
     show = _command(commands, "show", SHOW, "example:\n  fsdp-compile checkpoint show checkpoints", run_show)
     change = _command(commands, "convert", CONVERT, CHECKPOINT_EXAMPLE, run_convert)
+    show.add_argument("--fingerprint", action="store_true", help="read all tensors, and print what "
+                      "model.fingerprint() returns of a model with these parameters and no buffers")  # fmt: skip
     for command in (show, change):
         command.add_argument("source", type=Path, metavar="SRC", help="a checkpoint, or a folder of checkpoints")
     _add_convert(change.add_argument)
@@ -599,6 +601,7 @@ def run_show(args: argparse.Namespace) -> None:
     """Print what is there, a line for each tensor."""
     from fsdp_compile.checkpoint.convert import open_source
     from fsdp_compile.checkpoint.untrusted import printable
+    from fsdp_compile.reproducibility import fingerprint_of
 
     source = open_source(args.source)
     rows = [("tensor", "dtype", "shape", "bytes")]
@@ -613,6 +616,11 @@ def run_show(args: argparse.Namespace) -> None:
     step = "not known" if source.step is None else source.step
     print(f"\n{len(source.tensors)} tensors, {source.nbytes:,} bytes, step {step}, "
           f"{source.format} in {len(source.files)} file(s)")  # fmt: skip
+    if args.fingerprint:
+        part = _usual_part(source, "safetensors")
+        chosen = source.below(part) if part else source
+        tensors = ((name, chosen.read(name)) for name in chosen.tensors if name not in chosen.tied)
+        print(f"fingerprint {fingerprint_of(tensors)}" + (f" of {part}" if part else ""))
 
 
 def run_convert(args: argparse.Namespace) -> None:

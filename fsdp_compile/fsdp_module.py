@@ -1,7 +1,7 @@
 """`FSDPModule`: what a sharded module can do beside what its own class does."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from fsdp_compile.core.sharded_rules import multiply
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import (
     ModuleSharding,
+    clean_names,
     get_parameter,
     original_class,
     stored_parameters,
@@ -30,6 +31,7 @@ from fsdp_compile.eager.summon import summon_full_params, summoned_for_apply
 from fsdp_compile.eager.unsharded import UnshardHandle, reshard
 from fsdp_compile.eager.writeback import refresh
 from fsdp_compile.optim.flat import gradient_norm
+from fsdp_compile.reproducibility import fingerprint_of
 from fsdp_compile.state_dict import model as model_state
 
 
@@ -255,6 +257,15 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
             nn.utils.clip_grads_with_norm_(params, max_norm, total)
         return total.to(functools.reduce(torch.promote_types, {grad.dtype for grad in grads}))
 
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that are equal for equal names and bits of all parameters, on any number of ranks.
+
+        For logs, and to compare runs. All ranks must call it, between steps: one all-reduce of an integer for each
+        parameter.
+        """
+        check_idle(units_gathered_below(self), "fingerprint")
+        return fingerprint_of((name, param) for param, name in clean_names(self).items())
+
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Let `hook` reduce the gradients of all units, eager and compiled, from the next step on.
 
@@ -270,10 +281,11 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
 
         Raises:
             AssertionError: this module is not the root, or a hook is registered already.
-            ValueError: `hook` is not callable.
+            ValueError: `hook` is not callable, or reductions have an order, `reduction_order="tree"`.
         """
         _check_root(self, "register_comm_hook", AssertionError)
         units = units_gathered_below(self)
+        _check_any_order(units, "register_comm_hook")
         for unit in units:
             if unit.comm_hook is not None:
                 name = getattr(unit.comm_hook[1], "__qualname__", repr(unit.comm_hook[1]))
@@ -304,8 +316,11 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
         """Choose whether reduced gradients are averaged over replicas under hybrid sharding.
 
         Without, each replica sums up its own reduced gradients and leaves `.grad` as it is; the next backward pass with
-        all-reduces averages the sums. Units that are only replicated accumulate as without gradient sync.
+        all-reduces averages the sums. Units that are only replicated accumulate as without gradient sync. ValueError
+        with `reduction_order="tree"`, which these sums do not have.
         """
+        if not requires_all_reduce:
+            _check_any_order(_units(self, recurse), "set_requires_all_reduce")
         for unit in _units(self, recurse):
             if unit.replicas is not None:
                 deferred = unit.options.has_deferred or not requires_all_reduce
@@ -496,6 +511,11 @@ def _describe(unit: Unit, sharding: ModuleSharding) -> str:
 def _check_root(module: Any, what: str, error: type[Exception]) -> None:
     if not module._fsdp.is_root:
         raise error(f"{what}: {type(module).__name__} is inside another sharded module; call it on the root")
+
+
+def _check_any_order(units: Iterable[Unit], what: str) -> None:
+    if any(unit.settings.same_bits for unit in units):
+        raise ValueError(f"{what}: with reduction_order='tree' gradients are added up in one order; leave it out")
 
 
 def _units(module: Any, recurse: bool) -> Sequence[Unit]:

@@ -53,7 +53,18 @@ GROUP_ARGUMENT = {  # of the operators that start a collective: where the group 
 STARTS = tuple(GROUP_ARGUMENT)
 COALESCED = {ALL_GATHER: ALL_GATHER_COALESCED, REDUCE_SCATTER: REDUCE_SCATTER_COALESCED}  # one launch of several
 
-_REDUCTIONS: dict[str, Callable[..., Tensor]] = {"avg": torch.mean, "sum": torch.sum}
+
+def add_in_pairs(rows: Tensor, dim: int = 0, *, out: Tensor) -> None:
+    """Add up `rows`, `[n, ...]` with n a power of two, as a binary tree; the result is `out`."""
+    while len(rows) > 2:
+        rows = rows[0::2] + rows[1::2]
+    if len(rows) == 2:
+        torch.add(*rows, out=out)
+    else:
+        out.copy_(rows[0])
+
+
+_REDUCTIONS: dict[str, Callable[..., Any]] = {"avg": torch.mean, "sum": torch.sum, "tree": add_in_pairs}
 
 # Note [What gloo copies]
 # Gloo's all-gather copies its input and its output, its reduce-scatter is an all-reduce of a copy of which all but a
@@ -237,8 +248,10 @@ def traceable_all_gather(shard: Tensor, group_size: int, group: str, of: torch.S
 def start_reduce_scatter(
     full: Tensor, group_size: int, group: str, op: str = "avg"
 ) -> tuple[Tensor, Callable[[], None]]:
-    """Begin to reduce `full`, 1-D `[n * group_size]`; return this rank's slice, 1-D `[n]`, and what completes it."""
-    if not copies(full, group):
+    """Begin to reduce `full`, 1-D `[n * group_size]`; return this rank's slice, 1-D `[n]`, and what completes it.
+    `op`: "sum", "avg", or "tree" for a sum that is a binary tree over the ranks.
+    """
+    if op != "tree" and not copies(full, group):
         reduced = REDUCE_SCATTER(full, op, group_size, group)
         return reduced, WaitTensor(reduced).wait
     exchange = start_exchange(full, group)  # row i: what rank i has for this one
@@ -257,6 +270,18 @@ def reduce_scatter(full: Tensor, group_size: int, group: str, op: str = "avg") -
     reduced, finish = start_reduce_scatter(full, group_size, group, op)
     finish()
     return reduced
+
+
+def start_all_reduce_by_tree(full: Tensor, group_size: int, group: str) -> Callable[[], None]:
+    """Begin to add up `full`, 1-D, as a binary tree over the ranks, in place; return what completes it."""
+    padded = torch.nn.functional.pad(full, (0, -full.numel() % group_size))
+    part, wait = start_reduce_scatter(padded, group_size, group, "tree")
+
+    def finish() -> None:
+        wait()
+        full.copy_(all_gather(part, group_size, group)[: full.numel()])
+
+    return finish
 
 
 def all_to_all(sent: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:

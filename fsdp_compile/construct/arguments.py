@@ -4,10 +4,11 @@ mixed_precision, mp_policy               -> dtypes, and that of outputs
 cpu_offload, offload_policy              -> whether to offload, whether to pin
 mesh, dp_mesh_dims                       -> a mesh of one dimension, or of two: (replicas, shards)
 sharding_strategy, reshard_after_forward -> a strategy
+reduction_order                          -> whether sums have an order that any number of ranks has
 device_id                                -> a device with an index, or None
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from fsdp_compile.comm.groups import RESHARDING
+from fsdp_compile.comm.groups import RESHARDING, Groups
 from fsdp_compile.config import check_type
 from fsdp_compile.core.settings import PlacementFn, warn_caller
 
@@ -136,6 +137,33 @@ def resolve_strategy(
 
 
 CPU = torch.device("cpu")
+
+
+def has_order(order: str, strategy: ShardingStrategy, precision: MixedPrecision, modules: Sequence[nn.Module]) -> bool:
+    """Whether `reduction_order` asks for sums that any number of ranks has. ValueError if they cannot be had."""
+    if order not in ("any", "tree"):
+        raise ValueError(f"reduction_order: expected 'any' or 'tree', found {order!r}")
+    if order == "any":
+        return False
+    if strategy is ShardingStrategy.NO_SHARD:
+        raise ValueError("reduction_order='tree' cannot add up norms of plain parameters, as NO_SHARD keeps them; "
+                         "choose another sharding_strategy")  # fmt: skip
+    dtypes = {"param_dtype": precision.param_dtype, "reduce_dtype": precision.reduce_dtype}
+    dtypes |= {f"parameter {name}": param.dtype for each in modules for name, param in each.named_parameters()}
+    for what, dtype in dtypes.items():
+        if dtype is torch.float16:
+            raise ValueError(
+                f"reduction_order='tree': {what} is float16, whose small gradients lose digits by how a loss is "
+                f"divided; use bfloat16 or float32"
+            )
+    return True
+
+
+def check_ranks_of_tree(groups: Groups) -> None:
+    """Raise ValueError unless each group of ranks is a power of two."""
+    for what, size in (("shards", groups.shard.size()), ("replicas", groups.replicas)):
+        if size & (size - 1):
+            raise ValueError(f"reduction_order='tree': {size} {what} are not a power of two; use 1, 2, 4, 8, ... ranks")
 
 
 def given_device(device_id: int | str | torch.device | None) -> torch.device | None:

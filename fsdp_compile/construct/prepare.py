@@ -98,7 +98,8 @@ def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings, ignored:
         on_meta = any(some_stay_on_meta) and _are_on_meta(params, path)
         _check_distributions(params, path, own)
         prepared.append(PreparedUnit(module, path, params, inner, modules, own, device, on_meta))
-    for strategy in dict.fromkeys(own.strategy for own in of_units if own.groups.shard.size() == 1):
+    copied = (own.strategy for own in of_units if own.groups.shard.size() == 1 and not own.same_bits)
+    for strategy in dict.fromkeys(copied):
         if strategy is not ShardingStrategy.NO_SHARD:  # (E-STRAT-6)
             warn_caller(f"sharding_strategy: {strategy.name} over one rank is NO_SHARD")
     if any(own.sync_module_states for own in of_units):

@@ -77,13 +77,13 @@ _HOOKS = tuple(map(operator.attrgetter, ("_backward_hooks", "_post_accumulate_gr
 class ShardSplitter:
     """Splits a tensor that is laid out like this rank's shard into the parameters' slices, by a single split."""
 
-    def __init__(self, layout: FlatParamLayout, rank: int) -> None:
+    def __init__(self, layout: FlatParamLayout, rank: int, is_sharded: bool) -> None:
         records = layout.records(rank)
         self._sizes: list[int] = []  # of consecutive windows of the shard, padding included
         self._windows: list[int] = []  # for each parameter its window, without elements if it is not on this rank
         self._absent = [record is None for record in records]
-        self.is_sharded = layout.world_size > 1
-        self._shapes = layout.shapes if layout.world_size == 1 else None  # unsharded parameters keep their shape
+        self.is_sharded = is_sharded
+        self._shapes = None if is_sharded else layout.shapes  # unsharded parameters keep their shape
         end = 0
         for record in records:
             if record and record.offset > end:
@@ -264,6 +264,18 @@ class ShardBinding:
                     f"shape {tuple(grad.shape)} on {grad.device}: clear it, or assign one that fits"
                 )
 
+    def check_order(self) -> None:
+        """Raise RuntimeError if sums have an order, in which nothing is added to reduced gradients other than zeros."""
+        if not self._specs or not self._specs[0].ranks.same_bits:
+            return
+        stored = [param.grad.local for param in self.params if isinstance(param.grad, ShardedTensor)]
+        nonzero = torch.tensor([any(bool(each.any()) for each in stored)], dtype=torch.uint8, device=stored[0].device)
+        if self._specs[0].all_reduce(nonzero, "max"):
+            raise RuntimeError(
+                f"parameter {self.names[0]} or one beside it has the gradient of an earlier backward, which "
+                f"reduction_order='tree' cannot add to: accumulate under no_sync, or call zero_grad() before"
+            )
+
     def scatter(self, grad: Tensor, wanted: Sequence[bool], adds: bool) -> list[Tensor | None]:
         """Split `grad`, 1-D `[shard_numel]`, into gradients of the parameters, for autograd to accumulate.
 
@@ -355,6 +367,7 @@ class ScatterGradients(torch.autograd.Function):
         adds = binding.has_gradients()
         if adds:
             binding.check_gradients()
+            binding.check_order()
             binding.set_grad_dtype(None)  # accumulation is never in low precision (E-MP-12)
         if carry_optimizers(binding.params):
             call_after_backward(partial(step_carried_optimizers, binding.params))

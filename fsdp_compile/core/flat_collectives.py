@@ -63,14 +63,17 @@ def start_average(
         for group in groups:
             if group.size > 1:
                 wait = collectives.start_all_reduce(packed, group.name, how.op).wait
-    over_replicas: list[collectives.Filling] = []
+    waits: list[Callable[[], None]] = []
 
     def start_over_replicas() -> bool:
         """The mean over groups is there. Whether it is completed: the shard alone crosses the slow links."""
         wait()
         goes_on = before_replicas is None or before_replicas(mean)
         if goes_on and replicas is not None:
-            over_replicas.append(collectives.start_all_reduce(mean, replicas.name, how.op))
+            if how.op == "tree":
+                waits.append(collectives.start_all_reduce_by_tree(mean, replicas.size, replicas.name))
+            else:
+                waits.append(collectives.start_all_reduce(mean, replicas.name, how.op).wait)
         return goes_on
 
     started = start_over_replicas() if at_once and replicas is not None else None
@@ -78,8 +81,8 @@ def start_average(
 
     def finish(_held: Tensor | None = held) -> None:
         goes_on = start_over_replicas() if started is None else started
-        for filling in over_replicas:
-            filling.wait()
+        for wait_for_replicas in waits:
+            wait_for_replicas()
         if goes_on and how.after != 1:
             mean.div_(how.after)
 
@@ -107,7 +110,7 @@ def _start_reduce_scatter(
 
 
 class Averaging(NamedTuple):
-    """A mean over ranks: divide by `before`, reduce with `op`, divide by `after`."""
+    """A mean over ranks: divide by `before`, reduce with `op` ("tree": a sum in pairs), divide by `after`."""
 
     op: str
     before: float
@@ -119,14 +122,19 @@ def dividing(dtype: torch.dtype, factor: float) -> Averaging:
     return Averaging("sum", *(gradient_divide_factors(factor) if dtype == torch.float16 else (1.0, float(factor))))
 
 
-def averaging(dtype: torch.dtype, ranks: int) -> Averaging:
+def averaging(dtype: torch.dtype, ranks: int, same_bits: bool = False) -> Averaging:
     """Average gradients of `dtype` over `ranks` ranks (E-PG-11, E-RED-3).
 
     float16 ends at 65504 and loses digits below 6e-5: a sum of scaled gradients overflows where their mean would not,
     and dividing by all ranks first loses the small ones. So half of the division (in the exponent) comes before and
     half after: means up to 65504 / `after` are safe. bfloat16 and wider have the range of float32 and use the
-    collective's mean, which saves a kernel.
+    collective's mean, which saves a kernel. With `same_bits` the sum is a tree over the ranks, a power of two by which
+    all are divided exactly.
     """
+    if same_bits:
+        if dtype == torch.float16:
+            raise ValueError("reduction_order='tree' cannot add up float16; reduce in bfloat16 or float32")
+        return Averaging("tree", 1.0, float(ranks))
     if dtype != torch.float16:
         return Averaging("avg", 1.0, 1.0)
     return Averaging("sum", *gradient_divide_factors(ranks))

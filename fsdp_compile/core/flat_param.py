@@ -60,7 +60,7 @@ class FlatParam:
         pin_memory: bool = False,
     ) -> None:
         shapes = [(name, tuple(param.shape)) for name, param in params]
-        self.layout = layout = lay_out(shapes, ranks.size if ranks else 1)
+        self.layout = layout = lay_out(shapes, ranks.size if ranks else 1, ranks is not None and ranks.same_bits)
         self.params = [param for _, param in params]
         self.is_inner = is_inner(self.params[0])  # inner tensors of subclasses, which nothing casts
         self.specs: tuple[ShardSpec, ...] = ()  # for each parameter how it is sharded; empty without `ranks`
@@ -75,7 +75,7 @@ class FlatParam:
         # Hybrid sharding: the sum of reduced gradients, 1-D, that are still to be averaged over replicas.
         self.deferred_all_reduce: Tensor | None = None
         self.reduction = GradientReduction()  # between the reduce of the gradient and autograd
-        self._splitter = ShardSplitter(self.layout, rank)
+        self._splitter = ShardSplitter(self.layout, rank, ranks is not None)
         self._counted: tuple[nn.Parameter, ...] = ()  # share the shard's version counter, if plain
         self.bindings = 0  # how often the parameters were bound to a shard: again when their data was replaced
         self.names = list(layout.names)  # in the root, once there is one; those in the unit's module until then

@@ -203,14 +203,23 @@ class FlatParamLayout:
 _BLOCKS = (128, 64, 32, DEFAULT_ALIGNMENT)
 """Elements that share a scale, in formats of numbers that have such blocks."""
 
+_VECTORS = 64
+"""Elements that a kernel on the CPU computes in one turn, at most; it computes what is left over by other instructions,
+which may round otherwise. Shards of a multiple leave over the same elements however many there are."""
 
-def lay_out(parameters: Iterable[tuple[str, Sequence[int]]], world_size: int) -> FlatParamLayout:
+
+def lay_out(
+    parameters: Iterable[tuple[str, Sequence[int]]], world_size: int, same_on_any: bool = False
+) -> FlatParamLayout:
     """The layout of `(name, shape)` pairs over `world_size` ranks whose shards end between rows, and between blocks.
 
     Parameters and shards start at multiples of 128, 64 or 32 elements instead of 16 if that cuts no more rows and pads
-    at most one element in `MOST` more: then no two ranks share a block that has a scale. ValueError as of `build`.
+    at most one element in `MOST` more: then no two ranks share a block that has a scale. With `same_on_any` they start
+    at multiples of 64, so that the end of the buffer alone depends on `world_size`. ValueError as of `build`.
     """
     named = list(parameters)
+    if same_on_any:
+        return end_between_rows(FlatParamLayout.build(named, world_size, _VECTORS, _VECTORS), _VECTORS)
     layouts = [end_between_rows(FlatParamLayout.build(named, world_size, grid, grid), grid) for grid in _BLOCKS]
     return min((each for each in layouts if each.numel <= layouts[-1].numel * (1 + 1 / MOST)), key=_cut_rows)
 

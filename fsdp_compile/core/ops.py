@@ -21,6 +21,7 @@
     check_ranks(...)           an empty tensor                             Inductor, where ranks compare their graphs
     record_time(...)           an empty tensor                             Inductor, where a profile is recorded
     prefetch_next(shards)      an empty tensor                             Inductor's forwards, planned with an update
+    sum_in_pairs(rows)         the sum of the rows, as a binary tree       graphs whose reduces have that order
     send_buffer(payload)       the payload, in one buffer                  Inductor's graphs
     send_buffer_as(shard)      the shard, cast where its all-gather        Inductor's graphs
                                starts
@@ -47,6 +48,7 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from fsdp_compile.comm._torch import group_named
+from fsdp_compile.comm.collectives import add_in_pairs
 from fsdp_compile.comm.groups import shared_name
 from fsdp_compile.core._torch import inductor_settings, without_dispatch_modes
 from fsdp_compile.core.layout import FlatParamLayout, round_up
@@ -95,6 +97,7 @@ RECORD_TIME = has_side_effect(
     _define("record_time", "(str graph, int stretch, int index, Device device, float expected=0) -> Tensor", _OPAQUE)
 )
 PREFETCH_NEXT = has_side_effect(_define("prefetch_next", "(Tensor[] shards, Device device) -> Tensor", _OPAQUE))
+SUM_IN_PAIRS = _define("sum_in_pairs", "(Tensor rows) -> Tensor")
 SEND_BUFFER = _define("send_buffer", "(Tensor payload) -> Tensor")
 SEND_BUFFER_AS = _define("send_buffer_as", "(Tensor shard, ScalarType dtype) -> Tensor")
 PACK_SEGMENTS = _define(
@@ -140,6 +143,13 @@ def view_parameters(full: Tensor, layout: str) -> list[Tensor]:
 
 
 torch.library.impl("fsdp_flat::views", "CompositeImplicitAutograd", view_parameters)
+
+
+@torch.library.impl("fsdp_flat::sum_in_pairs", "default")
+def _sum_in_pairs(rows: Tensor) -> Tensor:  # [n, part] -> [part]
+    total = rows.new_empty(rows.shape[1:])
+    add_in_pairs(rows, out=total)
+    return total
 
 
 _before_tracing: dict[Callable[[], None], None] = {}
@@ -225,6 +235,7 @@ for _name in ("check_ranks", "record_time", "prefetch_next"):
 
 torch.library.register_fake("fsdp_flat::send_buffer_as", lambda shard, dtype: torch.empty_like(shard, dtype=dtype))
 torch.library.impl("fsdp_flat::send_buffer", "default", torch.clone)
+torch.library.register_fake("fsdp_flat::sum_in_pairs", lambda rows: rows.new_empty(rows.shape[1:]))
 torch.library.impl("fsdp_flat::send_buffer_as", "default", lambda shard, dtype: shard.to(dtype, copy=True))
 
 
@@ -276,20 +287,21 @@ class NamedGroup(NamedTuple):
 class UnshardSpec:
     """How one flat parameter is gathered and its gradient reduced; equal on all ranks."""
 
-    layout: FlatParamLayout  # with a `world_size` of 1 nothing is gathered
+    layout: FlatParamLayout  # with a `world_size` of 1 nothing is gathered, unless `same_bits`
     groups: tuple[NamedGroup, ...]  # of all-gathers, in order: one or two. Unsharded: of the average; maybe none
     reshard_after_forward: bool | None  # whether the full buffer is freed after forward; None: a pass decides
     replicas: NamedGroup | None = None  # hybrid sharding: ranks that store the same shard; averaged over as well
     compute_dtype: torch.dtype | None = None  # of the full buffer; None: that of the shard
     reduce_dtype: torch.dtype | None = None  # in which gradients are reduced; None: that of the full buffer
     of_root: bool = False  # whether the unit is that of a root, which an eager forward does not free
+    same_bits: bool = False  # whether gradients are added up in an order that any number of ranks has
     updates: bool = False  # whether the unit may be updated in backward as soon as its gradient is reduced
     is_part: bool = False  # gathered outside of the graph: whether the unit has several flat parameters
 
     @property
     def is_sharded(self) -> bool:
         """Whether ranks store different slices of the buffer."""
-        return self.layout.world_size > 1
+        return self.layout.world_size > 1 or self.same_bits
 
     @property
     def data_parallel_size(self) -> int:
@@ -301,8 +313,8 @@ class UnshardSpec:
         """The specification as a constant for compilers; `parse` reads it back.
 
         Grammar: the layout's text, `groups=name:size[,name:size]`, `reshard=True|False|None`, and where they are not
-        the default `replicas=name:size`, `compute=dtype`, `reduce=dtype`, `root=True` and `update=True`; separated by
-        blanks.
+        the default `replicas=name:size`, `compute=dtype`, `reduce=dtype`, `order=tree`, `root=True` and `update=True`;
+        separated by blanks.
         """
         fields = [self.layout.text, f"groups={_print(self.groups)}", f"reshard={self.reshard_after_forward}"]
         if self.replicas is not None:
@@ -310,6 +322,7 @@ class UnshardSpec:
         for name, dtype in (("compute", self.compute_dtype), ("reduce", self.reduce_dtype)):
             if dtype is not None:
                 fields.append(f"{name}={str(dtype).removeprefix('torch.')}")
+        fields += ["order=tree"] * self.same_bits
         return " ".join(fields) + OF_ROOT * self.of_root + UPDATES * self.updates + " part=True" * self.is_part
 
     @staticmethod
@@ -321,7 +334,8 @@ class UnshardSpec:
         if len(fields) != len(pairs) or not {"groups", "reshard"} <= fields.keys() <= _FIELDS:
             raise ValueError(
                 f"{text!r} is not an unshard specification; expected LAYOUT groups=NAME:SIZE,... "
-                f"reshard=True|False|None [replicas=NAME:SIZE] [compute=DTYPE] [reduce=DTYPE] [root=True] [update=True]"
+                f"reshard=True|False|None [replicas=NAME:SIZE] [compute=DTYPE] [reduce=DTYPE] [order=tree] [root=True] "
+                f"[update=True]"
             )
         replicas = _parse(fields.get("replicas", ""))
         return UnshardSpec(
@@ -332,12 +346,13 @@ class UnshardSpec:
             getattr(torch, fields["compute"]) if "compute" in fields else None,
             getattr(torch, fields["reduce"]) if "reduce" in fields else None,
             fields.get("root") == "True",
-            fields.get("update") == "True",
-            fields.get("part") == "True",
+            same_bits=fields.get("order") == "tree",
+            updates=fields.get("update") == "True",
+            is_part=fields.get("part") == "True",
         )
 
 
-_FIELDS = {"groups", "reshard", "replicas", "compute", "reduce", "root", "update", "part"}
+_FIELDS = {"groups", "reshard", "replicas", "compute", "reduce", "order", "root", "update", "part"}
 OF_ROOT, UPDATES = " root=True", " update=True"  # the end of a specification with `of_root`, `updates`
 
 

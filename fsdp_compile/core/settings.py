@@ -33,6 +33,7 @@ class Settings:
         output_dtype: the dtype that floating outputs are cast to, or None.
         offload: whether shards and gradients are stored on the CPU.
         pin_memory: whether what is stored there is pinned, if the unit computes elsewhere.
+        same_bits: whether sums are in an order that does not depend on the number of ranks (`reduction_order="tree"`).
         full_precision_in_eval: whether modules in eval mode compute without mixed precision (an environment switch).
     """
 
@@ -47,6 +48,7 @@ class Settings:
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     forward_prefetch: bool = False
     limit_all_gathers: bool = True
+    same_bits: bool = False
     full_precision_in_eval: bool = False
     param_init_fn: InitFn | None = None
     sync_module_states: bool = False
@@ -55,7 +57,7 @@ class Settings:
     @property
     def placement(self) -> Placement:
         """How a unit with these settings lies in the groups."""
-        return place(self.strategy, self.groups)
+        return place(self.strategy, self.groups, self.same_bits)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self):

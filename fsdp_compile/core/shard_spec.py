@@ -132,11 +132,12 @@ class ShardRanks:
     size: int
     rank: int  # in that group
     replicas: str | None = None  # hybrid sharding: the name of the group of the ranks that store the same shard
+    same_bits: bool = False  # whether sums over elements do not depend on the number of ranks
     given: DeviceMesh | None = field(default=None, compare=False)  # that the user gave: its last dimension is `group`
     _meshes: dict[Any, DeviceMesh | None] = field(default_factory=dict, compare=False, repr=False)
 
     def __reduce__(self) -> Any:
-        return ShardRanks, (self.group, self.size, self.rank, self.replicas)
+        return ShardRanks, (self.group, self.size, self.rank, self.replicas, self.same_bits)
 
     def set_groups(self, group: str, replicas: str | None) -> None:
         """Replace the process groups of the same ranks: all tensors that are sharded over them follow."""

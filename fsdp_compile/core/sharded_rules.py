@@ -46,6 +46,7 @@ from fsdp_compile.core._torch import (
     never_compile,
     without_torch_function,
 )
+from fsdp_compile.core.exact_sums import exact_sums
 from fsdp_compile.core.shard_spec import ShardSpec
 from fsdp_compile.core.sharded_tensor import (
     RULES,
@@ -486,7 +487,9 @@ def _of_sharded(rule: Rule) -> Rule:
 def _reduced(x: ShardedTensor, dims: Any, keepdim: bool, fill: Any, op: str, reduce: Reduction) -> Tensor:
     """Reduce over all ranks, plain. `fill` is the neutral element of `reduce`, `op` combines the ranks."""
     spec, ndim = x.spec, x.dim()
-    if not ndim or not dims or len({dim % ndim for dim in dims}) == ndim:
+    if spec.ranks.same_bits and op == "sum" and x.dtype.is_floating_point and not _is_total(x, dims):
+        return reduce(x.full_tensor(), [dim % ndim for dim in dims], keepdim)
+    if _is_total(x, dims):
         values = x.local if x.local.numel() else x.local.new_full((1,), fill)
         total = spec.all_reduce(reduce(values, [0], False), op)
         return total.view([1] * ndim) if keepdim else total
@@ -506,6 +509,16 @@ def _reduced(x: ShardedTensor, dims: Any, keepdim: bool, fill: Any, op: str, red
     return total if keepdim else total.squeeze(dims)
 
 
+def _is_total(x: ShardedTensor, dims: Any) -> bool:
+    return not x.dim() or not dims or len({dim % x.dim() for dim in dims}) == x.dim()
+
+
+def _exact_sums(tensors: Sequence[ShardedTensor], addends: Callable[[Tensor], Tensor]) -> Tensor:
+    """For each of `tensors`, of one group, the sum of its `addends`, float64 `[len(tensors)]`."""
+    first = tensors[0]
+    return exact_sums([[addends(each.local.double())] for each in tensors], first.device, first.spec.all_reduce)
+
+
 def _dims(args: Any, kwargs: Any, at: int = 1) -> tuple[Any, bool]:
     dims = args[at] if len(args) > at else kwargs.get("dim")
     keepdim = args[at + 1] if len(args) > at + 1 else kwargs.get("keepdim", False)
@@ -521,6 +534,10 @@ def _sum(func: Any, args: Any, kwargs: Any) -> Any:
     continuous = x.dtype.is_floating_point or x.dtype.is_complex
     wanted = kwargs.get("dtype") or (x.dtype if continuous else torch.int64)
     precise = torch.promote_types(wanted, torch.float32) if wanted.is_floating_point else wanted
+    dims, keepdim = _dims(args, kwargs)
+    if x.spec.ranks.same_bits and wanted.is_floating_point and _is_total(x, dims):
+        [total] = _exact_sums([x], lambda values: values)
+        return total.to(wanted).view([1] * x.dim() if keepdim else [])
     total = _reduced(x, *_dims(args, kwargs), 0, "sum", lambda x, dims, keep: x.sum(dims, keep, dtype=precise))
     return total.to(wanted)
 
@@ -612,6 +629,9 @@ def _norms(tensors: Sequence[ShardedTensor], order: float, dims: Any = None, kee
 
     if dims and len(dims) < first.dim():
         return root(_reduced(first, dims, keepdim, fill, op, of_rows)).unsqueeze(0)
+    if first.spec.ranks.same_bits and op == "sum":
+        total = root(_exact_sums(tensors, lambda x: x.abs() ** order if order else (x != 0).double())).to(precise)
+        return total.view([-1, *[1] * first.dim()]) if keepdim else total
     numels = list(map(_numel_of, tensors))
     stored = list(map(_local_of, compress(tensors, numels)))
     norms = iter(aten._foreach_norm.Scalar(stored, order, dtype=precise) if stored else ())

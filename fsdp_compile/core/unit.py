@@ -151,6 +151,7 @@ class ReduceQueue(deque[dict[GradientReduction, None]]):
             what they accumulated is reduced even if they take part in no further backward pass.
         settled_in: the last backward pass at whose end that happened.
         order: in which units communicate in backward (eager/order.py); None before there is a root.
+        microbatches: which microbatch of a step a backward pass is (eager/partial_sums.py), where sums need it.
     """
 
     def __init__(self) -> None:
@@ -158,6 +159,7 @@ class ReduceQueue(deque[dict[GradientReduction, None]]):
         self.awaiting_reduce: list[weakref.ref[Unit]] = []
         self.settled_in = -1
         self.order: Any = None
+        self.microbatches: Any = None
         self._newest = ""  # the path of the unit whose reduces were started last
 
     def add(self, reduction: GradientReduction, path: str, most: int) -> None:
@@ -199,7 +201,8 @@ class Unit:
         self.settings = settings
         group, shards, reshard_after_forward, replicas, stages = settings.placement
         self._take_groups(group, replicas, stages)
-        self.rank = dist.get_rank(group) if shards > 1 else 0
+        is_sharded = shards > 1 or settings.same_bits
+        self.rank = dist.get_rank(group) if is_sharded else 0
         self.device = device or sections[0][0][1].device
         # Whether unsharded parameters are freed between forward and backward; None: an eager step frees them, the plan
         # of a compiled one decides.
@@ -209,10 +212,11 @@ class Unit:
         # Pinned, copies from and to other devices run beside the host (E-OFF-3).
         pin = settings.offload and settings.pin_memory and not on_meta and self.device.type != "cpu"
         self.ranks: ShardRanks | None = None  # that parameters are sharded over; None under NO_SHARD
-        if shards > 1:
+        if is_sharded:
             replica_group = self.replica_group and self.replica_group.name
-            self.ranks = ShardRanks(self.group_name, shards, self.rank, replica_group, settings.groups.mesh)
-        order = shard_order(self.stages) if shards > 1 else ()
+            places = (self.group_name, shards, self.rank, replica_group)
+            self.ranks = ShardRanks(*places, settings.same_bits, settings.groups.mesh)
+        order = shard_order(self.stages) if is_sharded else ()
         self.flats = tuple(FlatParam(section, self.ranks, order, stored, pin) for section in sections)
         self.params = [param for flat in self.flats for param in flat.params]  # indexed in this order everywhere
         self.path = self.flats[0].path  # for errors; from the first forward on the path of the unit's module
@@ -242,6 +246,7 @@ class Unit:
             replicas=self.replica_group,
             compute_dtype=compute if compute != flat.shard.dtype else None,
             reduce_dtype=reduce if reduce != compute else None,
+            same_bits=self.settings.same_bits,
         )
         return spec.text, flat.layout.text
 
@@ -366,9 +371,11 @@ class Unit:
         self.stages = tuple(map(NamedGroup.of, stages or (group,)))  # that all-gathers go through, in order
 
     def _choose_delivery(self) -> None:
-        if not self._syncs or self.comm_hook is not None or self.options.changes_reduce:
+        same_bits = self.settings.same_bits
+        changes = self.options.changes_reduce or (same_bits and self.replicas is not None)
+        if not self._syncs or self.comm_hook is not None or changes:
             self.delivery = GradientDelivery.DEFER
-        elif self.accumulates:
+        elif self.accumulates or same_bits:
             self.delivery = GradientDelivery.REDUCE_WITH_ACCUMULATED
         else:
             self.delivery = GradientDelivery.REDUCE_AND_UPDATE if self.may_update else GradientDelivery.REDUCE
@@ -383,7 +390,7 @@ class Unit:
     @property
     def is_sharded(self) -> bool:
         """Whether ranks store different parts of the parameters; False under NO_SHARD."""
-        return self.flats[0].layout.world_size > 1
+        return self.ranks is not None
 
     @property
     def has_frozen(self) -> bool:

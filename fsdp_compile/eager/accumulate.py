@@ -2,7 +2,8 @@
 
 Gradients add up unsharded on each rank, in the reduce dtype, in one buffer per flat parameter. Meanwhile the `.grad` of
 each parameter is an unsharded view of that buffer, so that `zero_grad`, inspection and scaling work on it. Gradients
-that an earlier backward has reduced are hidden, and return with the next reduce (E-ACC-3, E-GRAD-6).
+that an earlier backward has reduced are hidden, and return with the next reduce (E-ACC-3, E-GRAD-6). Where sums have an
+order that any number of ranks has, there are several buffers (partial_sums.py).
 """
 
 import functools
@@ -25,6 +26,7 @@ from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient, set_grad
 from fsdp_compile.core.unit import IGNORED, ReduceQueue, Unit, unit_of
 from fsdp_compile.eager.checks import checksum, timeout_of_checks
+from fsdp_compile.eager.partial_sums import Microbatches, PartialSums
 
 _with_accumulated: weakref.WeakSet[FlatParam] = weakref.WeakSet()
 """Flat parameters of all models with accumulated gradients. Hooks on optimizers are process-wide, and so is this:
@@ -39,10 +41,11 @@ class AccumulatedGradient:
         views: its unsharded views, one per parameter.
         shown: those of them that are the parameters' `.grad`.
         hidden: the reduced gradients that were there before.
+        sums: what adds up to `total`, in the order of a tree; None: `total` alone, in order of arrival.
     """
 
-    def __init__(self, flat: FlatParam, total: Tensor) -> None:
-        self.total = total
+    def __init__(self, flat: FlatParam, total: Tensor, sums: PartialSums | None = None) -> None:
+        self.total, self.sums = total, sums
         self.views = view_parameters(total, flat.layout.text)
         self.hidden = [param.grad for param in flat.params]
         self.shown: list[Tensor | None] = [None] * len(flat.params)
@@ -56,6 +59,18 @@ class AccumulatedGradient:
                 shown = UnreducedGradient(view.view(-1), flat.specs[index]) if flat.specs else view
                 self.shown[index] = set_grad(param, shown)
         self.versions = [0 if shown is None else shown._version for shown in self.shown]  # plain ones share `total`'s
+
+    def add(self, flat: FlatParam, packed: Tensor, leaf: int | None) -> None:
+        """Add `packed`, 1-D `[layout.numel]`, which is of microbatch `leaf` where the order matters, and show it."""
+        self.collect(flat)
+        if self.sums is None or leaf is None:
+            self.total.add_(packed)
+        else:
+            self.sums.add(leaf, packed)
+            self.total = self.sums.so_far()
+            self.views = view_parameters(self.total, flat.layout.text)
+            self.shown = [None] * len(flat.params)
+        self.show(flat)
 
     def shows(self, grad: Tensor) -> bool:
         """Whether `grad` is one of the shown views."""
@@ -71,20 +86,34 @@ class AccumulatedGradient:
             if shown is None or not param.requires_grad:
                 continue
             if grad is None:
-                view.zero_()
-                self.hidden[index] = None
+                self._clear(flat, index)
             elif grad is not shown:
                 if type(grad) is ShardedTensor:
                     raise RuntimeError(
                         f"parameter {flat.names[index]}: inside no_sync its gradient is that of this rank, but "
                         f"a sharded one was assigned; clear it, or reduce before you assign it"
                     )
+                self._check_assignable(flat, index)
                 view.copy_(grad.full_tensor() if isinstance(grad, UnreducedGradient) else grad)
                 self.hidden[index] = None
             elif grad._version != self.versions[index]:
                 self.versions[index] = grad._version
-                if self.hidden[index] is not None and not grad.any():
-                    self.hidden[index] = None
+                if (self.hidden[index] is not None or self.sums is not None) and not grad.any():
+                    self._clear(flat, index)
+                else:
+                    self._check_assignable(flat, index)
+
+    def _clear(self, flat: FlatParam, index: int) -> None:
+        for part in [self.total] if self.sums is None else self.sums.parts():
+            view_parameters(part, flat.layout.text)[index].zero_()
+        self.hidden[index] = None
+
+    def _check_assignable(self, flat: FlatParam, index: int) -> None:
+        if self.sums is not None:
+            raise RuntimeError(
+                f"parameter {flat.layout.names[index]}: its gradient was changed inside no_sync, which "
+                f"reduction_order='tree' cannot add up; clear it, or change it when it is reduced"
+            )
 
     def restore(self, flat: FlatParam) -> None:
         """Put back the reduced gradients."""
@@ -95,19 +124,45 @@ class AccumulatedGradient:
                     set_grad(param, hidden)
 
 
-def accumulate(flat: FlatParam, packed: Tensor) -> None:
+def accumulate(unit: Unit, flat: FlatParam, packed: Tensor) -> None:
     """Add `packed`, 1-D `[layout.numel]`, to the flat parameter's accumulated gradients and show them as `.grad`."""
-    if flat.accumulated is None:
-        flat.accumulated = AccumulatedGradient(flat, packed)
-        _with_accumulated.add(flat)
+    leaf = _microbatch(unit) if unit.settings.same_bits else None
+    if flat.accumulated is not None:
+        flat.accumulated.add(flat, packed, leaf)
         return
-    flat.accumulated.collect(flat)
-    flat.accumulated.total.add_(packed)
-    flat.accumulated.show(flat)
+    sums = None
+    if leaf is not None:
+        sums = PartialSums()
+        sums.add(leaf, packed)
+    flat.accumulated = AccumulatedGradient(flat, packed, sums)
+    _with_accumulated.add(flat)
 
 
-def take_accumulated(flat: FlatParam) -> Tensor | None:
-    """The accumulated gradients, 1-D `[layout.numel]`, to be reduced now; `.grad` is the reduced gradient again."""
+def join_accumulated(unit: Unit, flat: FlatParam, packed: Tensor) -> Tensor:
+    """The sum of `packed`, which may be overwritten, and the accumulated gradients, 1-D, to be reduced now."""
+    if not unit.settings.same_bits:
+        accumulated = take_accumulated(flat)
+        return packed if accumulated is None else packed.add_(accumulated.total)
+    leaf = _microbatch(unit)
+    _check_tree(leaf + 1)
+    accumulated = take_accumulated(flat)
+    sums = PartialSums() if accumulated is None or accumulated.sums is None else accumulated.sums
+    sums.add(leaf, packed)
+    return sums.finish(leaf + 1)
+
+
+def accumulated_alone(unit: Unit, flat: FlatParam) -> Tensor | None:
+    """The accumulated gradients, 1-D, to be reduced now because the last backward pass had none to add."""
+    accumulated = take_accumulated(flat)
+    if accumulated is None or accumulated.sums is None:
+        return None if accumulated is None else accumulated.total
+    leaves = unit.reduces_in_flight.microbatches.index + 1
+    _check_tree(leaves)
+    return accumulated.sums.finish(leaves)
+
+
+def take_accumulated(flat: FlatParam) -> AccumulatedGradient | None:
+    """The accumulated gradients, no longer the flat parameter's; `.grad` is the reduced gradient again."""
     accumulated: AccumulatedGradient | None = flat.accumulated
     if accumulated is None:
         return None
@@ -115,7 +170,28 @@ def take_accumulated(flat: FlatParam) -> Tensor | None:
     accumulated.restore(flat)
     flat.accumulated = None
     _with_accumulated.discard(flat)
-    return accumulated.total
+    return accumulated
+
+
+def _microbatch(unit: Unit) -> int:
+    """Which microbatch of its step the running backward pass is. A step begins where nothing is accumulated."""
+    queue = unit.reduces_in_flight
+    queue.microbatches = queue.microbatches or Microbatches()
+    if not queue.microbatches.has_begun:
+        flats = [flat for other in queue.awaiting_reduce if (under := other()) is not None for flat in under.flats]
+        for flat in flats:
+            drop_cleared(flat)
+        queue.microbatches.begin(is_first=all(flat.accumulated is None for flat in flats))
+    index: int = queue.microbatches.index
+    return index
+
+
+def _check_tree(leaves: int) -> None:
+    if leaves & (leaves - 1):
+        raise RuntimeError(
+            f"reduction_order='tree': a step of {leaves} microbatches on each rank, of which {leaves - 1} ran under "
+            f"no_sync; accumulate a power of two (1, 2, 4, ...), or clear all gradients to begin a step anew"
+        )
 
 
 def drop_cleared(flat: FlatParam) -> None:

@@ -30,10 +30,17 @@ from fsdp_compile.core._torch import (
     reduce_scatter_hook,
 )
 from fsdp_compile.core.autograd import check_first_order
-from fsdp_compile.core.flat_collectives import dividing, start_average
+from fsdp_compile.core.flat_collectives import averaging, dividing, start_average
 from fsdp_compile.core.flat_param import FlatParam, find_flat_param
 from fsdp_compile.core.unit import Unit, unit_of
-from fsdp_compile.eager.accumulate import accumulate, settle_after_backward, take_accumulated, wait_for_reduce
+from fsdp_compile.eager.accumulate import (
+    accumulate,
+    accumulated_alone,
+    join_accumulated,
+    settle_after_backward,
+    take_accumulated,
+    wait_for_reduce,
+)
 from fsdp_compile.eager.streams import NO_STREAMS, Streams
 
 _DTYPE, _REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
@@ -125,15 +132,20 @@ def reduce_or_accumulate(
     `packed` may be overwritten. Returns the gradient of the shard; None if accumulated, or used in an update.
     """
     if not unit.syncs:
-        accumulate(flat, packed)
+        accumulate(unit, flat, packed)
+        return None
+    if unit.settings.same_bits and unit.awaiting_backward:  # it ran more than once: all of that is one leaf of the sum
+        accumulate(unit, flat, packed)
+        _reduce_later(unit, flat)
+        flat.reduction.awaits_reduce = True
+        wait_for_reduce(unit)
+        settle_after_backward(unit)
         return None
     if unit.reduces_in_flight.order is not None:
         unit.reduces_in_flight.order.next_in_backward("reduce", unit, flat.names[0] if len(unit.flats) > 1 else "")
     flat.reduction.awaits_reduce = False
     settle_after_backward(unit)
-    accumulated = take_accumulated(flat)
-    if accumulated is not None:
-        packed.add_(accumulated)
+    packed = join_accumulated(unit, flat, packed)
     reduction, offload, options = flat.reduction, unit.settings.offload, unit.options
     added_by_autograd = reduction.begin_in_backward()  # a second forward of the unit: autograd adds the two at once
     reduction.wait()
@@ -189,9 +201,13 @@ def set_sync(unit: Unit, syncs: bool) -> None:
     """Choose whether backward reduces the gradients of `unit`."""
     unit.syncs = syncs
     for flat in unit.flats if unit.accumulates else ():  # made anew: a copy's flat parameters begin without
-        flat.reduction.reduce_accumulated = partial(_reduce_accumulated, weakref.ref(unit), weakref.ref(flat))
+        _reduce_later(unit, flat)
         flat.reduction.awaits_reduce |= not syncs
     wait_for_reduce(unit)
+
+
+def _reduce_later(unit: Unit, flat: FlatParam) -> None:
+    flat.reduction.reduce_accumulated = partial(_reduce_accumulated, weakref.ref(unit), weakref.ref(flat))
 
 
 def _reduce_accumulated(unit_ref: "weakref.ref[Unit]", flat_ref: "weakref.ref[FlatParam]") -> Tensor:
@@ -200,7 +216,7 @@ def _reduce_accumulated(unit_ref: "weakref.ref[Unit]", flat_ref: "weakref.ref[Fl
     if unit is None or flat is None:  # deleted, and the accumulated gradients with it
         return torch.zeros(())
     flat.reduction.awaits_reduce &= not unit.syncs
-    accumulated = take_accumulated(flat)
+    accumulated = accumulated_alone(unit, flat)
     if accumulated is None:
         accumulated = torch.zeros(flat.layout.numel, dtype=unit.sent_dtype(flat), device=unit.device)
     with torch.no_grad(), waiting_for("reduce", unit.path):
@@ -217,8 +233,10 @@ def _start_reduce(
 ) -> tuple[Tensor, Callable[[], None]]:
     """Start to average `packed`; return where the average will be, and what waits for it (`start_average`)."""
     replicas, options = unit.replica_group, unit.options
-    how = None
-    if options.divide_factor is not None or options.only_sums:
+    how = averaging(packed.dtype, unit.data_parallel_size, same_bits := unit.settings.same_bits)
+    if same_bits:
+        how = how._replace(after=float(options.divide_factor or how.after))
+    elif options.divide_factor is not None or options.only_sums:
         how = dividing(packed.dtype, options.divide_factor or unit.data_parallel_size)
     sums_wait = replicas is not None and options.has_deferred
     before_replicas = partial(_add_deferred, weakref.ref(flat), options.all_reduces) if sums_wait else None
@@ -355,24 +373,28 @@ def _update_shard(grad: Tensor, flat_param_id: Tensor, at_once: bool = False) ->
 
 @torch.library.impl("fsdp_flat::add_accumulated", "default")
 def _add_accumulated(packed: Tensor, flat_param_id: Tensor, in_place: bool = False) -> Tensor:
-    accumulated = _take_accumulated_by_id(flat_param_id)
-    return packed.clone() if accumulated is None else packed + accumulated
+    return _join_accumulated_by_id(packed.clone(), flat_param_id)
 
 
 @torch.library.impl("fsdp_flat::add_accumulated_", "default")
 def _add_accumulated_in_place(packed: Tensor, flat_param_id: Tensor) -> None:
-    accumulated = _take_accumulated_by_id(flat_param_id)
-    if accumulated is not None:
-        packed.add_(accumulated)
+    total = _join_accumulated_by_id(packed, flat_param_id)
+    if total is not packed:
+        packed.copy_(total)
 
 
-def _take_accumulated_by_id(flat_param_id: Tensor) -> Tensor | None:
+def _join_accumulated_by_id(packed: Tensor, flat_param_id: Tensor) -> Tensor:
     flat = find_flat_param(flat_param_id)
-    if flat is None:  # the model was deleted, and its accumulated gradients with it
-        return None
-    managed = unit_of(flat.params[0])
-    if managed is not None:
-        flat.reduction.awaits_reduce &= not managed[0].syncs
-        settle_after_backward(managed[0])
-    flat.reduction.begin_in_backward()
-    return take_accumulated(flat)
+    managed = None if flat is None else unit_of(flat.params[0])
+    if flat is None or managed is None:  # the model was deleted, and its accumulated gradients with it
+        return packed
+    unit = managed[0]
+    flat.reduction.awaits_reduce &= not unit.syncs
+    settle_after_backward(unit)
+    again = flat.reduction.begin_in_backward()
+    if again and unit.settings.same_bits:
+        raise RuntimeError(
+            f"unit {unit.path} runs more than once in a compiled forward, which reduction_order='tree' cannot add up; "
+            f"compile what runs once, and call this unit's module uncompiled"
+        )
+    return join_accumulated(unit, flat, packed)

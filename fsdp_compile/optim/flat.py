@@ -25,6 +25,7 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Opti
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile.core._torch import norms
+from fsdp_compile.core.exact_sums import exact_sums
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.shard_spec import ShardSpec
 from fsdp_compile.core.sharded_rules import plain
@@ -336,9 +337,13 @@ def gradient_norm(params: Iterable[nn.Parameter], updates: Sequence[FlatUpdate] 
         if type(grad) is not ShardedTensor:
             add(plain(grad), None)
     is_largest = math.isinf(order)
-    totals = []
+    totals: list[Tensor] = []
     for key in sorted(groups, key=str):
         (spec, tensors), (_, device, _, dtype) = groups[key], key
+        if spec is not None and spec.ranks.same_bits and not is_largest:
+            powers = [tensor.double().abs() ** order for tensor in tensors]
+            totals += exact_sums([powers], torch.device(device), spec.all_reduce).to(dtype).unbind()
+            continue
         found = norms(tensors, order, dtype) if tensors else [torch.zeros((), dtype=dtype, device=device)]
         of_each = torch.stack(found)
         total = of_each.max() if is_largest else of_each.pow(order).sum()

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 DAILY = ("quick_start", "debugging")
 ALONE = ("explain",)  # its script needs one process
 # Each of their blocks runs or says why it does not.
-COMPLETE = ("quick_start", "whole_step", "checkpoints", "explain", "debugging", "frameworks")
+COMPLETE = ("reproducibility", "quick_start", "whole_step", "checkpoints", "explain", "debugging", "frameworks")
 
 
 def page_of(name: str) -> Path:
@@ -75,3 +75,20 @@ def test_every_block_runs_or_says_why(page: str) -> None:
         )
         assert block.reason or block.language != "text" or not (before and before.reason), f"{block}: output of nothing"
         before = block
+
+
+@pytest.mark.nightly
+def test_the_page_on_reproducibility_prints_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """Its script, on one, two and four ranks: the same loss and fingerprint, and what the page shows."""
+    script, shown = pages.blocks_of(page_of("reproducibility"))
+    (tmp_path / "train.py").write_text(script.code)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(fsdp_compile.__file__).parents[1])}
+    printed = []
+    for ranks in (1, 2, 4):
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        run = subprocess.run([*launcher, "train.py"], env=environment, cwd=tmp_path, capture_output=True, text=True,
+                             timeout=200)  # fmt: skip
+        assert run.returncode == 0, run.stderr[-3000:]
+        printed.append(run.stdout)
+    shown.check(printed[0])
+    assert len(set(printed)) == 1, printed

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -278,7 +279,10 @@ def can_coalesce(starts: Sequence[fx.Node]) -> bool:
     if not starts:
         return True
     first = starts[0]
-    if first.target not in COALESCED or copies(first.meta["val"], first.args[GROUP_ARGUMENT[first.target]]):  # type: ignore[arg-type]  # fx arguments are untyped
+    if first.target not in COALESCED or "tree" in first.args:
+        return False
+    group: Any = first.args[GROUP_ARGUMENT[first.target]]
+    if copies(first.meta["val"], group):
         return False
     common = {(start.target, *start.args[1:], start.meta["val"].dtype, start.meta["val"].device) for start in starts}
     return len(common) == 1

@@ -223,7 +223,7 @@ def _expand_reduce(marker: fx.Node, emit: nodes.Emit) -> fx.Node:
     packed: Any
     packed, text = marker.args
     spec = ops.UnshardSpec.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
-    how = averaging(packed.meta["val"].dtype, spec.data_parallel_size)
+    how = averaging(packed.meta["val"].dtype, spec.data_parallel_size, spec.same_bits)
     if packed.target is ops.ADD_ACCUMULATED:  # accumulated gradients are divided too
         packed, flat_param_id = packed.args
         packed = emit("add_accumulated", ops.ADD_ACCUMULATED, _pack(packed, spec.layout, 1.0, emit), flat_param_id)

@@ -16,7 +16,14 @@ import torch
 from torch import fx
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.core.ops import AWAIT_GATHER, SEND_BUFFER, SEND_BUFFER_AS, WAIT_COLLECTIVE, WAIT_COPY
+from fsdp_compile.core.ops import (
+    AWAIT_GATHER,
+    SEND_BUFFER,
+    SEND_BUFFER_AS,
+    SUM_IN_PAIRS,
+    WAIT_COLLECTIVE,
+    WAIT_COPY,
+)
 from fsdp_compile.passes._torch import V, WaitKernel, ir, register_lowering, restore_dependencies
 from fsdp_compile.passes.graph.analyze import can_coalesce
 from fsdp_compile.passes.graph.nodes import CAST, set_tag, tag_of, tagged
@@ -68,10 +75,12 @@ def coalesce_launches(context: GraphContext) -> None:
 
 
 def reduce_scatter_by_all_to_all(context: GraphContext) -> None:
-    """Replace each reduce-scatter that runs on gloo (Note [Why gloo's reduce-scatter is an all-to-all]).
+    """Replace each reduce-scatter that runs on gloo (Note [Why gloo's reduce-scatter is an all-to-all]), or whose sum
+    must be a tree over the ranks.
 
     reduce_scatter(packed)  ->  wait                                     this rank's slice of the mean
-    all_to_all(packed)      ->  wait  ->  rows [ranks, part]  ->  mean   the same; a sum where gradients are float16
+    all_to_all(packed)      ->  wait  ->  rows [ranks, part]  ->  mean   the same; a sum where gradients are float16,
+                                                                         or a tree
     """
     graph = context.graph
     for reduce in tagged(graph, "reduce"):
@@ -79,7 +88,7 @@ def reduce_scatter_by_all_to_all(context: GraphContext) -> None:
             continue
         args: Any = reduce.args
         packed, op, ranks, group = args
-        if not collectives.copies(reduce.meta["val"], group):
+        if op != "tree" and not collectives.copies(reduce.meta["val"], group):
             continue
         (wait,) = (user for user in reduce.users if user.target is collectives.WAIT)
         part = reduce.meta["val"].numel()
@@ -87,7 +96,8 @@ def reduce_scatter_by_all_to_all(context: GraphContext) -> None:
         unit = wait.name.removeprefix("wait_reduce_")
         with graph.inserting_before(wait.next):
             rows = graph.create_node("call_function", aten.view.default, (wait, [ranks, part]), name=f"rows_{unit}")
-            mean = graph.create_node("call_function", _OVER_ROWS[op], (rows, [0]), name=f"mean_{unit}")
+            target, args = (SUM_IN_PAIRS, (rows,)) if op == "tree" else (_OVER_ROWS[op], (rows, [0]))
+            mean = graph.create_node("call_function", target, args, name=f"mean_{unit}")
         wait.replace_all_uses_with(mean, delete_user_cb=lambda user, rows=rows: user is not rows)  # type: ignore[misc]
         mean.meta = dict(wait.meta)
         set_tag(mean, replace(tag_of(reduce), kind="mean"))

@@ -1,0 +1,326 @@
+"""`reduction_order="tree"`: a run on four ranks, on two and on one ends with the same bits."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from models import MODELS, Case, part, squared_error, vectors
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.utils import checkpoint as activations
+
+from fsdp_compile import checkpoint, compile_step, fully_shard, mean_over_ranks, microbatch_seed
+
+from .ranks import Ranks
+
+MICROBATCHES, STEPS = 4, 3
+LATE = pytest.mark.nightly
+
+
+class Experts(nn.Module):
+    """Each row goes to one of four experts, so that most microbatches have no row for some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(7, 4)
+        self.blocks = nn.ModuleList(nn.Linear(7, 5) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        rows = [x * (chosen == index)[:, None] for index in range(4)]
+        return sum(weights[:, None] * block(row) for block, row in zip(self.blocks, rows, strict=True))
+
+
+class Recurrent(nn.Module):
+    """A recurrent network with dropout, whose cell runs once per step: its unit runs many times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(7, 6)
+        self.blocks = nn.ModuleList([nn.GRUCell(6, 6)])
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        state = torch.zeros_like(x)
+        for _ in range(3):
+            state = F.dropout(self.blocks[0](x, state), 0.2)
+        return self.head(state)
+
+
+class Checkpointed(nn.Module):
+    """Blocks with dropout that backward computes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.GELU(), nn.Dropout(0.3)) for _ in range(3))
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = activations.checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+class LowRank(nn.Module):
+    """A frozen matrix with a trained one of low rank beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.a, self.b = nn.Linear(7, 7).requires_grad_(False), nn.Linear(7, 2), nn.Linear(2, 7)
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.base(x) + self.b(self.a(x)))
+
+
+CASES: dict[str, Case] = {
+    **MODELS,
+    "experts": Case(Experts, vectors, squared_error),
+    "recurrent": Case(Recurrent, vectors, squared_error),
+    "checkpointed": Case(Checkpointed, vectors, squared_error),
+    "low_rank": Case(LowRank, vectors, squared_error),
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "foreach": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
+}
+HALF = MixedPrecision(torch.bfloat16, torch.bfloat16)
+
+
+def train(case: Case, group: Any, how: str, optimizer: Any, steps: range = range(STEPS), model: Any = None,
+          **options: Any) -> tuple[Any, list[float]]:  # fmt: skip
+    """Train as a script would, on the ranks of `group`; the model, and each step's loss and norm."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    if model is None:
+        torch.manual_seed(0)
+        model = fully_shard(case.build(), reduction_order="tree", **options)
+    run = model if how == "eager" else torch.compile(model, backend=how)
+    stepping = OPTIMIZERS[optimizer](model.parameters()) if isinstance(optimizer, str) else optimizer
+    here, seen = MICROBATCHES // ranks, list[float]()
+    for step in steps:
+        batch, losses = case.batch(step, 2 * MICROBATCHES), []
+        for group_options in stepping.param_groups:
+            group_options["lr"] = 0.01 / (1 + step)
+        for index in range(rank * here, (rank + 1) * here):
+            microbatch_seed(step * MICROBATCHES + index)
+            is_last = index == (rank + 1) * here - 1
+            with nullcontext() if is_last else model.no_sync():
+                loss = case.loss(run, part(batch, index, MICROBATCHES))
+                (loss / here).backward()
+            losses.append(loss.detach())
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        stepping.step()
+        stepping.zero_grad()
+        seen += [mean_over_ranks(torch.stack(losses), group).item(), float(norm)]
+    return model, seen
+
+
+def first(world: int) -> Any:
+    """The group of the first ranks. Others are in groups of their own: a later mesh needs as many on all ranks."""
+    return dist.new_subgroups(world)[0]
+
+
+def of_ranks(rank: int, function: Callable[[Any], Any], worlds: tuple[int, ...] = (1, 2, 4)) -> None:
+    """Call `function` with a group of the first ranks for each number of them; rank 0 finds equal results."""
+    found = []
+    for world in worlds:
+        group = first(world)
+        if rank < world:
+            found.append(function(group))
+        dist.barrier()
+    assert all(each == found[0] for each in found), found
+
+
+def _trains(rank: int, names: tuple[str, ...], how: str, optimizer: str, options: dict[str, Any]) -> None:
+    for name in names:
+
+        def run(group: Any, name: str = name) -> Any:
+            model, seen = train(CASES[name], group, how, optimizer, process_group=group, **options)
+            return name, model.fingerprint(), seen
+
+        of_ranks(rank, run)
+
+
+@pytest.mark.parametrize(
+    ("names", "optimizer", "options"),
+    [
+        (("gpt", "low_rank", "recurrent", "checkpointed"), "adamw", {}),
+        pytest.param(tuple(CASES), "adamw", {}, marks=LATE),
+        (("gpt", "experts"), "sgd", {"reshard_after_forward": False}),
+        (("mlp", "conv"), "adafactor", {}),
+        (("gpt", "conv"), "foreach", {"mixed_precision": HALF}),
+        (("tied", "frozen"), "fused", {"cpu_offload": CPUOffload(True)}),
+    ],
+)
+def test_eager(four: Ranks, names: tuple[str, ...], optimizer: str, options: dict[str, Any]) -> None:
+    """Parameters, losses and norms are equal after steps with accumulation, clipping, a schedule and dropout."""
+    four.run(_trains, names, "eager", optimizer, options)
+
+
+@pytest.mark.parametrize(
+    ("names", "optimizer", "options"),
+    [
+        (("frozen",), "sgd", {"mixed_precision": HALF}),
+        pytest.param(("gpt",), "adamw", {}, marks=LATE),
+        pytest.param(("mlp", "conv", "tied", "low_rank", "checkpointed"), "adafactor", {}, marks=LATE),
+    ],
+)
+def test_aot_eager(four: Ranks, names: tuple[str, ...], optimizer: str, options: dict[str, Any]) -> None:
+    """So they are in compiled steps, whose graphs reduce."""
+    four.run(_trains, names, "aot_eager", optimizer, options)
+
+
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [pytest.param(("gpt",), {"mixed_precision": HALF}, marks=LATE), pytest.param(tuple(MODELS), {}, marks=LATE)],
+)
+def test_inductor(four: Ranks, names: tuple[str, ...], options: dict[str, Any]) -> None:
+    """And in steps of generated code, which add up rows by an operator that rounds as eager code does."""
+    four.run(_trains, names, "inductor", "adamw", options)
+
+
+def _placements(rank: int) -> None:
+    model, seen = train(CASES["gpt"], None, "eager", "adamw")
+    expected = model.fingerprint(), seen
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    for how, options in (
+        ("eager", {"mesh": mesh}),
+        ("aot_eager", {"mesh": mesh}),
+        ("eager", {"reshard_after_forward": 2}),
+        ("eager", {"reshard_after_forward": False}),
+    ):
+        model, seen = train(CASES["gpt"], None, how, "adamw", **options)
+        assert (model.fingerprint(), seen) == expected, (how, options)
+
+
+def test_hybrid_and_two_stages(four: Ranks) -> None:
+    """Replicas, and the second of two stages, are the upper levels of the same tree."""
+    four.run(_placements)
+
+
+def _whole_steps(rank: int, options: dict[str, Any], backend: str) -> None:
+    case = CASES["mlp"]
+
+    def run(group: Any) -> Any:
+        ranks, mine = dist.get_world_size(group), dist.get_rank(group)
+        torch.manual_seed(0)
+        model = fully_shard(case.build(), reduction_order="tree", process_group=group)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        accumulate = MICROBATCHES // ranks
+        chosen = options if accumulate == 1 or "update_in_backward" not in options else {}  # which takes no more
+        step = compile_step(model, optimizer, F.mse_loss, accumulate=accumulate, backend=backend, **chosen)
+        for number in range(STEPS):
+            inputs, targets = part(case.batch(number, 2 * MICROBATCHES), mine, ranks)
+            step(inputs, target=targets)
+        return model.fingerprint()
+
+    of_ranks(rank, run)
+
+
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [
+        ({"clip_norm": 0.5}, "eager"),
+        ({"update_in_backward": True}, "eager"),
+        pytest.param({"clip_norm": 0.5}, "aot_eager", marks=LATE),
+        pytest.param({"clip_norm": 0.5}, "fsdp_compile", marks=LATE),
+    ],
+)
+def test_compile_step(four: Ranks, options: dict[str, Any], backend: str) -> None:
+    """Whole steps, clipped or with updates in backward, are equal too."""
+    four.run(_whole_steps, options, backend)
+
+
+def _resizes(rank: int, folder: str) -> None:
+    case, groups = CASES["gpt"], {ranks: first(ranks) for ranks in (1, 2, 4)}
+    model, _ = train(case, groups[4], "eager", "adamw", process_group=groups[4])
+    expected = model.fingerprint()
+    for number, ranks in enumerate((4, 1, 2)):  # a step each, in a run that is stopped and continued
+        group = groups[ranks]
+        if rank < ranks:
+            torch.manual_seed(number)
+            model = fully_shard(case.build(), reduction_order="tree", process_group=group)
+            optimizer = OPTIMIZERS["adamw"](model.parameters())
+            state = {"model": model, "optimizer": optimizer}
+            if number:
+                checkpoint.load(state, folder, process_group=group)
+            train(case, group, "eager", optimizer, range(number, number + 1), model)
+            checkpoint.save(state, folder, number, process_group=group)
+        dist.barrier()
+    if rank < 2:
+        assert model.fingerprint() == expected
+
+
+def test_resuming_on_other_ranks(four: Ranks, tmp_path: Path) -> None:
+    """A run of four ranks, continued on one and on two, ends with the bits of the run without a stop."""
+    four.run(_resizes, str(tmp_path))
+
+
+def _refusals(rank: int) -> None:
+    case = CASES["mlp"]
+
+    def model(**options: Any) -> Any:
+        return fully_shard(case.build(), reduction_order="tree", **options)
+
+    refused = {
+        "'any' or 'tree', found 'treee'": lambda: fully_shard(case.build(), reduction_order="treee"),
+        "NO_SHARD": lambda: model(sharding_strategy=ShardingStrategy.NO_SHARD),
+        "param_dtype is float16": lambda: model(mixed_precision=MixedPrecision(param_dtype=torch.float16)),
+        "parameter stem.weight is float16": lambda: fully_shard(case.build().half(), reduction_order="tree"),
+        "register_comm_hook: with": lambda: model().register_comm_hook(None, print),
+        "set_requires_all_reduce: with": lambda: model().set_requires_all_reduce(False),
+    }
+    for match, call in refused.items():
+        with pytest.raises(ValueError, match=match):
+            call()
+    trained = model()
+    backward = lambda: case.loss(trained, case.batch(rank, 2)).backward()  # noqa: E731
+    for _ in range(2):
+        with trained.no_sync():
+            backward()
+    with pytest.raises(RuntimeError, match="a step of 3 microbatches"):
+        backward()
+    trained.zero_grad()
+    backward()  # the step begins anew
+    with pytest.raises(RuntimeError, match="has the gradient of an earlier backward"):
+        backward()
+    trained.zero_grad(set_to_none=False)
+    backward()  # adding to zeros is in order
+    trained.zero_grad()
+    with trained.no_sync():
+        backward()
+        next(trained.parameters()).grad.mul_(2)
+        with pytest.raises(RuntimeError, match="was changed inside no_sync"):
+            backward()
+    trained.zero_grad()
+    first = trained.blocks[0].forward
+    trained.blocks[0].forward = lambda x: activations.checkpoint(first, x, use_reentrant=True)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        backward()
+
+
+def test_what_cannot_be_is_refused(two: Ranks) -> None:
+    """On all ranks, with what to do; afterwards, with gradients cleared, training goes on."""
+    two.run(_refusals)
+
+
+def _odd_ranks(rank: int) -> None:
+    group = dist.new_group(range(3))
+    if rank < 3:
+        with pytest.raises(ValueError, match="3 shards are not a power of two"):
+            fully_shard(CASES["mlp"].build(), reduction_order="tree", process_group=group)
+
+
+def test_three_ranks_are_refused(four: Ranks) -> None:
+    """A tree needs a power of two."""
+    four.run(_odd_ranks)
