@@ -18,22 +18,22 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
-FILES = 126
+FILES = 129
 BUDGET = {
-    PACKAGE: 31_737,
-    f"{PACKAGE}/*.py": 3_814,
-    f"{PACKAGE}/core": 5_019,
-    f"{PACKAGE}/comm": 1_665,
-    f"{PACKAGE}/construct": 1_209,
-    f"{PACKAGE}/eager": 3_347,
-    f"{PACKAGE}/optim": 1_507,
-    f"{PACKAGE}/passes": 8_384,
+    PACKAGE: 32_760,
+    f"{PACKAGE}/*.py": 3_950,
+    f"{PACKAGE}/core": 5_264,
+    f"{PACKAGE}/comm": 1_692,
+    f"{PACKAGE}/construct": 1_261,
+    f"{PACKAGE}/eager": 3_674,
+    f"{PACKAGE}/optim": 1_649,
+    f"{PACKAGE}/passes": 8_477,
     f"{PACKAGE}/state_dict": 1_201,
     f"{PACKAGE}/checkpoint": 1_671,
     f"{PACKAGE}/explain": 2_593,
     f"{PACKAGE}/compare": 962,
     f"{PACKAGE}/integrations": 371,
-    "bench": 5_515,
+    "bench": 5_521,
 }
 """Lines of a folder with all that lies below it; `*.py` is what lies in no folder.
 
