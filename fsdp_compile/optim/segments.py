@@ -403,12 +403,14 @@ class Segments:
         for segment in ready:
             segment.param.grad = None
         known = self.known if len(ready) == len(self.all) else None
-        if known is not None and _are_same(chain.from_iterable(map(_VALUES, known.shown.values())), known.left):
+        has_more = len(shown) > size
+        now = chain.from_iterable(map(_VALUES, known.shown.values() if known is not None else ()))
+        if known is not None and not has_more and _are_same(now, known.left):
             for joint in known.joint:
                 joint.spread()
         else:
             self.known = None
-            self._end_each(optimizer, ready, shown, len(shown) > size)
+            self._end_each(optimizer, ready, shown, has_more)
         written = self._joined if len(ready) == len(self.all) else [each for some in ready for each in some.params]
         torch.autograd.graph.increment_version([*written, *map(_SHARD, ready)])
 

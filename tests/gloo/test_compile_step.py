@@ -429,7 +429,9 @@ def _sharded(rank: int, names: list[str], backend: str) -> None:
         torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4, msg=f"{name}: {{}}".format)
 
 
-@pytest.mark.parametrize("names", [["SHARD_GRAD_OP", "bf16"], pytest.param(list(SHARDINGS)[:-2], marks=LATE)])
+@pytest.mark.parametrize(
+    "names", [["SHARD_GRAD_OP", "NO_SHARD", "bf16"], pytest.param(list(SHARDINGS)[:-2], marks=LATE)]
+)
 def test_other_shardings(two: Ranks, names: list[str]) -> None:
     """Other strategies, precisions and devices: what cannot be updated or prefetched as a whole is as in the loop."""
     two.run(_sharded, names, "aot_eager")
