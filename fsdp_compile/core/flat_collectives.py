@@ -39,6 +39,7 @@ def start_average(
     how: "Averaging | None" = None,
     before_replicas: Callable[[Tensor], bool] | None = None,
     at_once: bool = False,
+    same_bits: bool = False,
 ) -> tuple[Tensor, Callable[[], None]]:
     """Begin to average `packed`, 1-D, over all ranks; return where the mean will be, and what completes it.
 
@@ -52,8 +53,10 @@ def start_average(
             returns False, the reduce over `replicas` and the division are left out.
         at_once: whether each reduce starts as soon as the one before it is enqueued, and not when the mean is
             completed. For streams: a wait holds back the current one, where it would hold back a CPU.
+        same_bits: whether the sum is a tree over the ranks, if `how` does not say.
     """
-    how = how or averaging(packed.dtype, prod(group.size for group in (*groups, *([replicas] if replicas else []))))
+    ranks = prod(group.size for group in (*groups, *([replicas] if replicas else [])))
+    how = how or averaging(packed.dtype, ranks, same_bits)
     if how.before != 1:
         packed.div_(how.before)
     if is_sharded:
@@ -117,8 +120,10 @@ class Averaging(NamedTuple):
     after: float
 
 
-def dividing(dtype: torch.dtype, factor: float) -> Averaging:
+def dividing(dtype: torch.dtype, factor: float, same_bits: bool = False) -> Averaging:
     """Sum gradients of `dtype` and divide by `factor`, in two halves if the dtype is narrow."""
+    if same_bits:
+        return averaging(dtype, 1, same_bits)._replace(after=float(factor))
     return Averaging("sum", *(gradient_divide_factors(factor) if dtype == torch.float16 else (1.0, float(factor))))
 
 

@@ -30,7 +30,7 @@ from fsdp_compile.core._torch import (
     reduce_scatter_hook,
 )
 from fsdp_compile.core.autograd import check_first_order
-from fsdp_compile.core.flat_collectives import averaging, dividing, start_average
+from fsdp_compile.core.flat_collectives import dividing, start_average
 from fsdp_compile.core.flat_param import FlatParam, find_flat_param
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager.accumulate import (
@@ -233,18 +233,16 @@ def _start_reduce(
 ) -> tuple[Tensor, Callable[[], None]]:
     """Start to average `packed`; return where the average will be, and what waits for it (`start_average`)."""
     replicas, options = unit.replica_group, unit.options
-    how = averaging(packed.dtype, unit.data_parallel_size, same_bits := unit.settings.same_bits)
-    if same_bits:
-        how = how._replace(after=float(options.divide_factor or how.after))
-    elif options.divide_factor is not None or options.only_sums:
-        how = dividing(packed.dtype, options.divide_factor or unit.data_parallel_size)
+    how, same_bits = None, unit.settings.same_bits
+    if options.divide_factor is not None or options.only_sums:
+        how = dividing(packed.dtype, options.divide_factor or unit.data_parallel_size, same_bits)
     sums_wait = replicas is not None and options.has_deferred
     before_replicas = partial(_add_deferred, weakref.ref(flat), options.all_reduces) if sums_wait else None
     if unit.comm_hook is not None:
         reduced = _call_comm_hook(unit, flat, *unit.comm_hook, packed)
         return start_average(reduced, (), False, replicas, None, before_replicas, at_once)  # over replicas (E-HOOK-7)
     groups = options.reduce_groups or unit.stages
-    return start_average(packed, groups, unit.is_sharded, replicas, how, before_replicas, at_once)
+    return start_average(packed, groups, unit.is_sharded, replicas, how, before_replicas, at_once, same_bits)
 
 
 def _defers_all_reduce(unit: Unit) -> bool:

@@ -56,6 +56,8 @@ forward after coalesce_launches
 forward after reduce_scatter_by_all_to_all
 forward after all_gather_into_buffer
 forward after check_ranks
+forward after start_reduces
+forward after await_gathers
 forward after pin_order
 backward after check_saved
 backward after separate_reduces
@@ -74,6 +76,8 @@ backward after coalesce_launches
 backward after reduce_scatter_by_all_to_all
 backward after all_gather_into_buffer
 backward after check_ranks
+backward after start_reduces
+backward after await_gathers
 backward after pin_order""",
     )
 

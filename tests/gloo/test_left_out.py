@@ -181,7 +181,7 @@ def _never_reduced(rank: int) -> None:
     model.aside.set_requires_gradient_sync(False)
     for seed in (0, 1):
         _loss(model, seed, rank, takes_aside=True).backward()
-        named = r"parameter weight: its gradient was accumulated under no_sync"
+        named = r"parameter aside.weight: its gradient was accumulated under no_sync"
         with pytest.raises(RuntimeError, match=named):
             model.clip_grad_norm_(1.0)
         with pytest.raises(RuntimeError, match=r"a gradient was accumulated under no_sync"):
@@ -212,7 +212,7 @@ def _part_compiled(rank: int) -> None:
     _loss(run, 0, rank, takes_aside=True).backward()
     model.set_requires_gradient_sync(True)
     _loss(run, 1, rank, takes_aside=False).backward()
-    with pytest.raises(RuntimeError, match=r"parameter weight: its gradient was accumulated under no_sync"):
+    with pytest.raises(RuntimeError, match=r"parameter aside.weight: its gradient was accumulated under no_sync"):
         OPTIMIZERS["momentum"](model.parameters()).step()
 
 
