@@ -262,8 +262,8 @@ class UnshardedUnit:
         if not as_flats and not torch.is_inference_mode_enabled():  # which counts no versions
             self._watched = self.views if self.unit.tensor_parallel else [self.views[start] for start in starts]
         self._versions_when_opened = list(map(_VERSION, self._watched))
-        self.unit.show_unsharded(self.views, as_flats)
         self._offer()
+        self.unit.show_unsharded(self.views, as_flats)  # last: what is raised before leaves nothing open
 
     def _offer(self) -> None:
         """Let graphs find the flat parameters that they read (Note [Graphs that wait for gathers])."""
