@@ -425,9 +425,8 @@ def _compiled_caller(rank: int, how: str, strategy: ShardingStrategy) -> None:
             torch.testing.assert_close(*pair, msg=f"{change.__name__}, {caller}, grad {grad}, step {step}")
 
 
-@pytest.mark.parametrize(
-    "strategy", [ShardingStrategy.FULL_SHARD, pytest.param(ShardingStrategy.NO_SHARD, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
 def test_before_a_compiled_caller(two: Ranks, strategy: ShardingStrategy) -> None:
     """A compiled module or function that calls a sharded model sees data, parameters and `requires_grad` that were
     changed since the last step, with one graph (E-WB-1)."""

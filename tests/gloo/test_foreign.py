@@ -271,7 +271,7 @@ def _compare(rank: int, name: str, options: dict[str, Any]) -> None:
     assert (MODELS[name][1] in said) == (rank == 0), said
 
 
-LATE = {"gradients averaged", "tensor parallelism", "SimpleFSDP"}
+LATE = {"gradients averaged", "tensor parallelism", "SimpleFSDP", "experts"}
 
 
 @pytest.mark.parametrize(

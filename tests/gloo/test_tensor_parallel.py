@@ -186,7 +186,9 @@ def test_fused_step(four: Ranks) -> None:
     four.run(_fused_step)
 
 
-@pytest.mark.parametrize("how", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "how", ["eager", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("aot_eager", "inductor"))]
+)
 def test_llama(four: Ranks, how: str) -> None:
     """Losses, norms, gradients and parameters are those of one process after `parallelize_module` and `fully_shard`.
 

@@ -10,6 +10,7 @@ Elsewhere, beside what they belong to:
 
 import copy
 
+import pytest
 import torch
 from models import MODELS
 from torch import nn
@@ -140,6 +141,7 @@ def _embedding_in_a_block(rank: int) -> None:
         torch.testing.assert_close(param.grad.full_tensor(), same.grad, atol=1e-5, rtol=1e-5)  # type: ignore[union-attr]  # backward has set it
 
 
+@pytest.mark.nightly
 def test_a_fused_loop_that_reads_before_the_wait(two: Ranks) -> None:
     """The trap: the C++ backend fuses loops of two shapes, forgets that one reads what a collective fills, and moves
     both before the wait (Note [Loops that forget the wait])."""
