@@ -20,9 +20,9 @@ PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 FILES = 129
 BUDGET = {
-    PACKAGE: 32_765,
+    PACKAGE: 32_783,
     f"{PACKAGE}/*.py": 3_950,
-    f"{PACKAGE}/core": 5_269,
+    f"{PACKAGE}/core": 5_287,
     f"{PACKAGE}/comm": 1_692,
     f"{PACKAGE}/construct": 1_261,
     f"{PACKAGE}/eager": 3_674,

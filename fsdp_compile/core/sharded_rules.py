@@ -513,10 +513,10 @@ def _is_total(x: ShardedTensor, dims: Any) -> bool:
     return not x.dim() or not dims or len({dim % x.dim() for dim in dims}) == x.dim()
 
 
-def _exact_sums(tensors: Sequence[ShardedTensor], addends: Callable[[Tensor], Tensor]) -> Tensor:
-    """For each of `tensors`, of one group, the sum of its `addends`, float64 `[len(tensors)]`."""
+def _exact_sums(tensors: Sequence[ShardedTensor], addend: Callable[[Tensor], Tensor]) -> Tensor:
+    """For each of `tensors`, of one group, the sum of `addend` of its elements, float64 `[len(tensors)]`."""
     first = tensors[0]
-    return exact_sums([[addends(each.local.double())] for each in tensors], first.device, first.spec.all_reduce)
+    return exact_sums([[each.local] for each in tensors], addend, first.device, first.spec.all_reduce)
 
 
 def _dims(args: Any, kwargs: Any, at: int = 1) -> tuple[Any, bool]:
@@ -629,8 +629,8 @@ def _norms(tensors: Sequence[ShardedTensor], order: float, dims: Any = None, kee
 
     if dims and len(dims) < first.dim():
         return root(_reduced(first, dims, keepdim, fill, op, of_rows)).unsqueeze(0)
-    if first.spec.ranks.same_bits and op == "sum":
-        total = root(_exact_sums(tensors, lambda x: x.abs() ** order if order else (x != 0).double())).to(precise)
+    if first.spec.ranks.same_bits and op == "sum" and order >= 0:
+        total = root(_exact_sums(tensors, lambda x: x.abs_().pow_(order) if order else (x != 0).double())).to(precise)
         return total.view([-1, *[1] * first.dim()]) if keepdim else total
     numels = list(map(_numel_of, tensors))
     stored = list(map(_local_of, compress(tensors, numels)))

@@ -341,8 +341,8 @@ def gradient_norm(params: Iterable[nn.Parameter], updates: Sequence[FlatUpdate] 
     for key in sorted(groups, key=str):
         (spec, tensors), (_, device, _, dtype) = groups[key], key
         if spec is not None and spec.ranks.same_bits and not is_largest:
-            powers = [tensor.double().abs() ** order for tensor in tensors]
-            totals += exact_sums([powers], torch.device(device), spec.all_reduce).to(dtype).unbind()
+            sums = exact_sums([tensors], lambda x: x.abs_().pow_(order), torch.device(device), spec.all_reduce)
+            totals += sums.to(dtype).unbind()
             continue
         found = norms(tensors, order, dtype) if tensors else [torch.zeros((), dtype=dtype, device=device)]
         of_each = torch.stack(found)

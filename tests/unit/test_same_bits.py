@@ -71,12 +71,12 @@ def test_exact_sums_do_not_depend_on_the_order() -> None:
     found = set()
     for parts in (1, 2, 3, 7, 64):
         shuffled = values[torch.randperm(4099, generator=generator)]
-        [total] = exact_sums([shuffled.chunk(parts)], values.device, lambda value, op: value)
+        [total] = exact_sums([shuffled.chunk(parts)], lambda x: x, values.device, lambda value, op: value)
         found.add(total.item())
     [total] = found
     assert total == pytest.approx(values.sum().item(), rel=1e-12)
     mantissas = torch.randn(1000, generator=generator, dtype=torch.float64)
-    [total] = exact_sums([[mantissas]], values.device, lambda value, op: value)
+    [total] = exact_sums([[mantissas]], lambda x: x, values.device, lambda value, op: value)
     assert abs(total - mantissas.sum()) < 1e-9
 
 
@@ -84,10 +84,12 @@ def test_exact_sums_do_not_depend_on_the_order() -> None:
 def test_exact_sums_of_infinities(special: list[float]) -> None:
     """They are what a sum is; so is the sum of nothing, of zeros and of the smallest numbers."""
     values = torch.tensor([1.0, *special], dtype=torch.float64)
-    [total] = exact_sums([[values]], values.device, lambda value, op: value)
+    [total] = exact_sums([[values]], lambda x: x, values.device, lambda value, op: value)
     torch.testing.assert_close(total, values.sum(), equal_nan=True)
     tiny = torch.full((3,), 5e-324, dtype=torch.float64)
-    sums = exact_sums([[], [torch.zeros(3, dtype=torch.float64)], [tiny]], values.device, lambda value, op: value)
+    sums = exact_sums(
+        [[], [torch.zeros(3, dtype=torch.float64)], [tiny]], lambda x: x, values.device, lambda value, op: value
+    )
     assert sums[:2].tolist() == [0, 0]
     assert 0 <= sums[2] < 1e-300
 
