@@ -6,6 +6,7 @@ Regenerate with EXPECTTEST_ACCEPT=1.
 import re
 from contextlib import nullcontext
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from expecttest import assert_expected_inline
 from generated import Program, kernels_not_built, programs
 from models import MODELS
 from torch import Tensor, nn
+from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fully_shard
 
@@ -183,3 +185,17 @@ def test_what_was_kept_is_added_in_place(backend: str) -> None:
     reduced = [program.memory(step.names[0]) for step in program.steps if step.is_reduce]
     assert len(set(added)) == 4 and added == reduced
     assert len(program.products_into_packs()) == 8 and program.parameter_moves() == []
+
+
+@pytest.mark.parametrize(
+    "options", [{"reshard_after_forward": False}, {"sharding_strategy": ShardingStrategy.NO_SHARD}]
+)
+def test_a_backward_that_sends_nothing_under_no_sync_is_compiled_with_a_link(options: dict[str, Any]) -> None:
+    """Where backward neither gathers nor reduces there is nothing to plan, whatever the link."""
+    model = fully_shard(small(), **options)
+    run = torch.compile(model, backend="fsdp_compile", options={"link": "custom:2e-5,1e9"})
+    never_cached = torch._inductor.config.patch(force_disable_caches=True)
+    with model.no_sync(), printed_graphs() as printed, kernels_not_built(), never_cached:
+        run(torch.ones(4, 3)).sum().backward()
+    last = printed[-1]
+    assert last.startswith("--- backward") and "defer_reduce" in last and "gather" not in last
