@@ -205,9 +205,9 @@ def fully_shard(
     ignored = collect_ignored(model, ignored_modules, ignored_states if ignored_params is None else ignored_params)
     device = given_device(device_id)
     groups = resolve_groups(mesh, process_group, strategy, auto_wrap_policy is not None, devices_per_node)
-    groups = divide(groups, reshard_after_forward)
     if same_bits:
         check_ranks_of_tree(groups)
+    groups = divide(groups, reshard_after_forward)
     offload, pin_memory = offload_of(cpu_offload, offload_policy)
     settings = Settings(
         strategy=strategy,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_compile.comm.collectives import add_in_pairs
+from fsdp_compile.comm.collectives import add_in_pairs, traceable_all_gather
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -47,9 +47,8 @@ def mean_over_ranks(values: Tensor, group: dist.ProcessGroup | None = None) -> T
     """
     rows = values.detach().reshape(-1)
     if dist.is_initialized():
-        of_ranks = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(of_ranks, rows.contiguous(), group=group)
-        rows = torch.cat(of_ranks)
+        ranks: dist.ProcessGroup = group or dist.group.WORLD  # type: ignore[assignment]  # set, as is_initialized() said
+        rows = traceable_all_gather(rows.contiguous(), ranks.size(), ranks.group_name, values.shape)
     count = rows.numel()
     if count < 1 or count & (count - 1):
         raise ValueError(f"values: {count} on all ranks together; a tree needs a power of two of them")

@@ -274,7 +274,8 @@ def reduce_scatter(full: Tensor, group_size: int, group: str, op: str = "avg") -
 
 def start_all_reduce_by_tree(full: Tensor, group_size: int, group: str) -> Callable[[], None]:
     """Begin to add up `full`, 1-D, as a binary tree over the ranks, in place; return what completes it."""
-    padded = torch.nn.functional.pad(full, (0, -full.numel() % group_size))
+    missing = -full.numel() % group_size
+    padded = torch.nn.functional.pad(full, (0, missing)) if missing else full
     part, wait = start_reduce_scatter(padded, group_size, group, "tree")
 
     def finish() -> None:

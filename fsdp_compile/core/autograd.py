@@ -268,9 +268,9 @@ class ShardBinding:
         """Raise RuntimeError if sums have an order, in which nothing is added to reduced gradients other than zeros."""
         if not self._specs or not self._specs[0].ranks.same_bits:
             return
-        stored = [param.grad.local for param in self.params if isinstance(param.grad, ShardedTensor)]
-        nonzero = torch.tensor([any(bool(each.any()) for each in stored)], dtype=torch.uint8, device=stored[0].device)
-        if self._specs[0].all_reduce(nonzero, "max"):
+        stored = [getattr(param.grad, "local", param.grad) for param in self.params if param.grad is not None]
+        nonzero = [any(bool(each.any()) for each in stored)]
+        if self._specs[0].all_reduce(torch.tensor(nonzero, dtype=torch.uint8, device=stored[0].device), "max"):
             raise RuntimeError(
                 f"parameter {self.names[0]} or one beside it has the gradient of an earlier backward, which "
                 f"reduction_order='tree' cannot add to: accumulate under no_sync, or call zero_grad() before"

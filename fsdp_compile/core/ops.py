@@ -313,8 +313,8 @@ class UnshardSpec:
         """The specification as a constant for compilers; `parse` reads it back.
 
         Grammar: the layout's text, `groups=name:size[,name:size]`, `reshard=True|False|None`, and where they are not
-        the default `replicas=name:size`, `compute=dtype`, `reduce=dtype`, `order=tree`, `root=True` and `update=True`;
-        separated by blanks.
+        the default `replicas=name:size`, `compute=dtype`, `reduce=dtype`, `order=tree`, `root=True`, `update=True` and
+        `part=True`; separated by blanks.
         """
         fields = [self.layout.text, f"groups={_print(self.groups)}", f"reshard={self.reshard_after_forward}"]
         if self.replicas is not None:
@@ -335,7 +335,7 @@ class UnshardSpec:
             raise ValueError(
                 f"{text!r} is not an unshard specification; expected LAYOUT groups=NAME:SIZE,... "
                 f"reshard=True|False|None [replicas=NAME:SIZE] [compute=DTYPE] [reduce=DTYPE] [order=tree] [root=True] "
-                f"[update=True]"
+                f"[update=True] [part=True]"
             )
         replicas = _parse(fields.get("replicas", ""))
         return UnshardSpec(

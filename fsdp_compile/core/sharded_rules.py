@@ -535,10 +535,10 @@ def _sum(func: Any, args: Any, kwargs: Any) -> Any:
     wanted = kwargs.get("dtype") or (x.dtype if continuous else torch.int64)
     precise = torch.promote_types(wanted, torch.float32) if wanted.is_floating_point else wanted
     dims, keepdim = _dims(args, kwargs)
-    if x.spec.ranks.same_bits and wanted.is_floating_point and _is_total(x, dims):
+    if x.spec.ranks.same_bits and x.dtype.is_floating_point and wanted.is_floating_point and _is_total(x, dims):
         [total] = _exact_sums([x], lambda values: values)
         return total.to(wanted).view([1] * x.dim() if keepdim else [])
-    total = _reduced(x, *_dims(args, kwargs), 0, "sum", lambda x, dims, keep: x.sum(dims, keep, dtype=precise))
+    total = _reduced(x, dims, keepdim, 0, "sum", lambda x, dims, keep: x.sum(dims, keep, dtype=precise))
     return total.to(wanted)
 
 

@@ -587,7 +587,9 @@ def unit_of(param: nn.Parameter) -> tuple[Unit, int] | None:
     """The unit that manages `param` and the parameter's index there, or None."""
     number, index = getattr(param, "_fsdp_unit", (-1, 0))
     unit = _units.get(number)
-    return (unit, index) if unit is not None and unit.params[index] is param else None
+    if unit is None or index >= len(unit.params) or unit.params[index] is not param:  # a copy, maybe another process's
+        return None
+    return unit, index
 
 
 def check_idle(units: Iterable[Unit], what: str, error: type[Exception] = ValueError) -> None:

@@ -111,7 +111,7 @@ class AccumulatedGradient:
     def _check_assignable(self, flat: FlatParam, index: int) -> None:
         if self.sums is not None:
             raise RuntimeError(
-                f"parameter {flat.layout.names[index]}: its gradient was changed inside no_sync, which "
+                f"parameter {flat.names[index]}: its gradient was changed inside no_sync, which "
                 f"reduction_order='tree' cannot add up; clear it, or change it when it is reduced"
             )
 

@@ -295,14 +295,15 @@ class FlatStep:
 # that do not clip.
 #
 # Each rank sees for itself which gradients lie side by side in a flat shard. What it sends does not depend on that: one
-# number for each group of ranks, in the order of their names.
+# number for each group of ranks, device and dtype, in the order of their names.
 
 
 def gradient_norm(params: Iterable[nn.Parameter], updates: Sequence[FlatUpdate] = (), order: float = 2.0) -> Tensor:
     """The norm of the gradients of all `params` together, over all ranks; equal on all of them, with shape `()`.
 
     Equals `torch.nn.utils.get_total_norm` up to rounding, in float32 or wider, as it sums over flat shards, whose
-    padding is zero. Takes one all-reduce for each group of ranks; the host does not wait.
+    padding is zero. Takes one all-reduce for each group of ranks, device and dtype, two where sums are exact; the host
+    does not wait.
 
     Args:
         params: those that are clipped.

@@ -558,6 +558,27 @@ def test_made_before_sharding() -> None:
             assert sum(counts) == sharded
 
 
+def test_state_of_plain_parameters_that_comes_later() -> None:
+    """Parameters beside segments that get their first gradient after some steps keep the state that this step makes."""
+    sides = []
+    for is_flat in (True, False):
+        sharded, beside = model(), nn.Linear(64, 1)
+        nn.init.constant_(beside.weight, 0.1)
+        nn.init.zeros_(beside.bias)
+        optimizer = torch.optim.AdamW([*sharded.parameters(), *beside.parameters()], lr=0.1)
+        flat_step(optimizer, is_flat)
+        for number in range(6):
+            optimizer.zero_grad()
+            backward(sharded, number)
+            if number > 2:
+                beside(torch.full((1, 64), float(number))).sum().backward()
+            optimizer.step()
+        state = optimizer.state_dict()["state"]
+        sides.append([list(beside.parameters()), state, [param.to_local() for param in sharded.parameters()]])
+        assert state[len(state) - 1]["step"] == 3
+    assert_same(*sides)
+
+
 def test_differentiable() -> None:
     """A group that is differentiable steps as it is."""
 

@@ -496,3 +496,13 @@ def test_parameters_are_pickled_and_copied(strategy: str) -> None:
     model.blocks[1].up.weight = copies[4][index]
     model(torch.ones(3, 7)).sum().backward()
     assert unit_of(copies[4][index]) is not None and copies[4][index].grad is not None
+
+
+def test_a_parameter_that_another_process_has_pickled_has_no_unit() -> None:
+    """Its number may be that of a unit here, which may have fewer parameters."""
+    model = fully_shard(nn.Linear(3, 3))
+    number, _ = vars(model.weight)["_fsdp_unit"]
+    for index in (0, 1, 100):
+        foreign = nn.Parameter(torch.ones(3))
+        vars(foreign)["_fsdp_unit"] = (number, index)
+        assert unit_of(foreign) is None
