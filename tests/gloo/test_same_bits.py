@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import MODELS, Case, part, squared_error, vectors
+from models import MODELS, Case, Routed, part, squared_error, vectors
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
@@ -21,20 +22,6 @@ from .ranks import Ranks
 
 MICROBATCHES, STEPS = 4, 3
 LATE = pytest.mark.nightly
-
-
-class Experts(nn.Module):
-    """Each row goes to one of four experts, so that most microbatches have no row for some of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(7, 4)
-        self.blocks = nn.ModuleList(nn.Linear(7, 5) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.gate(x).softmax(-1).max(-1)
-        rows = [x * (chosen == index)[:, None] for index in range(4)]
-        return sum(weights[:, None] * block(row) for block, row in zip(self.blocks, rows, strict=True))
 
 
 class Recurrent(nn.Module):
@@ -82,7 +69,7 @@ class LowRank(nn.Module):
 
 CASES: dict[str, Case] = {
     **MODELS,
-    "experts": Case(Experts, vectors, squared_error),
+    "experts": Case(Routed, partial(vectors, inputs=8, outputs=8), squared_error),
     "recurrent": Case(Recurrent, vectors, squared_error),
     "checkpointed": Case(Checkpointed, vectors, squared_error),
     "low_rank": Case(LowRank, vectors, squared_error),
