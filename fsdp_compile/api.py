@@ -25,10 +25,10 @@ from torch.distributed.fsdp import (
 from fsdp_compile.comm.groups import GroupArgument, divide, resolve_groups
 from fsdp_compile.config import AUTO, CompileConfig, check_type
 from fsdp_compile.construct.arguments import (
+    asks_same_bits,
     check_one,
     check_ranks_of_tree,
     given_device,
-    has_order,
     mesh_to_shard,
     offload_of,
     precision_of,
@@ -200,7 +200,7 @@ def fully_shard(
     mesh = mesh_to_shard(mesh, dp_mesh_dims)
     strategy = resolve_strategy(sharding_strategy, reshard_after_forward, mesh)
     precision, output_dtype = precision_of(mixed_precision, mp_policy)
-    same_bits = has_order(reduction_order, strategy, precision, modules)
+    same_bits = asks_same_bits(reduction_order, strategy, precision, modules)
     check_one(ignored_states=ignored_states, ignored_params=ignored_params)
     ignored = collect_ignored(model, ignored_modules, ignored_states if ignored_params is None else ignored_params)
     device = given_device(device_id)

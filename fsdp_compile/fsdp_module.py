@@ -260,8 +260,8 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
     def fingerprint(self) -> str:
         """16 hexadecimal digits that are equal for equal names and bits of all parameters, on any number of ranks.
 
-        For logs, and to compare runs. All ranks must call it, between steps: one all-reduce of an integer for each
-        parameter.
+        For logs, and to compare runs. All ranks must call it, between steps: one all-reduce of integers for each
+        group of ranks.
         """
         check_idle(units_gathered_below(self), "fingerprint")
         return fingerprint_of((name, param) for param, name in clean_names(self).items())

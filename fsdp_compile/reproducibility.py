@@ -7,12 +7,14 @@ model.fingerprint()         a text that is equal for equal parameters, on any nu
 
 import hashlib
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_compile.comm.collectives import add_in_pairs, traceable_all_gather
+from fsdp_compile.core.shard_spec import ShardSpec
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -61,16 +63,20 @@ def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """16 hexadecimal digits that tell named tensors of other values, shapes, dtypes or names apart.
 
     Their order does not matter. Of sharded tensors each rank reads what it stores, and all ranks must call this: one
-    all-reduce of an integer for each tensor. Plain tensors are read as this rank has them.
+    all-reduce for each group of ranks and device. Plain tensors are read as this rank has them.
     """
-    lines = []
+    alike: dict[Any, tuple[ShardSpec | None, list[str], list[Tensor]]] = {}
     for name, tensor in tensors:
         spec = tensor.spec if isinstance(tensor, ShardedTensor) else None
         stored = tensor.detach() if spec is None else tensor.local  # type: ignore[attr-defined]  # a sharded tensor
-        total = hash_of(stored, 0 if spec is None else spec.first)
-        if spec is not None:
-            total = spec.all_reduce(total, "sum")
-        lines.append(f"{name} {tuple(tensor.shape)} {tensor.dtype} {total.item()}")
+        _, texts, hashes = alike.setdefault((spec and spec.reducing_groups, stored.device), (spec, [], []))
+        texts.append(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
+        hashes.append(hash_of(stored, 0 if spec is None else spec.first))
+    lines = []
+    for spec, texts, hashes in alike.values():
+        totals = torch.stack(hashes)
+        totals = totals if spec is None else spec.all_reduce(totals, "sum")
+        lines += [f"{text} {total}" for text, total in zip(texts, totals.tolist(), strict=True)]
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
 
 

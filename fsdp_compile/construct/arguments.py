@@ -139,7 +139,9 @@ def resolve_strategy(
 CPU = torch.device("cpu")
 
 
-def has_order(order: str, strategy: ShardingStrategy, precision: MixedPrecision, modules: Sequence[nn.Module]) -> bool:
+def asks_same_bits(
+    order: str, strategy: ShardingStrategy, precision: MixedPrecision, modules: Sequence[nn.Module]
+) -> bool:
     """Whether `reduction_order` asks for sums that any number of ranks has. ValueError if they cannot be had."""
     if order not in ("any", "tree"):
         raise ValueError(f"reduction_order: expected 'any' or 'tree', found {order!r}")

@@ -46,7 +46,7 @@ from fsdp_compile.core._torch import (
     never_compile,
     without_torch_function,
 )
-from fsdp_compile.core.exact_sums import exact_sums
+from fsdp_compile.core.exact_sums import exact_sums, powers_of_norm
 from fsdp_compile.core.shard_spec import ShardSpec
 from fsdp_compile.core.sharded_tensor import (
     RULES,
@@ -630,7 +630,7 @@ def _norms(tensors: Sequence[ShardedTensor], order: float, dims: Any = None, kee
     if dims and len(dims) < first.dim():
         return root(_reduced(first, dims, keepdim, fill, op, of_rows)).unsqueeze(0)
     if first.spec.ranks.same_bits and op == "sum" and order >= 0:
-        total = root(_exact_sums(tensors, lambda x: x.abs_().pow_(order) if order else (x != 0).double())).to(precise)
+        total = root(_exact_sums(tensors, partial(powers_of_norm, order=order))).to(precise)
         return total.view([-1, *[1] * first.dim()]) if keepdim else total
     numels = list(map(_numel_of, tensors))
     stored = list(map(_local_of, compress(tensors, numels)))

@@ -67,9 +67,10 @@ class AccumulatedGradient:
             self.total.add_(packed)
         else:
             self.sums.add(leaf, packed)
-            self.total = self.sums.so_far()
-            self.views = view_parameters(self.total, flat.layout.text)
-            self.shown = [None] * len(flat.params)
+            before, self.total = self.total, self.sums.so_far(self.total)
+            if self.total is not before:
+                self.views = view_parameters(self.total, flat.layout.text)
+                self.shown = [None] * len(flat.params)
         self.show(flat)
 
     def shows(self, grad: Tensor) -> bool:

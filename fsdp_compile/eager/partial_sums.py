@@ -13,6 +13,7 @@ A microbatch is one backward pass of a root. What it gives a flat parameter, als
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -96,12 +97,17 @@ class PartialSums:
         """All sums, 1-D; their own sum is the gradient so far."""
         return [total for *_, total in self._complete] + ([self._leaf[1]] if self._leaf is not None else [])
 
-    def so_far(self) -> Tensor:
-        """The gradient so far, 1-D: a part itself if there is but one."""
-        first, *others = self.parts()
-        for index, other in enumerate(others):
-            first = first.add_(other) if index else first + other
-        return first
+    def so_far(self, before: Tensor | None = None) -> Tensor:
+        """The gradient so far, 1-D: a part itself if there is but one, else a tensor of its own: `before` if that,
+        which an earlier call has returned, is one.
+        """
+        first, *others = parts = self.parts()
+        if not others:
+            return first
+        total = torch.add(first, others[0], out=None if any(before is part for part in parts) else before)
+        for other in others[1:]:
+            total.add_(other)
+        return total
 
     def finish(self, leaves: int) -> Tensor:
         """The sum of the tree of so many leaves, 1-D."""

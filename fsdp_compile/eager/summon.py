@@ -28,10 +28,10 @@ from fsdp_compile.core.unit import Phase, Unit, check_idle
 from fsdp_compile.eager.unsharded import free_for_next_forward
 from fsdp_compile.eager.writeback import (
     adopt_objects,
+    equal_bits,
     refresh,
     replaced_objects,
     restore_objects,
-    same_bits,
     set_grads,
     write_to_shard,
 )
@@ -240,7 +240,7 @@ def _write_changed(flat: FlatParam, values: Sequence[Tensor]) -> None:
     """Write those of `values` that differ into the shard; what was gathered before is out of date then."""
     changed = {}
     for index, (stored, value) in enumerate(zip(flat.split(flat.shard), values, strict=True)):
-        if stored is not None and not same_bits(stored.view(-1), value.to(stored.device)):
+        if stored is not None and not equal_bits(stored.view(-1), value.to(stored.device)):
             changed[index] = value
     write_to_shard(flat, changed, flat.shard)
     torch.autograd.graph.increment_version([flat.params[index] for index in changed])

@@ -34,7 +34,7 @@ from fsdp_compile.eager.accumulate import settle_after_backward
 from fsdp_compile.eager.checks import changed_in_forward
 from fsdp_compile.eager.reduce import reduce_gradients, reduce_packed
 from fsdp_compile.eager.streams import NO_STREAMS, KeptUnsharded, Streams, UnshardedBuffer
-from fsdp_compile.eager.writeback import refresh, same_bits
+from fsdp_compile.eager.writeback import equal_bits, refresh
 
 # Note [Freeing buffers that autograd has saved]
 # Autograd saves views of unsharded parameters in forward and reads them in backward. A buffer is therefore freed by
@@ -342,7 +342,7 @@ class UnshardedUnit:
                 same_size = view.numel() > record.last
                 here = view.detach().reshape(-1)[record.first : record.last + 1] if same_size else None
                 there = mine.reshape(-1).to(device=view.device, dtype=buffer.full.dtype)
-                if here is None or here.dtype != there.dtype or not same_bits(here, there):
+                if here is None or here.dtype != there.dtype or not equal_bits(here, there):
                     changed.append(name)
         for name, param, places in zip(self.unit.names, self.unit.params, self.unit.locations.of, strict=True):
             if any((held := parameters.get(key)) is not None and held is not param for parameters, key in places):

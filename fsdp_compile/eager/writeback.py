@@ -96,7 +96,7 @@ def restore_objects(unit: Unit) -> None:
                 parameters[name] = param
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def equal_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two 1-D tensors of one dtype are equal bit by bit; `torch.equal` takes no float8."""
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 

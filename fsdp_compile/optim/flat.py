@@ -25,7 +25,7 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Opti
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile.core._torch import norms
-from fsdp_compile.core.exact_sums import exact_sums
+from fsdp_compile.core.exact_sums import exact_sums, powers_of_norm
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.shard_spec import ShardSpec
 from fsdp_compile.core.sharded_rules import plain
@@ -342,7 +342,9 @@ def gradient_norm(params: Iterable[nn.Parameter], updates: Sequence[FlatUpdate] 
     for key in sorted(groups, key=str):
         (spec, tensors), (_, device, _, dtype) = groups[key], key
         if spec is not None and spec.ranks.same_bits and not is_largest:
-            sums = exact_sums([tensors], lambda x: x.abs_().pow_(order), torch.device(device), spec.all_reduce)
+            sums = exact_sums(
+                [tensors], functools.partial(powers_of_norm, order=order), torch.device(device), spec.all_reduce
+            )
             totals += sums.to(dtype).unbind()
             continue
         found = norms(tensors, order, dtype) if tensors else [torch.zeros((), dtype=dtype, device=device)]

@@ -1,8 +1,5 @@
 """`reduction_order="tree"`: a run on four ranks, on two and on one ends with the same bits."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,130 +7,25 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import MODELS, Case, Routed, part, squared_error, vectors
-from torch import Tensor, nn
+from models import MODELS, part
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.utils import checkpoint as activations
 
-from fsdp_compile import checkpoint, compile_step, fully_shard, mean_over_ranks, microbatch_seed
+from fsdp_compile import checkpoint, compile_step, fully_shard
 
 from .ranks import Ranks
+from .same_bits import CASES, MICROBATCHES, OPTIMIZERS, STEPS, first, of_ranks, train, trained
 
-MICROBATCHES, STEPS = 4, 3
 LATE = pytest.mark.nightly
-
-
-class Recurrent(nn.Module):
-    """A recurrent network with dropout, whose cell runs once per step: its unit runs many times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(7, 6)
-        self.blocks = nn.ModuleList([nn.GRUCell(6, 6)])
-        self.head = nn.Linear(6, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        state = torch.zeros_like(x)
-        for _ in range(3):
-            state = F.dropout(self.blocks[0](x, state), 0.2)
-        return self.head(state)
-
-
-class Checkpointed(nn.Module):
-    """Blocks with dropout that backward computes again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.GELU(), nn.Dropout(0.3)) for _ in range(3))
-        self.head = nn.Linear(7, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = activations.checkpoint(block, x, use_reentrant=False)
-        return self.head(x)
-
-
-class LowRank(nn.Module):
-    """A frozen matrix with a trained one of low rank beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.a, self.b = nn.Linear(7, 7).requires_grad_(False), nn.Linear(7, 2), nn.Linear(2, 7)
-        self.head = nn.Linear(7, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.base(x) + self.b(self.a(x)))
-
-
-CASES: dict[str, Case] = {
-    **MODELS,
-    "experts": Case(Routed, partial(vectors, inputs=8, outputs=8), squared_error),
-    "recurrent": Case(Recurrent, vectors, squared_error),
-    "checkpointed": Case(Checkpointed, vectors, squared_error),
-    "low_rank": Case(LowRank, vectors, squared_error),
-}
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
-    "foreach": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
-    "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
-    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
-}
 HALF = MixedPrecision(torch.bfloat16, torch.bfloat16)
-
-
-def train(case: Case, group: Any, how: str, optimizer: Any, steps: range = range(STEPS), model: Any = None,
-          **options: Any) -> tuple[Any, list[float]]:  # fmt: skip
-    """Train as a script would, on the ranks of `group`; the model, and each step's loss and norm."""
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    if model is None:
-        torch.manual_seed(0)
-        model = fully_shard(case.build(), reduction_order="tree", **options)
-    run = model if how == "eager" else torch.compile(model, backend=how)
-    stepping = OPTIMIZERS[optimizer](model.parameters()) if isinstance(optimizer, str) else optimizer
-    here, seen = MICROBATCHES // ranks, list[float]()
-    for step in steps:
-        batch, losses = case.batch(step, 2 * MICROBATCHES), []
-        for group_options in stepping.param_groups:
-            group_options["lr"] = 0.01 / (1 + step)
-        for index in range(rank * here, (rank + 1) * here):
-            microbatch_seed(step * MICROBATCHES + index)
-            is_last = index == (rank + 1) * here - 1
-            with nullcontext() if is_last else model.no_sync():
-                loss = case.loss(run, part(batch, index, MICROBATCHES))
-                (loss / here).backward()
-            losses.append(loss.detach())
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        stepping.step()
-        stepping.zero_grad()
-        seen += [mean_over_ranks(torch.stack(losses), group).item(), float(norm)]
-    return model, seen
-
-
-def first(world: int) -> Any:
-    """The group of the first ranks. Others are in groups of their own: a later mesh needs as many on all ranks."""
-    return dist.new_subgroups(world)[0]
-
-
-def of_ranks(rank: int, function: Callable[[Any], Any], worlds: tuple[int, ...] = (1, 2, 4)) -> None:
-    """Call `function` with a group of the first ranks for each number of them; rank 0 finds equal results."""
-    found = []
-    for world in worlds:
-        group = first(world)
-        if rank < world:
-            found.append(function(group))
-        dist.barrier()
-    assert all(each == found[0] for each in found), found
 
 
 def _trains(rank: int, names: tuple[str, ...], how: str, optimizer: str, options: dict[str, Any]) -> None:
     for name in names:
 
         def run(group: Any, name: str = name) -> Any:
-            model, seen = train(CASES[name], group, how, optimizer, process_group=group, **options)
-            return name, model.fingerprint(), seen
+            return name, *trained(CASES[name], group, how, optimizer, process_group=group, **options)
 
         of_ranks(rank, run)
 
@@ -141,7 +33,8 @@ def _trains(rank: int, names: tuple[str, ...], how: str, optimizer: str, options
 @pytest.mark.parametrize(
     ("names", "optimizer", "options"),
     [
-        (("gpt", "low_rank", "recurrent", "checkpointed"), "adamw", {}),
+        (("low_rank", "recurrent", "checkpointed"), "adamw", {}),
+        (("gpt",), "muon", {}),
         pytest.param(tuple(CASES), "adamw", {}, marks=LATE),
         (("gpt", "experts"), "sgd", {"reshard_after_forward": False}),
         (("mlp", "conv"), "adafactor", {}),
@@ -177,8 +70,7 @@ def test_inductor(four: Ranks, names: tuple[str, ...], options: dict[str, Any]) 
 
 
 def _placements(rank: int) -> None:
-    model, seen = train(CASES["gpt"], None, "eager", "adamw")
-    expected = model.fingerprint(), seen
+    expected = trained(CASES["gpt"], None, "eager", "adamw")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     for how, options in (
         ("eager", {"mesh": mesh}),
@@ -186,8 +78,7 @@ def _placements(rank: int) -> None:
         ("eager", {"reshard_after_forward": 2}),
         ("eager", {"reshard_after_forward": False}),
     ):
-        model, seen = train(CASES["gpt"], None, how, "adamw", **options)
-        assert (model.fingerprint(), seen) == expected, (how, options)
+        assert trained(CASES["gpt"], None, how, "adamw", **options) == expected, (how, options)
 
 
 def test_hybrid_and_two_stages(four: Ranks) -> None:
@@ -230,8 +121,7 @@ def test_compile_step(four: Ranks, options: dict[str, Any], backend: str) -> Non
 
 def _resizes(rank: int, folder: str) -> None:
     case, groups = CASES["gpt"], {ranks: first(ranks) for ranks in (1, 2, 4)}
-    model, _ = train(case, groups[4], "eager", "adamw", process_group=groups[4])
-    expected = model.fingerprint()
+    expected, *_ = trained(case, groups[4], "eager", "adamw", process_group=groups[4])
     for number, ranks in enumerate((4, 1, 2)):  # a step each, in a run that is stopped and continued
         group = groups[ranks]
         if rank < ranks:
@@ -241,7 +131,7 @@ def _resizes(rank: int, folder: str) -> None:
             state = {"model": model, "optimizer": optimizer}
             if number:
                 checkpoint.load(state, folder, process_group=group)
-            train(case, group, "eager", optimizer, range(number, number + 1), model)
+            train(case, group, "eager", model, [optimizer], range(number, number + 1))
             checkpoint.save(state, folder, number, process_group=group)
         dist.barrier()
     if rank < 2:
@@ -290,8 +180,8 @@ def _refusals(rank: int) -> None:
         with pytest.raises(RuntimeError, match="was changed inside no_sync"):
             backward()
     trained.zero_grad()
-    first = trained.blocks[0].forward
-    trained.blocks[0].forward = lambda x: activations.checkpoint(first, x, use_reentrant=True)
+    forward = trained.blocks[0].forward
+    trained.blocks[0].forward = lambda x: activations.checkpoint(forward, x, use_reentrant=True)
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         backward()
 

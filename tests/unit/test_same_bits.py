@@ -54,29 +54,36 @@ def test_leaves_that_are_missing_count_as_zeros(missing: set[int]) -> None:
 
 def test_a_leaf_may_come_in_several_parts() -> None:
     """What one backward pass adds twice is one leaf, whatever was complete before; sums so far count all of it."""
-    leaves, sums = draw(4), PartialSums()
+    leaves, sums, before = draw(4), PartialSums(), None
     for index, leaf in enumerate(leaves):
         sums.add(index, leaf.clone())
         sums.add(index, 2 * leaf)
-        torch.testing.assert_close(sums.so_far(), 3 * torch.stack(leaves[: index + 1]).sum(0))
+        before = sums.so_far(before)
+        torch.testing.assert_close(before, 3 * torch.stack(leaves[: index + 1]).sum(0))
         assert len(sums.parts()) <= 3
     assert torch.equal(sums.finish(4), tree([leaf + 2 * leaf for leaf in leaves]))
 
 
 def test_exact_sums_do_not_depend_on_the_order() -> None:
-    """Values over 30 orders of magnitude, cut into any parts in any order: equal bits, close to the sum in float64."""
+    """Values over 30 orders of magnitude, cut between any cells of 64, by themselves or beside other sets: equal bits,
+    close to the sum in float64.
+    """
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(4099, generator=generator, dtype=torch.float64)
-    values *= 10.0 ** torch.randint(-15, 15, (4099,), generator=generator)
+    values = torch.randn(40003, generator=generator, dtype=torch.float64)
+    values *= 10.0 ** torch.randint(-15, 15, (40003,), generator=generator)
+    alone = {"addend": lambda x: x, "device": values.device, "all_reduce": lambda value, op: value}
     found = set()
-    for parts in (1, 2, 3, 7, 64):
-        shuffled = values[torch.randperm(4099, generator=generator)]
-        [total] = exact_sums([shuffled.chunk(parts)], lambda x: x, values.device, lambda value, op: value)
-        found.add(total.item())
-    [total] = found
-    assert total == pytest.approx(values.sum().item(), rel=1e-12)
+    for cells in (1, 2, 3, 7, 64, 1000):
+        parts = values.split(64 * cells)
+        shuffled = [parts[index] for index in torch.randperm(len(parts), generator=generator)]
+        [total] = exact_sums([shuffled], **alone)
+        *_, beside, nothing = exact_sums([[torch.ones(3)], [values[:70]], shuffled, []], **alone)
+        found |= {total.item(), beside.item()}
+        assert nothing == 0
+    [only] = found
+    assert only == pytest.approx(values.sum().item(), rel=1e-12)
     mantissas = torch.randn(1000, generator=generator, dtype=torch.float64)
-    [total] = exact_sums([[mantissas]], lambda x: x, values.device, lambda value, op: value)
+    [total] = exact_sums([[mantissas]], **alone)
     assert abs(total - mantissas.sum()) < 1e-9
 
 
