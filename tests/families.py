@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from models import Case, Inputs
+from models import Case, Inputs, seeded
 from third_party import CLASSES, LAYERS, TEXT, pictures, tokens
 from torch import Tensor, nn
 
@@ -37,13 +37,13 @@ def _of(config: str, model: str, **settings: Any) -> nn.Module:
 
 def spectrogram(seed: int, size: int) -> Inputs:
     """Random features `[size, 8, 24]`, and tokens that follow from them."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return torch.randn(size, 8, 24, generator=generator), *tokens(seed, size)
 
 
 def wave(seed: int, size: int) -> Inputs:
     """Random sound, `[size, 400]`, and classes."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return torch.randn(size, 400, generator=generator), torch.randint(CLASSES, (size,), generator=generator)
 
 

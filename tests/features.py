@@ -152,7 +152,9 @@ def _from_meta(model: nn.Module, **options: Any) -> nn.Module:
     with torch.device("meta"):
         model = MLP.build()
     return fully_shard(
-        model, param_init_fn=lambda module: _fill(module.to_empty(device="cpu", recurse=False)), **options
+        model,
+        param_init_fn=lambda module: _fill(module.to_empty(device=torch.get_default_device(), recurse=False)),
+        **options,
     )
 
 

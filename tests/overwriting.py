@@ -1,7 +1,7 @@
 """Units in which the loops of parameters and gradients are alike: what an overwritten buffer may get wrong."""
 
 import torch
-from models import Case
+from models import Case, seeded
 from torch import Tensor, nn
 
 
@@ -40,6 +40,6 @@ def awkward() -> Case:
         return nn.Sequential(nn.Linear(8, 8), Scaled(), Mirrored(), Scaled(), Mirrored(), nn.Linear(8, 1))
 
     def batch(seed: int, size: int) -> tuple[Tensor]:
-        return (torch.randn(size, 8, generator=torch.Generator().manual_seed(seed)),)
+        return (torch.randn(size, 8, generator=seeded(seed)),)
 
     return Case(build, batch, lambda model, inputs: model(inputs[0]).square().mean())

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import Case
+from models import Case, seeded
 from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -46,7 +46,7 @@ def as_rank(rank: int, world_size: int) -> Iterator[None]:
 
 def known_tensor(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """The known full tensor that belongs to a name."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
+    generator = seeded(zlib.crc32(f"{name} {seed}".encode()))
     return torch.rand(shape, generator=generator)
 
 

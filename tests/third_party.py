@@ -5,7 +5,7 @@ Nothing is downloaded: weights are drawn. Dropout is off, so that a sharded mode
 
 import torch
 import torch.nn.functional as F
-from models import Case, Inputs, cross_entropy
+from models import Case, Inputs, cross_entropy, seeded
 from torch import Tensor, nn
 
 VOCABULARY, LENGTH, CLASSES = 61, 12, 5
@@ -14,13 +14,9 @@ LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 36, "
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def tokens(seed: int, size: int) -> Inputs:
     """Random tokens, `[size, LENGTH]`."""
-    return (torch.randint(1, VOCABULARY, (size, LENGTH), generator=_generator(seed)),)
+    return (torch.randint(1, VOCABULARY, (size, LENGTH), generator=seeded(seed)),)
 
 
 def padded_tokens(seed: int, size: int) -> Inputs:
@@ -32,19 +28,19 @@ def padded_tokens(seed: int, size: int) -> Inputs:
 
 def next_tokens(seed: int, size: int) -> Inputs:
     """Tokens and those that follow them."""
-    drawn = torch.randint(VOCABULARY, (size, LENGTH + 1), generator=_generator(seed))
+    drawn = torch.randint(VOCABULARY, (size, LENGTH + 1), generator=seeded(seed))
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
 def pictures(seed: int, size: int) -> Inputs:
     """Random pictures, `[size, 3, 16, 16]`, and classes."""
-    drawn = torch.randn(size, 3, 16, 16, generator=_generator(seed))
-    return drawn, torch.randint(CLASSES, (size,), generator=_generator(seed + 1))
+    drawn = torch.randn(size, 3, 16, 16, generator=seeded(seed))
+    return drawn, torch.randint(CLASSES, (size,), generator=seeded(seed + 1))
 
 
 def noise(seed: int, size: int) -> Inputs:
     """Random pictures `[size, 3, 8, 8]`, times, texts `[size, 7, 20]`, and pictures to find."""
-    generator = _generator(seed)
+    generator = seeded(seed)
     x, y = torch.randn(2, size, 3, 8, 8, generator=generator)
     return x, torch.randint(1000, (size,), generator=generator), torch.randn(size, 7, 20, generator=generator), y
 

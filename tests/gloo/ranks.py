@@ -3,6 +3,9 @@
     ranks = Ranks(2, folder)
     ranks.run(function, *args)       [function(0, *args), function(1, *args)], one call in each of two processes
 
+With FSDP_COMPILE_RANKS_ON=cuda the ranks talk by NCCL and make their tensors on GPUs. They share the GPUs that there
+are: NCCL refuses two ranks of one host on one GPU, so each rank that has to share says that it is a host of its own.
+
 Functions, arguments and results travel pickled: functions from the top level of a module, results by value. This module
 imports no torch: a worker sets its environment first.
 """
@@ -26,6 +29,7 @@ from typing import Any, NamedTuple
 LIMIT = 1200.0 if os.environ.get("FSDP_COMPILE_TESTS") == "nightly" else float(os.environ.get("LIMIT", 240))
 # "fork" where torch is imported already and nothing ran a backward: tools/mutate.py saves the seconds of the imports.
 START = os.environ.get("FSDP_COMPILE_RANKS", "spawn")
+ON = os.environ.get("FSDP_COMPILE_RANKS_ON", "cpu")
 GRACE = 10.0  # seconds that the other ranks get when one has failed: they may wait for it in a collective
 
 
@@ -157,7 +161,14 @@ def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str, induct
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    if ON == "cuda":
+        if torch.cuda.device_count() < world_size:
+            os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.set_default_device("cuda")
+    dist.init_process_group(
+        "nccl" if ON == "cuda" else "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
+    )
     while True:
         try:
             call = pipe.recv_bytes()

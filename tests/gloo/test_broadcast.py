@@ -72,7 +72,11 @@ def _sync_deferred(rank: int) -> None:
     model = _of_rank(0)
     if rank > 0:
         model = model.to("meta")
-    fully_shard(model, sync_module_states=True, param_init_fn=lambda m: m.to_empty(device="cpu", recurse=False))
+    fully_shard(
+        model,
+        sync_module_states=True,
+        param_init_fn=lambda m: m.to_empty(device=torch.get_default_device(), recurse=False),
+    )
     _assert_values_of_rank_0(model)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from models import seeded
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
@@ -36,7 +37,7 @@ MAKERS: dict[str, Callable[[Any], Optimizer]] = {
 
 def _model(shapes: list[tuple[int, ...]]) -> nn.Module:
     """An unsharded module with parameters p0, p1, ..., equal on all ranks."""
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     model = nn.Module()
     for i, shape in enumerate(shapes):
         model.register_parameter(f"p{i}", nn.Parameter(torch.randn(shape, generator=generator)))
@@ -62,7 +63,7 @@ def _reference_and_model(shapes: list[tuple[int, ...]]) -> tuple[nn.Module, nn.M
 
 def _set_gradients(models: tuple[nn.Module, ...], seed: int, skip: int | None = None) -> None:
     """The same gradients for all models: sharded ones for sharded parameters, every third as a plain full tensor."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     for i, params in enumerate(zip(*[model.parameters() for model in models], strict=True)):
         full = torch.randn(params[0].shape, generator=generator).to(params[0].dtype)
         for param in params:
@@ -385,7 +386,7 @@ def _sharded_model(rank: int) -> None:
     expected, found = make(reference.parameters()), by_owner(model.parameters(), make)
     world = dist.get_world_size()
     for step in range(4):
-        x = torch.randn(4 * world, 9, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(4 * world, 9, generator=seeded(step))
         reference(x).square().mean().backward()
         model(x.view(world, 4, 9)[rank]).square().mean().backward()
         for optimizer in (expected, found):

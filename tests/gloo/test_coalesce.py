@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from models import seeded
 from torch import Tensor, nn
 
 from bench.link import LINK, start
@@ -43,7 +44,7 @@ def trained(**options: object) -> tuple[Tensor, int, float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for seed in range(3):
         LINK.reset()
-        run(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))).backward()
+        run(torch.randn(8, 16, generator=seeded(seed))).backward()
         optimizer.step()
         optimizer.zero_grad()
     values = torch.cat([parameter.detach().to_local() for parameter in model.parameters()])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS, Case, squared_error, vectors
+from models import MODELS, Case, seeded, squared_error, vectors
 from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
@@ -122,10 +122,10 @@ def _defer(rank: int, how: str, strategy: str) -> None:
 
     def init(module: nn.Module) -> None:
         for tensor in module.parameters(recurse=False):
-            nn.init.trunc_normal_(tensor, std=0.3, generator=torch.Generator().manual_seed(tensor.numel()))
+            nn.init.trunc_normal_(tensor, std=0.3, generator=seeded(tensor.numel()))
 
     def init_deferred(module: nn.Module) -> None:
-        module.to_empty(device="cpu", recurse=False)
+        module.to_empty(device=torch.get_default_device(), recurse=False)
         init(module)
 
     reference.apply(init)

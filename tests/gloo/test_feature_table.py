@@ -194,7 +194,7 @@ def _apart(found: list[Step], expected: list[Step]) -> float:
 
 
 def _relative(found: list[Tensor], expected: list[Tensor]) -> float:
-    one, other = (torch.cat([x.flatten().double() for x in each if x.numel()]) for each in (found, expected))
+    one, other = (torch.cat([x.flatten().double().cpu() for x in each if x.numel()]) for each in (found, expected))
     assert one.shape == other.shape, f"expected {other.numel()} elements, found {one.numel()}"
     return ((one - other).norm() / other.norm()).item()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import seeded
 from torch import nn
 
 from fsdp_compile import compile_step, fully_shard
@@ -67,7 +68,7 @@ def _train(rank: int, names: list[str], by_groups: bool) -> None:
         flat_step(optimizers[1], False)
         schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
         for step in range(6):
-            x = torch.randn(3, 9, generator=torch.Generator().manual_seed(step + 10 * rank))
+            x = torch.randn(3, 9, generator=seeded(step + 10 * rank))
             for model, optimizer, schedule in zip(models, optimizers, schedules, strict=True):
                 optimizer.zero_grad()
                 model(x).square().sum().backward()
@@ -121,7 +122,7 @@ def _take_turns(rank: int, how: str) -> None:
     options: dict[str, Any] = {"backend": "aot_eager", "update_in_backward": how == "in backward"}
     step = compile_step(models[0], optimizers[0], lambda output: output.square().sum(), **options)
     for turn in range(6):
-        x = torch.randn(3, 9, generator=torch.Generator().manual_seed(turn + 10 * rank))
+        x = torch.randn(3, 9, generator=seeded(turn + 10 * rank))
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.zero_grad()
             if turn in (2, 3) and how != "state" and optimizer is optimizers[0]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Case, mlp, squared_error, vectors
+from models import Case, mlp, seeded, squared_error, vectors
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
 
@@ -30,7 +30,7 @@ def _use(rank: int) -> None:
     model = fully_shard(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1)))
     model.register_comm_hook(Float8ErrorFeedback(), float8_reduce_scatter)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(rank)
+    generator = seeded(rank)
     for _ in range(40):
         x = torch.randn(32, 8, generator=generator)
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
@@ -103,7 +103,7 @@ NUMEL = 1003  # no multiple of anything
 
 
 def _gradient(seed: int, rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * seed + rank)
+    generator = seeded(100 * seed + rank)
     return torch.randn(NUMEL, generator=generator) * torch.logspace(-4, 2, NUMEL)
 
 
@@ -194,7 +194,7 @@ def _error(choice: str, optimum: Tensor, mine: Tensor) -> float:
 
 
 def _converge(rank: int) -> None:
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     optimum, offset = torch.randn(NUMEL, generator=generator), 2 + 4 * torch.rand(NUMEL, generator=generator)
     mine = optimum + (offset if rank == 0 else -offset)
     errors = {choice: _error(choice, optimum, mine) for choice in ("float32", "bfloat16", "float8", "float8 alone")}

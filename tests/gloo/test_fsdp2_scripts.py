@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 import torch.nn.functional as F
-from models import GPT, MODELS, VOCABULARY, Block, text
+from models import GPT, MODELS, VOCABULARY, Block, seeded, text
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -120,7 +120,7 @@ def from_meta(fsdp: Any, how: str, folder: Path) -> list[float]:
         for block in model.blocks:
             fsdp.fully_shard(block)
         fsdp.fully_shard(model)
-        model.to_empty(device="cpu")
+        model.to_empty(device=torch.get_default_device())
         model.init_weights()
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
@@ -129,7 +129,7 @@ def from_meta(fsdp: Any, how: str, folder: Path) -> list[float]:
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> None:
         step = run(model, how)
         for index in range(first, first + STEPS // 2):
-            x = torch.randn(4, 13, generator=torch.Generator().manual_seed(10 * index + dist.get_rank()))
+            x = torch.randn(4, 13, generator=seeded(10 * index + dist.get_rank()))
             loss = (step(x) - x[:, :3]).square().mean()
             optimizer.zero_grad()
             loss.backward()

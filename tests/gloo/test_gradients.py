@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS, Case, Residual, squared_error, vectors
+from models import MODELS, Case, Residual, seeded, squared_error, vectors
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -133,7 +133,7 @@ def test_gradients_of_an_example(two: Ranks) -> None:
 def _add_up(rank: int, strategy: str, offload: bool) -> None:
     reference, model = build(MLP), shard(MLP, strategy, cpu_offload=CPUOffload(offload))
     for ours, theirs in _pairs(model, reference):
-        theirs.grad = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(theirs.numel()))
+        theirs.grad = torch.randn(theirs.shape, generator=seeded(theirs.numel()))
         ours.grad = torch.empty_like(ours).copy_(theirs.grad)
     for seed in (1, 2):
         backward(reference, MLP, whole(MLP, seed))

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
-from models import MODELS, Residual
+from models import MODELS, Residual, seeded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -221,7 +221,7 @@ def _lists(_rank: int) -> None:
     fsdp_compile.register_fsdp_forward_method(reference, "encode")  # not sharded: nothing happens
     with pytest.raises(ValueError, match="method_name: _Named has no method 'decipher'"):
         fsdp_compile.register_fsdp_forward_method(model, "decipher")
-    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(4, 7, generator=seeded(1))
     with wire() as sent:
         model(x)
     assert [each.kind for each in sent] == ["gather", "gather"]

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS
+from models import MODELS, seeded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
@@ -239,7 +239,7 @@ def _smallest(rank: int) -> None:
         models, steps = _trained(lambda make=make: Blocks(make), "inductor", {})
         with recorded() as gathers:
             for number in range(3):
-                inputs = torch.randn(4, D, generator=torch.Generator().manual_seed(10 * number + rank))
+                inputs = torch.randn(4, D, generator=seeded(10 * number + rank))
                 with torch.autocast("cpu", torch.bfloat16):
                     assert torch.equal(*[step(inputs, target=inputs) for step in steps])
                 assert_bitwise(*models, f"{make}, step {number}")

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from models import seeded
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
@@ -131,7 +132,7 @@ def _made(kind: str) -> Llama:
 
 
 def _tokens(step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(step)
+    generator = seeded(step)
     return torch.randint(VOCABULARY, (2 * dist.get_world_size(), 9), generator=generator)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS
+from models import MODELS, seeded
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
@@ -70,7 +70,7 @@ def test_other_dtypes_keep_the_mean() -> None:
 
 
 def _compiled_mean(rank: int, compute: torch.dtype, dtype: torch.dtype, hybrid: bool) -> None:
-    grads = torch.randn(2, 64, generator=torch.Generator().manual_seed(rank))
+    grads = torch.randn(2, 64, generator=seeded(rank))
     precision = MixedPrecision(param_dtype=compute, reduce_dtype=dtype)
     with _two_by_two() as groups:
         means = []

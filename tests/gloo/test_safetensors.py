@@ -130,7 +130,7 @@ def _from_meta(rank: int, folder: Path) -> None:
     checkpoint.save_safetensors(_sharded("tied", "FULL_SHARD", 0), folder)
     with torch.device("meta"):
         model = CASES["tied"].build()
-    fully_shard(model, param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False))
+    fully_shard(model, param_init_fn=lambda module: module.to_empty(device=torch.get_default_device(), recurse=False))
     checkpoint.load_safetensors(model, folder)
     expected = build(CASES["tied"]).state_dict()
     for name, tensor in full_parameters(model).items():

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import seeded
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -62,7 +63,7 @@ def shard(plain: Params) -> Params:
 
 
 def give_gradients(plain: Params, sharded: Params, seed: int, scale: float = 1.0) -> None:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     for one, other in zip(plain, sharded, strict=True):
         one.grad = torch.randn(one.shape, generator=generator, dtype=one.dtype) * scale
         other.grad = ShardedTensor(other.spec.local_of(one.grad).clone(), other.spec)
@@ -574,7 +575,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def data_of(rank: int) -> Tensor:
-    return torch.randn(7, 5, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    return torch.randn(7, 5, generator=seeded(rank)).requires_grad_()
 
 
 def _gradients(rank: int) -> None:

@@ -78,7 +78,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert list(found) == list(expected)
     for key, value in expected.items():
         assert type(found[key]) is Tensor and found[key].dtype == value.dtype, key
-        assert torch.equal(found[key], value), key
+        assert torch.equal(found[key].cpu(), value.cpu()), key
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import seeded
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
@@ -60,7 +61,7 @@ def _penalty(rank: int, on_all: bool, policy: Any, dtype: torch.dtype, strategy:
         mixed_precision=MixedPrecision(param_dtype=dtype),
     )
     world = dist.get_world_size()
-    batch = torch.randn(4 * world, 7, generator=torch.Generator().manual_seed(1)).to(dtype)
+    batch = torch.randn(4 * world, 7, generator=seeded(1)).to(dtype)
     expected = torch.stack([reference.to(dtype)(part) for part in batch.chunk(world)])
     expected.mean().backward()
     run = model if how == "eager" else torch.compile(model, backend=how, fullgraph=True)
@@ -187,7 +188,7 @@ def _own_forward(rank: int, how: str, when: str, strategy: str) -> None:
     if when == "after":
         _set_forward(sharded, how)
     world = dist.get_world_size()
-    batch = torch.randn(4 * world, 7, generator=torch.Generator().manual_seed(1))
+    batch = torch.randn(4 * world, 7, generator=seeded(1))
     for _ in range(2):
         reference(batch).float().square().mean().backward()
         sharded(batch.chunk(world)[rank]).float().square().mean().backward()
@@ -232,7 +233,7 @@ def test_refused(two: Ranks) -> None:
 
 def _data_parallel(rank: int) -> None:
     world = dist.get_world_size()
-    batch = torch.randn(4 * world, 7, generator=torch.Generator().manual_seed(1))
+    batch = torch.randn(4 * world, 7, generator=seeded(1))
     reference = _net()
     reference(batch).square().mean().backward()
     for options in ({}, {"init_sync": False}):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from models import seeded
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -112,7 +113,7 @@ def parallelize(model: nn.Module, tp: DeviceMesh) -> None:
 
 
 def batch(index: int) -> Tensor:
-    return torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(index))
+    return torch.randint(32, (2, 8), generator=seeded(index))
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -256,7 +257,7 @@ def _train_experts(rank: int, how: str) -> None:
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (whole, model)]
     run = executor(model, how)
     for step in range(3):
-        inputs = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(step))
+        inputs = torch.randn(4, 6, 16, generator=seeded(step))
         mean = sum(whole(each).square().mean() for each in inputs) / 4
         mean.backward()
         loss = run(inputs[rank]).square().mean()

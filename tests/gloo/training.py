@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def build(case: Case, seed: int = 0) -> nn.Module:
     """The case's model, the same for the same seed."""
     torch.manual_seed(seed)
-    return case.build()
+    return case.build().to(torch.get_default_device())
 
 
 def shard(case: Case, strategy: str = "FULL_SHARD", **options: Any) -> nn.Module:
@@ -133,7 +133,9 @@ def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
         if here is not None:
             # float32 rounds a small element beside large ones, with an error that the large ones set
             atol = 1e-6 * max(1.0, *expected.grad.abs().flatten().tolist())
-            torch.testing.assert_close(local(param.grad), here, rtol=1e-4, atol=atol, msg=_say(f"{name}.grad"))
+            torch.testing.assert_close(
+                local(param.grad), here, rtol=1e-4, atol=atol, check_device=False, msg=_say(f"{name}.grad")
+            )
 
 
 def assert_same_parameters(model: nn.Module, reference: nn.Module, rtol: float = 1e-4, atol: float = 1e-6) -> None:
@@ -141,7 +143,9 @@ def assert_same_parameters(model: nn.Module, reference: nn.Module, rtol: float =
     for name, param, expected in _paired(model, reference):
         here = stored_here(param, expected.detach())
         if here is not None:
-            torch.testing.assert_close(local(param.detach()), here, rtol=rtol, atol=atol, msg=_say(name))
+            torch.testing.assert_close(
+                local(param.detach()), here, rtol=rtol, atol=atol, check_device=False, msg=_say(name)
+            )
 
 
 def assert_bitwise(ours: nn.Module, theirs: nn.Module, when: str) -> None:
@@ -154,7 +158,7 @@ def assert_bitwise(ours: nn.Module, theirs: nn.Module, when: str) -> None:
 
 
 def _assert_equal(one: Tensor, other: Tensor, what: str) -> None:
-    assert torch.equal(one, other), f"{what} differs by {(one - other).abs().sum()}"
+    assert torch.equal(one.cpu(), other.cpu()), f"{what} differs by {(one.cpu() - other.cpu()).abs().sum()}"
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:
