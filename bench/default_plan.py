@@ -3,9 +3,9 @@
 measuring    seconds that ranks measure their link and how fast they compute, at most
 step         ms of forward and backward, planned, by the rule, and by the rule once more: two models of one process
              and a third take turns; medians and the 10th and 90th percentile
-plans        of so many starts with empty caches, each rank's own, while other programs take all cores: in how many
-             all ranks have the same plans
-restarts     of so many more with the caches of the first: how many find their compiled code
+plans        of so many starts, while other programs take all cores: in how many all ranks have the same plans. A rank
+             has caches of its own, empty but for the C++ kernels of the first start
+restarts     of so many more with all caches of the last start: how many find their compiled code
 
 python -m bench default_plan [--ranks 2 4] [--starts 20] [--restarts 10] [--rounds 30]
 """
@@ -15,6 +15,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,8 +100,9 @@ def row(world: int, starts: int, restarts: int, rounds: int) -> dict[str, Any]:
             stack.callback(busy.terminate)
         kept = stack.enter_context(tempfile.TemporaryDirectory())
         for number in range(starts):
-            with tempfile.TemporaryDirectory() as caches:
-                said.append(start(world, caches if number else kept))
+            _forget_all_but_kernels(Path(kept))
+            said.append(start(world, kept))
+            print(f"start {number + 1}: plans {[each['plans'] for each in said[-1]]}"[:90], file=sys.stderr, flush=True)
         for _ in range(restarts):
             found.append(start(world, kept))
     alike = sum(len({each["plans"] for each in ranks}) == 1 and ranks[0]["plans"] is not None for ranks in said)
@@ -107,6 +110,13 @@ def row(world: int, starts: int, restarts: int, rounds: int) -> dict[str, Any]:
     seconds = [each["measuring"] for ranks in (*said, *found) for each in ranks]
     return {"ranks": world, "link": first["link"], "measuring": first["measuring"], "under load": max(seconds),
             "starts": starts, "alike": alike, "restarts": restarts, "hits": hits, "steps": first["steps"]}  # fmt: skip
+
+
+def _forget_all_but_kernels(caches: Path) -> None:
+    """Kernels are in folders of two letters, a rank's graphs and what it measured in others."""
+    for folder in caches.glob("*/*"):
+        if len(folder.name) != 2:
+            shutil.rmtree(folder)
 
 
 def _compute() -> None:
