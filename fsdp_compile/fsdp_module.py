@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +14,16 @@ from fsdp_compile.comm.groups import separate_group
 from fsdp_compile.core.ops import NamedGroup
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharded_rules import multiply
-from fsdp_compile.core.sharded_tensor import ShardedTensor
+from fsdp_compile.core.sharded_tensor import ShardedTensor, gradients
 from fsdp_compile.core.sharding import (
     ModuleSharding,
     clean_names,
     get_parameter,
+    modules_below,
     original_class,
     stored_parameters,
     units_gathered_below,
+    units_gathered_by,
 )
 from fsdp_compile.core.unit import Unit, check_idle
 from fsdp_compile.eager import Runtime, compiled_forward
@@ -231,14 +234,15 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
             ValueError: a forward or backward of this module is under way; or `norm_type` is not above 0.
         """
         _check_root(self, "clip_grad_norm_", RuntimeError)
-        units = units_gathered_below(self)
+        modules = modules_below(self)
+        units = units_gathered_by(modules)
         check_idle(units, "clip_grad_norm_")
         order = float(norm_type)
         if not order > 0:
             raise ValueError(f"norm_type must be a number above 0 or 'inf', not {norm_type!r}")
-        of_modules = [module._parameters.values() for module in self.modules()]  # `parameters()` takes twice as long
-        params = list({id(param): param for params in of_modules for param in params if param is not None}.values())
-        grads = [grad for param in params if (grad := param.grad) is not None]
+        of_modules = chain.from_iterable(stored_parameters(module).values() for module in modules)
+        params = list({id(param): param for param in of_modules if param is not None}.values())
+        grads = gradients(params)
         if not grads:
             warn_caller("clip_grad_norm_: there are no gradients; call it after backward and before zero_grad")
             return torch.zeros((), device=self._fsdp.device)

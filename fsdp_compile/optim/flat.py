@@ -14,9 +14,11 @@
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from fsdp_compile.core.exact_sums import exact_sums, powers_of_norm
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.shard_spec import ShardSpec
 from fsdp_compile.core.sharded_rules import plain
-from fsdp_compile.core.sharded_tensor import FlatGradient, ShardedTensor
+from fsdp_compile.core.sharded_tensor import FlatGradient, ShardedTensor, gradients
 from fsdp_compile.optim._torch import (
     announce_step,
     compile_graph,
@@ -39,6 +41,8 @@ from fsdp_compile.optim._torch import (
 )
 from fsdp_compile.optim.program import NotRecordable, Recorded, UpdateProgram, fused, record
 from fsdp_compile.optim.segments import Segment, Segments, show_segments
+
+_SPECS, _TENSOR_PARALLEL = map(operator.attrgetter, ("specs", "tensor_parallel"))
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, Rprop)
 """Optimizers that update each element by its own gradient and state alone, and keep zeros where all of these are."""
@@ -325,10 +329,10 @@ def gradient_norm(params: Iterable[nn.Parameter], updates: Sequence[FlatUpdate] 
         for gradient in update.gradients:
             add(gradient, update.flat.specs[0])
         covered.update(map(id, update.params))
-    grads = [grad for param in params if id(param) not in covered and (grad := param.grad) is not None]
+    grads = gradients([param for param in params if id(param) not in covered] if covered else params)
     sharded: list[Any] = [grad for grad in grads if type(grad) is ShardedTensor]
     flats = FlatGradient.all_of(sharded)
-    if any(spec.tensor_parallel for flat in flats for spec in flat.specs):
+    if any(map(_TENSOR_PARALLEL, chain.from_iterable(map(_SPECS, flats)))):
         flats = []
     for flat in flats:
         add(flat.grad, flat.specs[0])

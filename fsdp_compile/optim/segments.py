@@ -336,10 +336,11 @@ class Segments:
             return segments
         groups = [group["params"] for group in optimizer.param_groups]
         same = len(groups) == len(segments._params) and all(map(_are_same, groups, segments._params))
-        if segments._moves != moves():
+        if segments._moves != moves():  # else each lies where it lay, in the same shard
             segments._moves = moves()
             same = same and segments._sharded == _number_sharded(groups)
-        if not same or not all(segment.is_current() for segment in segments.all):
+            same = same and all(segment.is_current() for segment in segments.all)
+        if not same:
             segments._divide(groups)
         return segments
 
