@@ -273,7 +273,7 @@ def _memory(device: torch.device) -> str:
     tokens = torch.randint(TOKENS, (MANY, LENGTH)).to(device)
     alone = dist.get_world_size() == 1
     # A named link: what is gathered early, and is alive longer, depends on it. Its seconds do not matter here.
-    planned = {"link": "h100-nvlink", "device": "h100" if device.type == "cuda" else "cpu"}
+    planned: dict[str, Any] = {"link": "h100-nvlink", "device": "h100" if device.type == "cuda" else "cpu"}
     found = []
     for shards in (False, True) if alone else (True,):
         torch.manual_seed(0)
