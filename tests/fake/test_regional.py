@@ -1,5 +1,6 @@
 """Graphs of blocks that are compiled by themselves: one for equal blocks, packed gradients, nothing gathered kept."""
 
+import re
 from typing import Any
 from unittest import mock
 
@@ -176,3 +177,28 @@ def test_autocast_keeps_no_cast_of_parameters() -> None:
         squared_error(compiled_blocks(mlp(blocks=2)), vectors(1, 4)).backward()
     values = [node.meta["val"] for node in saved]
     assert values and not [v for v in values if v.dtype == torch.bfloat16 and v.numel() == 11 * 23]
+
+
+class _TwoNorms(nn.Module):
+    """The gradients of both norms read `x`: loops over one input, which Inductor fuses where it may."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first, self.up = nn.LayerNorm(width), nn.Linear(width, width)
+        self.second, self.down = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.up(self.first(x))
+        return x + self.down(self.second(x))
+
+
+def test_no_reduce_waits_for_the_gradients_of_another_flat_parameter() -> None:
+    """In generated code each reduce starts before backward waits for the next parameters, whatever loops are alike."""
+    model = nn.Sequential(*(_TwoNorms() for _ in range(2)))
+    with mock.patch.object(construct_units, "_worth_a_collective", return_value=40):
+        fully_shard(model, auto_wrap_policy={_TwoNorms})
+    for block in model:
+        block.compile(fullgraph=True)
+    _, backward = programs(lambda: model(torch.ones(8, 16, requires_grad=True)).sum())
+    calls = re.findall(r"fsdp_flat\.(await_gather|start_reduce_)", backward.code)
+    assert calls == ["await_gather", "start_reduce_"] * 2

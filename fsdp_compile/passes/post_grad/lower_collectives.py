@@ -20,6 +20,7 @@ from fsdp_compile.core.ops import (
     AWAIT_GATHER,
     SEND_BUFFER,
     SEND_BUFFER_AS,
+    START_REDUCE_,
     SUM_IN_PAIRS,
     WAIT_COLLECTIVE,
     WAIT_COPY,
@@ -202,7 +203,11 @@ def _lower_wait(full: Any, sent: Any) -> Any:
 
 @register_lowering(AWAIT_GATHER, type_promotion_kind=None)
 def _lower_await(full: Any) -> Any:
+    """Wait after the reduces that have been started: loops of two flat parameters would be fused beyond them."""
     WaitKernel.create_wait(AWAIT_GATHER, full)
+    *before, wait = V.graph.operations
+    started = {each.get_name() for each in before if getattr(each, "op_overload", None) is START_REDUCE_}
+    V.graph.additional_buffer_deps[wait.get_operation_name()].update(started)
     return full
 
 
