@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_compile.config import CompileConfig, StepUpdate, check_type, update_moves
+from fsdp_compile.construct.wrap_policy import repeated_blocks
 from fsdp_compile.core._torch import tree_map
 from fsdp_compile.core.ops import RECORD_TIME
 from fsdp_compile.core.sharding import units_gathered_below
@@ -59,6 +60,7 @@ def compile_step(
     scaler: torch.amp.GradScaler | None = None,
     prefetch: int | Literal["auto"] = "auto",
     update_in_backward: bool = False,
+    regional: bool = False,
     backend: str = "fsdp_compile",
     options: dict[str, Any] | None = None,
 ) -> "CompiledStep":
@@ -86,6 +88,8 @@ def compile_step(
             gradient: gradients of about one unit live at a time, instead of all. The step may take longer. An error in
             backward may come after some updates: see `CompiledStep.__call__`. docs/whole_step.md lists what is updated
             after backward even so.
+        regional: compiles the sharded blocks of the model one by one, and runs what is around them eagerly: compile
+            time does not grow with the number of equal blocks. Communication then follows the eager runtime's rule.
         backend: of `torch.compile`, for a model that is not compiled yet. With "fsdp_compile" the plan knows of the
             update. Updates are fused with "fsdp_compile" and "inductor"; others run the optimizer's own kernels.
         options: of `torch.compile`, likewise; for "fsdp_compile" fields of `CompileConfig`, which override the
@@ -95,7 +99,8 @@ def compile_step(
         TypeError: `model` was not sharded by `fully_shard`, or is inside another sharded module; or an argument has the
             wrong type.
         ValueError: an option, `clip_norm`, `accumulate` or `prefetch` is out of range; or `update_in_backward` is
-            combined with `clip_norm`, `accumulate` or `scaler`, or with an optimizer that is not elementwise.
+            combined with `clip_norm`, `accumulate` or `scaler`, or with an optimizer that is not elementwise; or
+            `regional` is asked for where the model is compiled already, or has no sharded blocks.
     """
     called: Any = getattr(model, "_orig_mod", model)
     sharded = called.sharded_module if isinstance(called, FullyShardedDataParallel) else called
@@ -112,6 +117,7 @@ def compile_step(
     check_type("scaler", scaler, torch.amp.GradScaler | None)
     check_type("prefetch", prefetch, int | str)
     check_type("update_in_backward", update_in_backward, bool)
+    check_type("regional", regional, bool)
     check_type("backend", backend, str | Callable)
     check_type("options", options, dict | None)
     if backend == "fsdp_compile":
@@ -135,16 +141,34 @@ def compile_step(
         unit.set_may_update(update_in_backward)
     run: Any = model
     records = False
-    if called is model and model._compiled_call_impl is None:
-        if backend == "fsdp_compile":
-            default = CompileConfig.from_environment()
-            chosen = {each.name: getattr(default, each.name) for each in fields(CompileConfig)}
-            options = {**chosen, "update": planned, **(options or {})}
-            records = options["record_profile"]
+    compiles = called is model and model._compiled_call_impl is None
+    if compiles and backend == "fsdp_compile":
+        default = CompileConfig.from_environment()
+        chosen = {each.name: getattr(default, each.name) for each in fields(CompileConfig)}
+        options = {**chosen, "update": None if regional else planned, **(options or {})}
+        records = options["record_profile"] and not regional
+    if regional:
+        for block in _blocks(sharded, compiles):
+            block.compile(backend=backend, options=options)
+    elif compiles:
         run = torch.compile(model, backend=backend, options=options)
     first = _PREFETCHED if prefetch == "auto" else prefetch
     step_options = _StepOptions(loss_fn, clip_norm, accumulate, scaler, records)
     return CompiledStep(sharded, run, update, in_backward, NextForward(units, first), step_options)
+
+
+def _blocks(model: FSDPModule, compiles: bool) -> list[nn.Module]:
+    """The repeated blocks of `model` that are sharded and not compiled yet. ValueError if it has none, or `compiles`
+    is False, as the model is compiled as a whole."""
+    if not compiles:
+        raise ValueError("regional: the model is compiled already; pass it as fully_shard returns it")
+    sharded = [block for block in repeated_blocks(model) if isinstance(block, FSDPModule)]
+    if not sharded:
+        raise ValueError(
+            "regional: the model has no repeated blocks that are units; name their class in auto_wrap_policy of "
+            "fully_shard, or leave regional out"
+        )
+    return [block for block in sharded if block._compiled_call_impl is None]
 
 
 def _states(optimizer: Optimizer) -> int:

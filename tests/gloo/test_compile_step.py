@@ -98,6 +98,34 @@ def test_ten_lines(two: Ranks) -> None:
     two.run(_ten_lines)
 
 
+def _regional(rank: int) -> None:
+    accumulating: dict[str, Any] = {"clip_norm": CLIP, "accumulate": 2}
+    scaling = {"scaler": torch.amp.GradScaler("cpu", init_scale=2.0**10)}
+    for name, strategy, options in (
+        ("mlp", "FULL_SHARD", accumulating),
+        ("mlp", "FULL_SHARD", {"update_in_backward": True}),
+        ("tied", "SHARD_GRAD_OP", {"clip_norm": CLIP, **scaling}),
+        ("frozen", "NO_SHARD", {}),
+    ):
+        case, accumulate = MODELS[name], options.get("accumulate", 1)
+        torch._dynamo.reset()
+        models = [shard(case, strategy) for _ in range(2)]
+        optimizers = [adamw(model) for model in models]
+        step = compile_step(models[0], optimizers[0], loss_of, regional=True, backend="aot_eager", **options)
+        loop = Loop(models[1], optimizers[1], options.get("clip_norm"), accumulate, "eager")
+        for number in range(4):
+            inputs, target = batch(case, number, accumulate)
+            with torch._dynamo.config.patch(error_on_recompile=number > 1):
+                assert torch.equal(step(inputs, target=target), loop(inputs, target)), (name, number)
+            assert_bitwise(*models, f"{name}, step {number}")
+        _assert_equal_state(models, optimizers, number)
+
+
+def test_regional(two: Ranks) -> None:
+    """Block by block a step is that of the eager loop, bit for bit, under all strategies; it is compiled once."""
+    two.run(_regional)
+
+
 def _follow(
     rank: int, name: str, backend: str, steps: int, by_groups: bool, how: tuple[str, ...], accumulate: int = 2
 ) -> float:
