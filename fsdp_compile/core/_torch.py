@@ -5,6 +5,7 @@ torch._C._dynamo.eval_frame, torch._dynamo.eval_frame    whether Dynamo is activ
                                                          eval-frame callback, which is None or False when off.
 torch._dynamo.comptime, guards, symbolic_convert         functions that Dynamo calls while it traces, before each run
                                                          (`add_lambda_guard`), with the graph (`add_graph_finalizer`)
+torch._dynamo.compiled_autograd                          whether one of its graphs runs
 torch._dynamo.exc                                        how code that Dynamo traces ends the graph
 torch._dynamo.utils                                      permission for side effects in a checkpointed region, asked for
                                                          by `_disable_side_effect_safety_checks_for_current_subtracer`
@@ -43,6 +44,7 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as backward_ke
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._C._functorch import peek_interpreter_stack as current_transform
+from torch._dynamo import compiled_autograd
 from torch._dynamo.comptime import comptime as while_tracing
 from torch._dynamo.eval_frame import innermost_backend, skip_code
 from torch._dynamo.exc import unimplemented
@@ -265,6 +267,11 @@ def computes_all_gradients(sentinel: Any) -> bool:
     `sentinel`: the node of a leaf that nobody else knows.
     """
     return executes_node(sentinel)
+
+
+def runs_compiled_autograd() -> bool:
+    """Whether the running backward pass is a graph of compiled autograd."""
+    return compiled_autograd.in_compiled_autograd_region
 
 
 def executes_node(node: Any) -> bool:

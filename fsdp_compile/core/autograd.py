@@ -29,6 +29,7 @@ from fsdp_compile.core._torch import (
     computes_all_gradients,
     current_backward,
     never_compile,
+    runs_compiled_autograd,
     step_carried_optimizers,
     without_torch_function,
 )
@@ -356,6 +357,7 @@ class ScatterGradients(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # grad: [shard_numel]
         """The reduced gradient's slice for each parameter; None where there is none."""
         binding: ShardBinding = ctx.binding
+        check_engine(binding.names[0])
         if grad is None:  # nothing was reduced: no_sync
             return (None, None, None, *[None] * len(binding.params))
         check_first_order(binding.names[0], grad)
@@ -393,6 +395,7 @@ class DeferredGradient(torch.autograd.Function):
     @never_compile  # Note [Backward passes within a compiled function]
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         """The reduced gradient of the flat shard, `[shard_numel]`; None if there is none, or `update` has used it."""
+        check_engine(ctx.binding.names[0])
         if grad is None:
             return None, None
         check_first_order(ctx.binding.names[0], grad)
@@ -402,6 +405,18 @@ class DeferredGradient(torch.autograd.Function):
             return reduced, None
         reduction.update(reduced)
         return None, None
+
+
+def check_engine(name: str) -> None:
+    """Raise RuntimeError if compiled autograd runs the backward pass of parameter `name`.
+
+    It calls no callbacks at the end of a backward pass, and its graph would hold neither reduces nor their results.
+    """
+    if runs_compiled_autograd():
+        raise RuntimeError(
+            f"parameter {name}: compiled autograd cannot run the backward of sharded modules; leave "
+            f"torch._dynamo.config.compiled_autograd off: torch.compile compiles their backward without it"
+        )
 
 
 def check_first_order(name: str, grad: Tensor) -> None:

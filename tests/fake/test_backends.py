@@ -9,6 +9,8 @@ import torch
 from compiling import small
 from models import mlp
 from torch import Tensor, nn
+from torch._dynamo.compiled_autograd import _enable
+from torch.distributed.fsdp import ShardingStrategy
 from torch.nn.attention.flex_attention import flex_attention
 
 from fsdp_compile import fully_shard
@@ -21,6 +23,26 @@ def test_without_our_passes_what_is_gathered_stays_and_a_warning_says_so(backend
     order._warn_of_other_backend.cache_clear()
     with pytest.warns(UserWarning, match="stays in memory until backward, and no communication is hidden"):
         torch.compile(fully_shard(mlp()), backend=backend)(torch.randn(2, 7))
+
+
+@pytest.mark.parametrize("how", ["eager", "blocks", "module"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("syncs", [True, False])
+def test_compiled_autograd_is_refused(how: str, strategy: str, syncs: bool) -> None:
+    """Backward raises, also under no_sync, and the next one is as if that step had not been."""
+    torch._dynamo.reset()
+    model: Any = small()
+    fully_shard(model, auto_wrap_policy={nn.Linear}, sharding_strategy=ShardingStrategy[strategy])
+    if how == "blocks":
+        model[0].compile(backend="aot_eager")
+    run = torch.compile(model, backend="aot_eager") if how == "module" else model
+    inputs = torch.randn(2, *[next(iter(model.parameters())).shape[1]])
+    model.set_requires_gradient_sync(syncs)
+    with _enable(torch.compile(backend="eager")), pytest.raises(Exception, match=r"\.weight: compiled autograd cannot"):
+        run(inputs).sum().backward()
+    model.set_requires_gradient_sync(True)
+    run(inputs).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
 
 
 class _Attention(nn.Module):
