@@ -10,6 +10,7 @@ torch._dynamo.exc                                        how code that Dynamo tr
 torch._dynamo.utils                                      permission for side effects in a checkpointed region, asked for
                                                          by `_disable_side_effect_safety_checks_for_current_subtracer`
 torch._C._autograd                                       whether the running backward pass retains its graph
+torch.autograd.graph                                     whether saved tensors may be changed
 torch._C._functorch, torch._functorch.pyfunctorch        the transform of torch.func that runs, and how to leave all
                                                          for a while
 torch._foreach_norm                                      norms of many tensors in one kernel
@@ -267,6 +268,11 @@ def computes_all_gradients(sentinel: Any) -> bool:
     `sentinel`: the node of a leaf that nobody else knows.
     """
     return executes_node(sentinel)
+
+
+def may_change_saved_tensors() -> bool:
+    """Whether the forward that runs is within `torch.autograd.graph.allow_mutation_on_saved_tensors`."""
+    return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
 
 
 def runs_compiled_autograd() -> bool:

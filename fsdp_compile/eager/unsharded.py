@@ -24,6 +24,7 @@ from fsdp_compile.core._torch import (
     current_backward,
     executes_node,
     leaves_of,
+    may_change_saved_tensors,
     never_compile,
     never_trace,
 )
@@ -239,6 +240,12 @@ class UnshardedUnit:
 
     def open(self, reader: Callable[..., Any] | None = None) -> None:
         """Wait for the all-gather and let module code read the parameters, or `reader`, compiled, the flat ones."""
+        if may_change_saved_tensors():
+            raise RuntimeError(
+                f"parameter {self.unit.flats[0].names[0]}: sharded modules cannot run within "
+                f"torch.autograd.graph.allow_mutation_on_saved_tensors: where parameters are gathered again "
+                f"for backward, it would copy what was there before"
+            )
         as_flats = self.as_flats = reader is not None
         self.reader = reader if len(self.buffers) > 1 and not self.of_several else None
         if self.reader is None or self.unit.awaited_by is not reader:

@@ -10,6 +10,7 @@ from compiling import small
 from models import mlp
 from torch import Tensor, nn
 from torch._dynamo.compiled_autograd import _enable
+from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.distributed.fsdp import ShardingStrategy
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -42,6 +43,20 @@ def test_compiled_autograd_is_refused(how: str, strategy: str, syncs: bool) -> N
         run(inputs).sum().backward()
     model.set_requires_gradient_sync(True)
     run(inputs).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.parametrize("how", ["eager", "blocks"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_changes_of_saved_tensors_are_refused(how: str, strategy: str) -> None:
+    """Forward raises within the context that saves what is overwritten, and runs again outside of it."""
+    model: Any = small()
+    fully_shard(model, auto_wrap_policy={nn.Linear}, sharding_strategy=ShardingStrategy[strategy])
+    if how == "blocks":
+        model[0].compile(backend="aot_eager")
+    with allow_mutation_on_saved_tensors(), pytest.raises(RuntimeError, match=r"0\.weight: .* within .*saved_tensors"):
+        model(torch.randn(2, 3))
+    model(torch.randn(2, 3)).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
 
 
