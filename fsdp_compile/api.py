@@ -137,8 +137,9 @@ def fully_shard(
             n, a divisor of the number of ranks that shard, each rank stores an n-th of the parameters between forward
             and backward, and backward gathers within groups of n ranks only; 1 means False, and the number of all ranks
             True. With "auto" a compiled step does not reshard those units whose second all-gather would make it longer,
-            as far as its budget allows (`CompileConfig`); an eager step reshards all. Beside a `sharding_strategy` this
-            argument must say the same; a number or "auto" fits only strategies that free parameters.
+            as far as its budget allows (`CompileConfig`); an eager step reshards all but the last, with which backward
+            begins. Beside a `sharding_strategy` this argument must say the same; a number or "auto" fits only
+            strategies that free parameters.
         auto_wrap_policy: which submodules become units of their own. "auto" chooses the outermost repeated blocks,
             unless submodules are sharded already; if a module around `module` is sharded later, what it chose becomes
             one unit, as in FSDP2. With None `module` is one unit; otherwise a set of module classes, or a

@@ -34,7 +34,9 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup, **options
 
 
 def eager(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
-    return Prepared(model, shard(model, blocks, setup))
+    """The option `auto` keeps the last block unsharded, with which backward begins."""
+    chosen = {"reshard_after_forward": "auto"} if setup.option == "auto" else {}
+    return Prepared(model, shard(model, blocks, setup, **chosen))
 
 
 def by_block(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:

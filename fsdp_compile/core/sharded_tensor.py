@@ -311,11 +311,10 @@ class FlatGradient:
 
         `specs`: of the parameters.
         """
-        grads = gradients(params)  # at every step of an optimizer: the work for each parameter runs in C
-        if len(grads) < len(params):
-            return []
-        flats = FlatGradient.of(grads)
-        return flats if all(map(operator.is_, map(_SPEC, grads), specs)) else []
+        with without_torch_function():
+            grads = list(map(_GRAD, params))
+        flats = FlatGradient.of(grads)  # at every step of an optimizer: the work for each parameter runs in C
+        return flats if flats and all(map(operator.is_, map(_SPEC, grads), specs)) else []
 
     @staticmethod
     def of(grads: Sequence[Tensor]) -> "list[FlatGradient]":

@@ -307,7 +307,8 @@ def _post_forward(module: Any, opened: list[UnshardedUnit], inputs: Any, output:
     _hide(module, opened, completed=True)
     for gathered in opened:
         with profiled("post", gathered.unit.path):
-            gathered.end_forward(inputs, output, keep=module._fsdp.is_root)
+            keep = module._fsdp.is_root or module._fsdp_runtime.begins_backward(gathered)
+            gathered.end_forward(inputs, output, keep)
         if gathered.opaque and gathered.unit.reshard_after_forward is not False and not module._fsdp.is_root:
             warn_caller(
                 f"{original_class(module).__name__} with parameters {', '.join(gathered.unit.names[:2])}, ... returns "

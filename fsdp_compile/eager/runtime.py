@@ -70,6 +70,8 @@ class Runtime:
         self._predicted: Unit | None = None  # what forward prefetch gathers
         self._prefetched_in_backward: weakref.ref[UnshardedUnit] | None = None
         self._last_forward: weakref.ref[UnshardedUnit] | None = None
+        self._last_unit: weakref.ref[Unit] | None = None  # whose forward, its only one, ended just before the root's
+        self._ended: dict[Unit, int] = {}  # how many forwards of each unit have ended in this iteration
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Runtime":
         copied = memo[id(self)] = Runtime(self.settings, self.is_divided)
@@ -128,6 +130,7 @@ class Runtime:
                 unit.hide_unsharded()
         self.shared_in_forward.clear()
         self._last_forward, self.iteration = None, object()
+        self._ended.clear()
         self.forward_order.begin((torch.is_grad_enabled(), module.training))
         if not self._order_is_known:
             self.order.clear()  # of an iteration that failed
@@ -151,6 +154,9 @@ class Runtime:
         if changed:
             raise RuntimeError(changed_in_forward(changed))
         self._order_is_known = bool(self.order)  # not of a forward on one rank, of summoned parameters
+        if self._ended:  # not without gradients
+            last = next(reversed(self._ended))
+            self._last_unit = weakref.ref(last) if self._ended[last] == 1 else None
 
     def end_iteration(self) -> None:
         """End the forward of the root module, which has returned or failed."""
@@ -186,7 +192,7 @@ class Runtime:
         self.reduces_in_flight.clear()
         self.unread.clear()
         self.shared_in_forward.clear()
-        self.iteration = self._predicted = self._prefetched_in_backward = self._last_forward = None
+        self.iteration = self._predicted = self._prefetched_in_backward = self._last_forward = self._last_unit = None
         self._is_compared = self._order_is_known = False
         self.forward_order.forget()
         self.reduces_in_flight.order.forget()
@@ -271,12 +277,26 @@ class Runtime:
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
+    def begins_backward(self, gathered: UnshardedUnit) -> bool:
+        """Whether "auto" keeps what the forward of `gathered` leaves: backward needs it before it could be gathered.
+
+        That is the last unit, as it was in the forward before on all ranks. Backward prefetch would gather it where
+        backward begins, so the highest moment of memory, which is there, is no higher.
+        """
+        return (
+            gathered.unit.reshard_after_forward is None
+            and self.iteration is not None
+            and self._last_unit is not None
+            and self._last_unit() is gathered.unit
+        )
+
     def end_forward(self, gathered: UnshardedUnit) -> None:
         """Record the order in which the forwards of units end: backward reverses it."""
         if torch.is_grad_enabled():
             gathered.prefetch_backward, gathered.previous = self.prefetch_backward, self._last_forward
             gathered.in_root_forward = self.iteration is not None
             self._last_forward = weakref.ref(gathered)
+            self._ended[gathered.unit] = self._ended.pop(gathered.unit, 0) + 1  # the last one last
 
     def _drop_unread(self) -> None:
         while self.unread:  # torch keeps what a collective writes until it was waited for

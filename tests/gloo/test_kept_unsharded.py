@@ -1,12 +1,15 @@
 """Units that are not freed after forward keep their buffers through backward passes that synchronise nothing."""
 
+import warnings
+from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
-from models import Case, squared_error, vectors
+from models import Case, checkpointed, frozen, squared_error, tied_blocks, vectors
 from recording import recorded, unlike_blocks
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_compile.fsdp_module import FSDPModule
 
@@ -207,3 +210,56 @@ def _resharded(rank: int) -> None:
 def test_reshard_frees_what_is_kept(two: Ranks) -> None:
     """reshard() gives back all memory of an idle unit: also what a backward under no_sync left."""
     two.run(_resharded)
+
+
+class _Chosen(nn.Module):
+    """Runs the `chosen` of its blocks, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.chosen = unlike_blocks(), [0, 1, 2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.model.stem(x)
+        for number in self.chosen:
+            x = self.model.blocks[number](x)
+        return self.model.head(x)
+
+
+def _keep_last(rank: int) -> None:
+    case = Case(_Chosen, vectors, squared_error)
+    reference, model = build(case), shard(case, reshard_after_forward="auto")
+    gathered = []
+    for chosen in ([0, 1, 2], [0, 1, 2], [0, 1, 2], [1, 0], [1, 0], [0, 1, 1], [0, 1, 1], [0, 1, 2], [0, 1, 2]):
+        reference.chosen = model.chosen = chosen
+        with recorded(model) as log, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            follow(model, reference, case, steps=1)
+        gathered.append([line.split()[1].removeprefix("model.") for line in log.about("gather")])
+        with torch.no_grad():
+            model(mine(case, 5)[0])
+        assert not any(buffer for unit in units(model) for buffer in unit.awaiting_backward)
+    again = [
+        Counter(names)[f"blocks.{number}"] for names, number in zip(gathered, [2, 2, 2, 0, 0, 1, 1, 2, 2], strict=True)
+    ]
+    assert again == [2, 1, 1, 2, 1, 4, 4, 2, 1], gathered
+
+    for make in (
+        *[partial(checkpointed, how) for how in ("inside", "around", "pair", "reentrant")],
+        frozen,
+        tied_blocks,
+    ):
+        other = Case(make, vectors, squared_error)
+        reference, model = build(other), shard(other, reshard_after_forward="auto")
+        follow(model, reference, other, steps=3)
+        for seed in range(2):
+            with model.no_sync():
+                backward(model, other, mine(other, seed))
+            backward(reference, other, whole(other, seed))
+        follow(model, reference, other, steps=2)
+
+
+def test_auto_keeps_the_unit_with_which_backward_begins(two: Ranks) -> None:
+    """With "auto" an eager forward leaves the unit that ends it, if it did so before and runs once; values are those of
+    an unsharded model, also where the order changes, and with checkpoints, frozen and shared parameters."""
+    two.run(_keep_last)
