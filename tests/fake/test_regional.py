@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor_config
 
-from fsdp_compile import fully_shard
+from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.construct import units as construct_units
 from fsdp_compile.passes._torch import saved_for_backward
 
@@ -202,3 +202,21 @@ def test_no_reduce_waits_for_the_gradients_of_another_flat_parameter() -> None:
     _, backward = programs(lambda: model(torch.ones(8, 16, requires_grad=True)).sum())
     calls = re.findall(r"fsdp_flat\.(await_gather|start_reduce_)", backward.code)
     assert calls == ["await_gather", "start_reduce_"] * 2
+
+
+def test_what_compile_step_cannot_compile_by_block() -> None:
+    """A model that is compiled as a whole, and one without sharded blocks, are refused before anything is compiled."""
+    whole, called = fully_shard(mlp(2)), fully_shard(mlp(2))
+    called.compile(backend="aot_eager")
+    alone = fully_shard(mlp(2), auto_wrap_policy=None)
+    cases = [(torch.compile(whole), "compiled"), (called, "compiled"), (alone, "no repeated blocks that are units")]
+    for model, text in cases:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=f"regional: the model .*{text}"):
+            compile_step(model, optimizer, regional=True)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    compile_step(whole, optimizer, regional=True, backend="aot_eager")
+    before = [block._compiled_call_impl for block in whole.blocks]
+    compile_step(whole, optimizer, regional=True, backend="aot_eager")
+    assert [block._compiled_call_impl for block in whole.blocks] == before and None not in before
+    assert whole._compiled_call_impl is None
