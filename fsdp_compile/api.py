@@ -22,12 +22,11 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
-from fsdp_compile.comm.groups import GroupArgument, divide, resolve_groups
+from fsdp_compile.comm.groups import GroupArgument, check_ranks_of_tree, divide, resolve_groups
 from fsdp_compile.config import AUTO, CompileConfig, check_type
 from fsdp_compile.construct.arguments import (
     asks_same_bits,
     check_one,
-    check_ranks_of_tree,
     given_device,
     mesh_to_shard,
     offload_of,

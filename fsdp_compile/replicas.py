@@ -41,7 +41,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.optim import Optimizer
 
 from fsdp_compile.comm.collectives import broadcast, broadcast_object, is_first
-from fsdp_compile.comm.groups import Groups, divide, place, separate_group
+from fsdp_compile.comm.groups import Groups, check_ranks_of_tree, divide, place, separate_group
 from fsdp_compile.comm.membership import (
     Generation,
     Membership,
@@ -362,11 +362,13 @@ def _check_model(model: nn.Module, mesh: DeviceMesh, optimizers: Iterable[Optimi
 
 def _set_groups(unit: Unit, groups: Groups) -> None:
     """Let `unit` communicate in `groups`, as it did in the process groups before."""
+    if unit.settings.same_bits:
+        check_ranks_of_tree(groups)
     keeps = unit.reshard_after_forward is False
     strategy = ShardingStrategy._HYBRID_SHARD_ZERO2 if keeps else ShardingStrategy.HYBRID_SHARD
     if len(unit.stages) == 2:
         groups = divide(groups, unit.stages[1].size)
-    placement = place(strategy, groups)
+    placement = place(strategy, groups, unit.settings.same_bits)
     unit.set_groups(placement.group, placement.replicate, placement.stages)
     if unit.options.reduce_groups is not None:
         unit.set_options(reduce_groups=tuple(NamedGroup.of(separate_group(stage.name)) for stage in unit.stages))

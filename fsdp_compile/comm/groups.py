@@ -79,6 +79,13 @@ def place(strategy: ShardingStrategy, groups: Groups, same_bits: bool = False) -
     return Placement(groups.shard, groups.shard.size(), reshards, replicate, groups.stages if reshards else None)
 
 
+def check_ranks_of_tree(groups: Groups) -> None:
+    """Raise ValueError unless each group of ranks is a power of two."""
+    for what, size in (("shards", groups.shard.size()), ("replicas", groups.replicas)):
+        if size & (size - 1):
+            raise ValueError(f"reduction_order='tree': {size} {what} are not a power of two; use 1, 2, 4, 8, ... ranks")
+
+
 def resolve_groups(
     mesh: DeviceMesh | None,
     process_group: GroupArgument | None,

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from fsdp_compile.comm.groups import RESHARDING, Groups
+from fsdp_compile.comm.groups import RESHARDING
 from fsdp_compile.config import check_type
 from fsdp_compile.core.settings import PlacementFn, warn_caller
 
@@ -159,13 +159,6 @@ def asks_same_bits(
                 f"divided; use bfloat16 or float32"
             )
     return True
-
-
-def check_ranks_of_tree(groups: Groups) -> None:
-    """Raise ValueError unless each group of ranks is a power of two."""
-    for what, size in (("shards", groups.shard.size()), ("replicas", groups.replicas)):
-        if size & (size - 1):
-            raise ValueError(f"reduction_order='tree': {size} {what} are not a power of two; use 1, 2, 4, 8, ... ranks")
 
 
 def given_device(device_id: int | str | torch.device | None) -> torch.device | None:

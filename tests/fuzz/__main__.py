@@ -74,6 +74,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the next ones follow")
     parser.add_argument("--world", type=int, default=2, choices=(1, 2, 3, 4))
     parser.add_argument("--how", default="eager", choices=sorted(LIMITS))
+    parser.add_argument("--order", default="any", choices=("any", "tree"), help="reduction_order; with tree the bits "
+                        "of one rank are expected")  # fmt: skip
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--write", type=Path, metavar="FILE", help="also write the first failure as a test; later ones "
                         "go to files of the same name with their seeds")  # fmt: skip
@@ -82,7 +84,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         fuzzer = Fuzzer(Path(folder), asked.world, asked.how)
         for seed in range(asked.seed, asked.seed + asked.cases):
-            case = draw(seed, asked.how, asked.world)
+            case = draw(seed, asked.how, asked.world, asked.order)
             failure = fuzzer.failure(case)
             if failure is not None:
                 failures += 1
@@ -101,7 +103,7 @@ def main() -> int:
         fuzzer.ranks.stop()
     seconds = time.monotonic() - begin
     counts = f"{failures} fail, {fuzzer.invalid} invalid, {seconds:.0f} s"
-    print(f"{asked.cases} cases {asked.how} on {asked.world} ranks: {counts}")
+    print(f"{asked.cases} cases {asked.how}, order {asked.order}, on {asked.world} ranks: {counts}")
     return failures > 0
 
 

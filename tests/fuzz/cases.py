@@ -101,6 +101,7 @@ class Case(Printed):
     uneven: bool = False  # batches of another size on each rank
     input_grads: bool = False
     optimizer: str = "sgd"
+    order: str = "any"  # reduction_order
     steps: tuple[Step, ...] = (Step(),)
     caller: str = ""  # what is compiled: "" the model, a "module" that holds it, or a "function" that calls it
     seed: int = 0
@@ -131,9 +132,30 @@ LATER_EDITS = ("deepcopy", "new parameter", "roll back", "thaw")  # drawn with `
 CHANGES = ("mul", "data", "row", "foreach")
 
 
-def draw(seed: int, how: str = "eager", world_size: int = 2) -> Case:
+def draw(seed: int, how: str = "eager", world_size: int = 2, order: str = "any") -> Case:
     """The case of this seed."""
-    return _with_later_draws(_draw(seed, how, world_size), random.Random(f"later {seed}"), how)
+    case = _with_later_draws(_draw(seed, how, world_size), random.Random(f"later {seed}"), how)
+    return case if order == "any" else _in_order(case, how)
+
+
+def _in_order(case: Case, how: str) -> Case:
+    """The case with `reduction_order="tree"`, without what that refuses (docs/reproducibility.md)."""
+    of_accumulation = {(True, True): (False, True), (False, False, True): (False, False, False, True)}
+
+    def of_node(node: Node) -> Node:
+        once = {} if how == "eager" else {"times": 1, "same": -1}  # compiled, a unit runs once
+        checkpoint = "non-reentrant" if node.checkpoint else ""
+        return replace(node, checkpoint=checkpoint, children=tuple(map(of_node, node.children)), **once)
+
+    def of_step(step: Step) -> Step:
+        forwards = {"apart": "two", "crossed": "two"}.get(step.forwards, step.forwards)
+        forwards = "one" if how != "eager" and forwards == "two" else forwards
+        syncs = of_accumulation.get(step.syncs, step.syncs)
+        return replace(step, syncs=syncs, forwards=forwards, keeps_grads=False)
+
+    strategy = "FULL_SHARD" if case.strategy == "NO_SHARD" else case.strategy
+    nodes, steps = tuple(map(of_node, case.nodes)), tuple(map(of_step, case.steps))
+    return replace(case, order="tree", strategy=strategy, nodes=nodes, steps=steps)
 
 
 def _draw(seed: int, how: str, world_size: int) -> Case:

@@ -171,8 +171,9 @@ def _thaw(comparison: "Comparison", when: str) -> None:
 def _interrupt(comparison: "Comparison", when: str) -> None:
     """A step of the sharded model alone in which some function of the package raises, on all ranks the same one."""
     at = random.Random(f"{comparison.case.seed} {when}").randrange(1, 3000)
+    comparison.loss_of_reference(comparison.reference)  # which may be sharded as well, and is not interrupted
     with suppress(Interruption, RuntimeError):
-        interrupted(lambda: comparison.forward_alone().backward(), at)
+        interrupted(lambda: comparison.forward_of_model().backward(), at)
     for optimizer in comparison.optimizers:
         optimizer.zero_grad()
 

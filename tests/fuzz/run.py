@@ -1,4 +1,5 @@
-"""Runs a case on ranks: the sharded model beside an unsharded one that plays all ranks in turn.
+"""Runs a case on ranks: the sharded model beside an unsharded one that plays all ranks in turn. Where a case asks for
+`reduction_order="tree"`, beside one that is sharded over one rank and has all microbatches, whose bits are equal.
 
 mismatch = compare(rank, case, how)      None, or the first difference; a mismatch does not end the steps, so that
                                          ranks stay together and the pool lives on
@@ -39,6 +40,9 @@ class InvalidCase(Exception):
 def compare(rank: int, case: Case, how: str, fsdp2: bool = False) -> str | None:
     """The first difference from the unsharded model, or None, or INVALID. Raises what the sharded model raises."""
     reference, model = build(case), build(case)
+    if case.order == "tree":
+        alone: Any = _shard(case, reference, _alone())
+        reference = alone
     run = _shard_by_fsdp2(case, model) if fsdp2 else _shard(case, model)
     if how != "eager":
         run = torch.compile(_caller(case, model), backend=JointPasses() if how == "joint" else how)
@@ -68,8 +72,11 @@ def attempt(rank: int, case: Case, how: str, fsdp2: bool = False) -> str | None:
 # --- sharding ---------------------------------------------------------------------------------------------------------
 
 
-def _shard(case: Case, model: Model) -> nn.Module:
+def _shard(case: Case, model: Model, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Shard over all ranks as the case says, or over those of `group`."""
     options: dict[str, Any] = {
+        "reduction_order": case.order,
+        "process_group": group,
         "backward_prefetch": getattr(BackwardPrefetch, case.backward_prefetch, None),
         "forward_prefetch": case.forward_prefetch,
         "limit_all_gathers": case.limit_all_gathers,
@@ -77,9 +84,9 @@ def _shard(case: Case, model: Model) -> nn.Module:
         "mixed_precision": _precision(case),
         "sharding_strategy": ShardingStrategy[case.strategy],
     }
-    if case.reshard:
+    if case.reshard and group is None:
         options |= {"reshard_after_forward": case.reshard, "sharding_strategy": None}
-    if case.replicas > 1:
+    if case.replicas > 1 and group is None:
         options |= {"mesh": _mesh(case.replicas), "sharding_strategy": None}
     policies: dict[str, Any] = {"units": None, "none": None, "auto": "auto"}
     if case.wrap == "policy":
@@ -87,6 +94,12 @@ def _shard(case: Case, model: Model) -> nn.Module:
     for module in model.to_shard if case.wrap == "units" else ():
         fully_shard(module, auto_wrap_policy=None, **options)
     return fully_shard(model, auto_wrap_policy=policies[case.wrap], **options)
+
+
+@functools.cache
+def _alone() -> dist.ProcessGroup:
+    """This rank's own group."""
+    return dist.new_subgroups(1)[0]
 
 
 @functools.cache
@@ -131,6 +144,9 @@ class Comparison:
         used |= {getattr(torch, node.dtype) for node in nodes_of(case.nodes) if node.dtype}
         used |= {torch.bfloat16} if case.autocast and how == "inductor" else set()
         self.tolerance = max([AUTOCAST * case.autocast, *(TOLERANCES[dtype] for dtype in used)])
+        self.is_exact = case.order == "tree"
+        if self.is_exact:
+            self.tolerance = 0.0
         self.make_optimizers()
 
     def make_optimizers(self) -> None:
@@ -151,6 +167,22 @@ class Comparison:
         when = f"step {number}"
         if step.before:
             EDITS[step.before](self, f"{when}, {step.before}")
+        expected_losses = self._play_in_order(step, number) if self.is_exact else self._play_and_average(step, number)
+        losses = self._passes(step, number, self.rank, self.model, self.run, self._sync)
+        for found, expected in zip(losses, expected_losses[self.rank], strict=True):
+            self.check(f"{when}: loss or gradient of inputs", found, expected)
+        self.check_gradients(when, self.model, self.reference)
+        if step.clip:
+            norms = [nn.utils.clip_grad_norm_(_parameters_of(m), CLIP) for m in (self.model, self.reference)]
+            self.check(f"{when}: norm of gradients", *norms)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            if not step.keeps_grads:
+                optimizer.zero_grad()
+        self.check_parameters(f"{when}: after the optimizer's step")
+
+    def _play_and_average(self, step: Step, number: int) -> list[list[Tensor]]:
+        """The losses of all ranks, whose mean gradients the reference then has."""
         before = [param.grad for param in self.reference.parameters()]
         expected_losses, grads = [], []
         values = [param.detach().clone() for param in self.reference.parameters()]
@@ -164,19 +196,25 @@ class Comparison:
                 raise InvalidCase(f"the unsharded model raises {type(error).__name__}: {error}") from error
             expected_losses.append(expected)
             grads.append(of_rank)
-        losses = self._passes(step, number, self.rank, self.model, self.run, self._sync)
-        for found, expected in zip(losses, expected_losses[self.rank], strict=True):
-            self.check(f"{when}: loss or gradient of inputs", found, expected)
         self._average(before, grads)
-        self.check_gradients(when, self.model, self.reference)
-        if step.clip:
-            norms = [nn.utils.clip_grad_norm_(_parameters_of(m), CLIP) for m in (self.model, self.reference)]
-            self.check(f"{when}: norm of gradients", _full(norms[0]), norms[1])
-        for optimizer in self.optimizers:
-            optimizer.step()
-            if not step.keeps_grads:
-                optimizer.zero_grad()
-        self.check_parameters(f"{when}: after the optimizer's step")
+        return expected_losses
+
+    def _play_in_order(self, step: Step, number: int) -> list[list[Tensor]]:
+        """The losses of all ranks, whose microbatches the reference, sharded over one rank, takes as its own."""
+        reference: Any = self.reference
+        losses, last = [], self.world_size - 1
+        values = [param.detach().clone() for param in reference.parameters()]
+        for rank in range(self.world_size):
+            with torch.no_grad():
+                for param, value in zip(reference.parameters(), values, strict=True):
+                    param.copy_(value)
+            sync = (
+                (lambda syncs: nullcontext() if syncs else reference.no_sync())
+                if rank == last
+                else (lambda _: reference.no_sync())
+            )
+            losses.append(self._passes(step, number, rank, reference, reference, sync))
+        return losses
 
     def _play(self, step: Step, number: int, rank: int) -> tuple[list[Tensor], list[Tensor | None]]:
         """Losses and gradients of one rank, by the unsharded model."""
@@ -208,6 +246,7 @@ class Comparison:
     ) -> list[Tensor]:
         """Forwards, by `run`, and backwards of one rank's microbatches; losses and the gradients of inputs."""
         play_rank(model, rank)
+        scale = 1 / self.world_size if self.is_exact and model is self.reference else 1.0
         seen: list[Tensor] = []
         for index, syncs in enumerate(step.syncs):
             for module in model.modules():
@@ -215,11 +254,13 @@ class Comparison:
                     module.syncs = syncs
             batches = [self._batch(number, 2 * index + part, rank, model) for part in range(2)]
             with sync(syncs):
-                seen += self._backward(step.forwards, run, *batches)
-            seen += [x.grad.double() for x in batches if x.grad is not None]
+                seen += self._backward(step.forwards, run, *batches, scale)
+            seen += [x.grad.double() / scale for x in batches if x.grad is not None]
         return seen
 
-    def _backward(self, forwards: str, run: Callable[[Tensor], Any], a: Tensor, b: Tensor) -> list[Tensor]:
+    def _backward(
+        self, forwards: str, run: Callable[[Tensor], Any], a: Tensor, b: Tensor, scale: float
+    ) -> list[Tensor]:
         with self.autocast():
             first = loss_of(run(a))
             if forwards == "eval":
@@ -227,10 +268,10 @@ class Comparison:
                     run(b)
             losses = [first, loss_of(run(b))] if forwards in ("two", "apart", "crossed") else [first]
         if forwards == "two":
-            (losses[0] * losses[1] + losses[1]).backward()
+            ((losses[0] * losses[1] + losses[1]) * scale).backward()
         else:
             for loss in reversed(losses) if forwards == "crossed" else losses:
-                loss.backward()
+                (loss * scale).backward()
         return [loss.detach() for loss in losses]
 
     def autocast(self) -> torch.autocast:
@@ -243,7 +284,7 @@ class Comparison:
         generator = torch.Generator().manual_seed(1000 * step + 10 * index + rank)
         size = 2 + rank if self.case.uneven else 2
         x = torch.randn(size, 4, generator=generator, dtype=getattr(torch, self.case.dtype))
-        if model is not self.model and self.case.param_dtype:
+        if model is not self.model and self.case.param_dtype and not self.is_exact:
             x = x.to(getattr(torch, self.case.param_dtype))
         return x.requires_grad_(self.case.input_grads)
 
@@ -270,6 +311,10 @@ class Comparison:
     def forward_alone(self) -> Tensor:
         """The loss of a forward of the sharded model, which the other model can run too."""
         self.loss_of_reference(self.reference)
+        return self.forward_of_model()
+
+    def forward_of_model(self) -> Tensor:
+        """The loss of a forward of the sharded model."""
         with self.autocast():
             return loss_of(self.run(self.example()))
 
@@ -287,7 +332,7 @@ class Comparison:
         """Note the first difference."""
         if self.mismatch is not None:
             return
-        found, expected = found.detach().double(), expected.detach().double()
+        found, expected = (_full(each.detach()).double() for each in (found, expected))
         if found.shape != expected.shape:
             self.mismatch = f"{what}: shape {list(found.shape)}, expected {list(expected.shape)}"
         elif found.numel():
@@ -298,7 +343,7 @@ class Comparison:
     def check_parameters(self, when: str) -> None:
         """Parameters of both models are equal."""
         for name, mine, expected in self._pairs(self.model, self.reference):
-            self.check(f"{when}: {name}", _full(mine), expected)
+            self.check(f"{when}: {name}", mine, expected)
 
     def check_gradients(self, when: str, model: nn.Module, reference: nn.Module) -> None:
         """Gradients are equal. None and zeros may stand for each other; the reference is then given what we have."""
@@ -306,7 +351,7 @@ class Comparison:
             if mine.grad is not None and expected.grad is None:
                 expected.grad = torch.zeros_like(expected)
             zeros = torch.zeros_like(expected)
-            grad = zeros if mine.grad is None else _full(mine.grad)
+            grad = zeros if mine.grad is None else mine.grad
             self.check(f"{when}: gradient of {name}", grad, zeros if expected.grad is None else expected.grad)
             if mine.grad is None:
                 expected.grad = None

@@ -13,7 +13,7 @@ from fuzz.write import write_test
 
 from .ranks import Ranks
 
-FIRST, NEW = 0, 25  # seeds
+FIRST, NEW, SAME_BITS = 0, 20, 5  # seeds
 
 
 def _compare(rank: int, cases: list[tuple[str, Case]], how: str = "eager") -> list[str]:
@@ -27,8 +27,10 @@ def test_corpus(two: Ranks) -> None:
 
 
 def test_drawn_cases(two: Ranks) -> None:
-    """So do random models, options and training loops."""
-    assert two.run(_compare, [(f"seed {seed}", draw(seed)) for seed in range(FIRST, FIRST + NEW)]) == [[], []]
+    """So do random models, options and training loops; with `reduction_order="tree"` as one rank, bit for bit."""
+    cases = [(f"seed {seed}", draw(seed)) for seed in range(FIRST, FIRST + NEW)]
+    cases += [(f"seed {seed}, tree", draw(seed, order="tree")) for seed in range(FIRST + NEW, FIRST + NEW + SAME_BITS)]
+    assert two.run(_compare, cases) == [[], []]
 
 
 @pytest.mark.nightly

@@ -36,7 +36,11 @@ assert len({str(end[1]) for end in ends.values()}) == 1, ends
 
 
 def run(*arguments: str, seconds: float = 200) -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
+    }
     done = subprocess.run(
         [sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=seconds
     )
@@ -68,3 +72,13 @@ def test_other_losses(how: str, victim: str, shard: int, tmp_path: Path) -> None
     said = run(str(tmp_path / "faults.py"), how, victim, str(shard), str(tmp_path / "logs"))
     kept = [name for name in "abcd" if name != victim and (name != "b" or victim != "c")][:2]
     assert said.splitlines()[-1] == " ".join(["ended", *(f"{name}{shard}" for name in kept for shard in range(2))])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("shards", "how"), [("2", "eager"), ("1", "eager"), ("2", "aot_eager")])
+def test_the_same_bits(shards: str, how: str, tmp_path: Path) -> None:
+    """With `reduction_order="tree"` losses and parameters are those of one process that takes all microbatches, while
+    one replica is away, of two ranks or of one, and after another one has joined.
+    """
+    said = run(str(Path(__file__).with_name("same_bits_of_replicas.py")), shards, str(tmp_path / "logs"), how)
+    assert said.endswith("the same bits\n"), said

@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.utils import checkpoint as activations
 
-from fsdp_compile import checkpoint, compile_step, fully_shard
+from fsdp_compile import checkpoint, compile_step, fully_shard, replicas
+from fsdp_compile.comm.groups import Groups
+from fsdp_compile.core.sharding import units_gathered_below
 
 from .ranks import Ranks
 from .same_bits import CASES, MICROBATCHES, OPTIMIZERS, STEPS, first, of_ranks, train, trained
@@ -79,6 +81,14 @@ def _placements(rank: int) -> None:
         ("eager", {"reshard_after_forward": False}),
     ):
         assert trained(CASES["gpt"], None, how, "adamw", **options) == expected, (how, options)
+    # Four replicas of one rank, whose groups are made anew, as when replicas come and go.
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicas", "shards"))
+    torch.manual_seed(0)
+    model = fully_shard(CASES["gpt"].build(), reduction_order="tree", mesh=mesh)
+    for unit in units_gathered_below(model):
+        replicas._set_groups(unit, Groups(mesh.get_group(1), mesh.get_group(0)))
+    seen = train(CASES["gpt"], None, "eager", model, [OPTIMIZERS["adamw"](model.parameters())])
+    assert (model.fingerprint(), seen) == expected[:2]
 
 
 def test_hybrid_and_two_stages(four: Ranks) -> None:
@@ -192,10 +202,14 @@ def test_what_cannot_be_is_refused(two: Ranks) -> None:
 
 
 def _odd_ranks(rank: int) -> None:
-    group = dist.new_group(range(3))
+    group, alone = dist.new_group(range(3)), first(1)
     if rank < 3:
         with pytest.raises(ValueError, match="3 shards are not a power of two"):
             fully_shard(CASES["mlp"].build(), reduction_order="tree", process_group=group)
+        model = fully_shard(CASES["mlp"].build(), reduction_order="tree", process_group=alone)
+        for unit in units_gathered_below(model):
+            with pytest.raises(ValueError, match="3 replicas are not a power of two"):
+                replicas._set_groups(unit, Groups(alone, group))  # as when one of four is lost
 
 
 def test_three_ranks_are_refused(four: Ranks) -> None:
