@@ -37,7 +37,7 @@ untraced: Any = torch.compiler.disable  # a compiled DDP calls these from C++ wh
 class Call:
     """One collective on the link; times in seconds of `LINK.clock()`."""
 
-    kind: str  # all_gather, reduce_scatter, all_reduce, broadcast, scatter or barrier
+    kind: str  # all_gather, reduce_scatter, all_to_all, all_reduce, broadcast, scatter or barrier
     group: str  # the process group's name: one for each mesh axis
     nbytes: int  # that this rank sends, by the ring algorithm; as many are received
     issued: float
@@ -183,7 +183,7 @@ class EmulatedGroup(dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Any:
         """What Inductor's own overlap pass asks for seconds of collectives: it has to compute them by itself."""
-        return SimpleNamespace(supports_time_estimate=False)
+        return SimpleNamespace(supports_time_estimate=False, alltoall_base=self.alltoall_base)
 
     def _set_group_name(self, name: str) -> None: ...
 
@@ -231,6 +231,15 @@ class EmulatedGroup(dist.ProcessGroup):
                 torch.mul(full.reshape(-1)[: out.numel()], self._factor(opts), out=out.view(-1))
 
         return self._issue("reduce_scatter", (self.ranks - 1) * _nbytes(outs), move, outs, fulls)
+
+    @untraced
+    def alltoall_base(self, out: Tensor, full: Tensor, *sizes_and_options: Any) -> Any:
+        """`out` receives from every rank, in slices of equal size, this rank's own."""
+
+        def move() -> None:
+            out.view(self.ranks, -1).copy_(full.view(self.ranks, -1)[:1].expand(self.ranks, -1))
+
+        return self._issue("all_to_all", (self.ranks - 1) * _nbytes([full]) // self.ranks, move, [out], [full])
 
     @untraced
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
