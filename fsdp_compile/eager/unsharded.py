@@ -444,10 +444,9 @@ class UnshardedUnit:
         call_after_backward(self.close, if_failed=self._fail)
         if self.in_root_forward:  # a reentrant checkpoint runs a backward pass within that of the root
             settle_after_backward(self.unit)
-        plan_decides = (
-            self.unit.reshard_after_forward is None
-        )  # in each pass, gathered or kept: one record of the order
-        if self.prefetched or plan_decides or any(buffer.is_free for buffer in self.buffers):
+        # With "auto" the last unit may be kept: recorded all the same, so that each pass has one record of the order.
+        may_be_kept = self.unit.reshard_after_forward is None
+        if self.prefetched or may_be_kept or any(buffer.is_free for buffer in self.buffers):
             self.unit.reduces_in_flight.order.next_in_backward("all-gather", self.unit)
         self.prefetch()
         self.prefetched = False
