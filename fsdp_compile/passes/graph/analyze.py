@@ -8,6 +8,7 @@ in the order in which they stand in the graph. That order is cut into tasks wher
                                                               after its last gradient, before each matrix product
 """
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -157,10 +158,15 @@ def analyze(
                 _task_name(computing[begin:end]),
                 seconds=sum(map(costs.node, computing[begin:end])) if costs else 0.0,
                 memory=max(memory[begin:end]),
-                reads=_touched(reads, units, begin, end),
-                writes=_touched(writes, units, begin, end),
+                reads=tuple(read),
+                writes=tuple(written),
             )
-            for begin, end in pairwise((*cuts, len(computing)))
+            for (begin, end), read, written in zip(
+                pairwise((*cuts, len(computing))),
+                _touched(reads, units, cuts),
+                _touched(writes, units, cuts),
+                strict=True,
+            )
         ),
         backward=cuts.index(backward) if backward < len(computing) else len(tasks),
         units=tuple(
@@ -335,10 +341,14 @@ def _cuts(computing: list[fx.Node], touched: Iterable[list[Span]], backward: int
     return sorted(cut for cut in cuts if cut < len(computing))
 
 
-def _touched(spans: Mapping[str, list[Span]], units: list[str], begin: int, end: int) -> tuple[int, ...]:
-    """Indices of the units with a span that overlaps the positions from `begin` to before `end`."""
-    indexed = [(index, *span) for index, unit in enumerate(units) for span in spans.get(unit, ())]
-    return tuple(index for index, first, last in indexed if first < end and begin <= last)
+def _touched(spans: Mapping[str, list[Span]], units: list[str], cuts: list[int]) -> list[list[int]]:
+    """For each task, which begin at `cuts`, the indices of the units with a span that overlaps it."""
+    touched: list[list[int]] = [[] for _ in cuts]
+    for index, unit in enumerate(units):
+        for first, last in spans.get(unit, ()):
+            for task in touched[max(0, bisect_right(cuts, first) - 1) : bisect_right(cuts, last)]:
+                task.append(index)
+    return touched
 
 
 def _task_name(nodes: list[fx.Node]) -> str:

@@ -73,7 +73,11 @@ def smallest_gather(context: GraphContext) -> None:
     graph = context.graph
     units = _units(graph, context.specs)
     values = ParameterValues(graph, [root for unit in units for root in unit.roots])
-    cuts = {root: _minimum_cut(root, values) for unit in units for root in unit.roots}
+    regions: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node, value in values.values.items():
+        if isinstance(value, Elements):
+            regions[value.root].append(node)
+    cuts = {root: _minimum_cut(root, regions[root], values) for unit in units for root in unit.roots}
     choices = [(unit, items) for unit in units if (items := _choose(unit, cuts, values))]
     if choices:
         local = {node for unit, _ in choices for root in unit.roots for node in cuts[root].local}
@@ -115,14 +119,13 @@ class _Cut(NamedTuple):
     local: list[fx.Node]  # all that is computed on the shard for them
 
 
-def _minimum_cut(root: fx.Node, values: ParameterValues) -> _Cut:
-    """Choose what to gather of one parameter: the fewest bytes; of equal choices the earlier nodes.
+def _minimum_cut(root: fx.Node, region: list[fx.Node], values: ParameterValues) -> _Cut:
+    """Choose what to gather of one parameter, of the nodes `region`: the fewest bytes; of equal choices the earlier.
 
     Each node with elements is an edge of the network whose capacity is its bytes. Edges back without a limit close the
     source's side: what is computed on the shard needs only what is there too. A maximum on that side costs its bytes
     in the all-reduce.
     """
-    region = [node for node, value in values.values.items() if isinstance(value, Elements) and value.root is root]
     members = set(region)
     scales: dict[fx.Node, None] = {}  # that follow from `region`, in an order that is the same everywhere
     work = list(region)

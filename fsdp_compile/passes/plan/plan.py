@@ -137,22 +137,27 @@ def _check_cycles(plan: Plan, held: frozenset[str]) -> None:
             raise PlanError(f"{step}: expected a {expected} after it, found the plan's end")
 
 
-def _open_intervals(workload: Workload, plan: Plan, name: str) -> Iterator[tuple[int, int, int]]:
-    """Where each gather of a unit is issued, waited for, and freed; -1 and above all: outside of the step."""
-    at = [step.at for step in plan.of("gather", "wait", "free") if name in step.units]
-    if name in held_units(workload, plan):
-        at = [-1, -1, *at, len(workload.tasks) + 1]
-    yield from zip(at[::3], at[1::3], at[2::3], strict=True)
+def _open_intervals(workload: Workload, plan: Plan) -> dict[str, list[tuple[int, int, int]]]:
+    """Where each gather of each unit is issued, waited for, and freed; -1 and above all: outside of the step."""
+    held = held_units(workload, plan)
+    at = {unit.name: [-1, -1] if unit.name in held else [] for unit in workload.units}
+    for step in plan.of("gather", "wait", "free"):
+        for name in step.units:
+            at[name].append(step.at)
+    for name in held:
+        at[name].append(len(workload.tasks) + 1)
+    return {name: list(zip(each[::3], each[1::3], each[2::3], strict=True)) for name, each in at.items()}
 
 
 def _check_reads(workload: Workload, plan: Plan) -> None:
+    intervals = _open_intervals(workload, plan)
+    for at, task in enumerate(workload.tasks):
+        for name in (workload.units[index].name for index in task.reads):
+            if not any(wait <= at < free for _, wait, free in intervals[name]):
+                raise PlanError(f"task {at}, {task.name}, reads {name}: expected it gathered, found it freed")
+    check = _check_next_forward if workload.forward else _check_boundary
     for index, unit in enumerate(workload.units):
-        intervals = list(_open_intervals(workload, plan, unit.name))
-        for at, task in enumerate(workload.tasks):
-            if index in task.reads and not any(wait <= at < free for _, wait, free in intervals):
-                raise PlanError(f"task {at}, {task.name}, reads {unit.name}: expected it gathered, found it freed")
-        for gather, _, free in intervals:
-            check = _check_next_forward if workload.forward else _check_boundary
+        for gather, _, free in intervals[unit.name]:
             check(workload, index, gather, free)
 
 

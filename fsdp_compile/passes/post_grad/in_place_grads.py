@@ -13,7 +13,7 @@ In Inductor's IR a pack is a concatenation kernel, and the kernel that computes 
 """
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from math import inf
@@ -145,11 +145,8 @@ def reuse_gathered(context: GraphContext) -> None:
     waits = {nodes.tag_of(gather).unit: next(iter(gather.users)) for gather in nodes.tagged(graph, "gather")}
     for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
         wait = waits.get(nodes.tag_of(pack).unit)
-        if wait is None or not _fits(pack, wait):
-            continue
-        position = {node: index for index, node in enumerate(graph.nodes)}  # the last unit has moved nodes
-        if _in_time(pack, wait, position):
-            _put_in_order(pack, wait, position)
+        if wait is not None and _fits(pack, wait) and _in_time(pack, wait):
+            _put_in_order(pack, wait)
             pack.args = (*pack.args, wait)
 
 
@@ -163,42 +160,45 @@ def _fits(pack: fx.Node, wait: fx.Node) -> bool:
     return only_packed and only_sent and all(reader.op != "output" for reader in nodes.readers(wait)[1])
 
 
-def _in_time(pack: fx.Node, wait: fx.Node, position: Mapping[fx.Node, int]) -> bool:
+def _in_time(pack: fx.Node, wait: fx.Node) -> bool:
     """Whether gradients are computed while the parameters are alive, the last of them about when those go.
 
     Later gradients are better packed into a buffer of their own, which is allocated then. A matrix product before the
     first reader stays there, for the gather to hide behind, and no reduce waits for readers beyond another product.
     """
-    gradients = gradients_of(pack)
-    written = [position[grad] for grad in gradients]
-    read = [position[reader] for reader in nodes.readers(wait)[1]]
-    if not read or min(written) > max(read):
+    gradients, reading = gradients_of(pack), nodes.readers(wait)[1]
+    if not reading or min(gradients) > max(reading):
         return False
-    early = any(nodes.is_product(grad) and position[grad] < min(read) for grad in gradients)
-    between = list(position)[max(written) + 1 : max(read)]
-    return not early and not any(map(nodes.is_product, between))
+    early = any(nodes.is_product(grad) and grad < min(reading) for grad in gradients)
+    node, last = max(gradients), max(reading)
+    while not early and node < last:  # what lies between them
+        node = node.next
+        early = node is not last and nodes.is_product(node)
+    return not early
 
 
-def _put_in_order(pack: fx.Node, wait: fx.Node, position: Mapping[fx.Node, int]) -> None:
+def _put_in_order(pack: fx.Node, wait: fx.Node) -> None:
     """Move every gradient behind the first reader of the parameters, and the last gradient behind the last reader."""
     reading, gradients = nodes.readers(wait)[1], gradients_of(pack)
-    first, last = (choose(reading, key=position.__getitem__) for choose in (min, max))
-    for early in [grad for grad in gradients if position[grad] < position[first]]:
-        first.append(early)
-    gradient = max(gradients, key=position.__getitem__)
-    if position[gradient] < position[last]:
-        last.append(gradient)
-    end = max(position[gradient], position[last])
+    first, last, gradient = min(reading), max(reading), max(gradients)
+    end = max(gradient, last)
     loops = [node for node in reading if nodes.is_pointwise(node)]  # their kernels read the parameters
-    joined = [nodes.derived(node, lambda each: nodes.is_pointwise(each) or nodes.is_view(each)) for node in loops]
-    fused = set(loops).union(*joined)
-    before = [node for node in fused if position[node] <= end]
-    for node in _next_pointwise(sorted(before, key=position.__getitem__), position, end):
+
+    def is_joined(node: fx.Node) -> bool:  # not beyond: the gradient of a residual is added up through all blocks
+        return node <= end and (nodes.is_pointwise(node) or nodes.is_view(node))
+
+    joined = [nodes.derived(node, is_joined) for node in loops]
+    following = _next_pointwise(sorted(node for node in set(loops).union(*joined) if node <= end), end)
+    for early in [grad for grad in gradients if grad < first]:
+        first.append(early)
+    if gradient < last:
+        last.append(gradient)
+    for node in following:
         if gradient not in node.all_input_nodes:
             gradient.prepend(node)
 
 
-def _next_pointwise(before: list[fx.Node], position: Mapping[fx.Node, int], end: int) -> list[fx.Node]:
+def _next_pointwise(before: list[fx.Node], end: fx.Node) -> list[fx.Node]:
     """Find pointwise nodes beyond `end` that read `before`, directly or through views, and need nothing later.
 
     Mostly a sum with the residual's gradient. If it came later, the last result of `before` would take a trip through
@@ -206,13 +206,13 @@ def _next_pointwise(before: list[fx.Node], position: Mapping[fx.Node, int], end:
     """
     following: list[fx.Node] = []
     for node in before:
-        for user in sorted(node.users, key=position.__getitem__):
+        for user in sorted(node.users):
             views = []
-            while nodes.is_view(user) and position[user] > end and len(user.users) == 1:
+            while nodes.is_view(user) and user > end and len(user.users) == 1:
                 views.append(user)
                 user = next(iter(user.users))
-            ready = all(position[each] <= end or each in views for each in user.all_input_nodes)
-            if position[user] > end and nodes.is_pointwise(user) and ready and user not in following:
+            ready = all(each <= end or each in views for each in user.all_input_nodes)
+            if user > end and nodes.is_pointwise(user) and ready and user not in following:
                 following += [*views, user]
     return following
 
