@@ -85,13 +85,18 @@ class UnshardParams(torch.autograd.Function):
             gathered = ctx.gathered()
             if gathered is not None:
                 gathered.gradients_ready()
-            if not ctx.as_flats:
-                return (None, None, *reduce_gradients(ctx.unit, ctx.flats, grads, ctx.streams, ctx.full_precision))
-            reduced = {} if gathered is None else gathered.take_reduced()
-            rest = {flat: grad for flat, grad in zip(ctx.flats, grads, strict=True) if flat not in reduced}
-            others = reduce_packed(ctx.unit, [*rest], reversed(rest.values()), ctx.streams, ctx.full_precision)
-            reduced |= dict(zip(rest, others, strict=True))
-            return (None, None, *map(reduced.__getitem__, ctx.flats))
+            if ctx.as_flats:
+                reduced = {} if gathered is None else gathered.take_reduced()
+                rest = {flat: grad for flat, grad in zip(ctx.flats, grads, strict=True) if flat not in reduced}
+                others = reduce_packed(ctx.unit, [*rest], reversed(rest.values()), ctx.streams, ctx.full_precision)
+                reduced |= dict(zip(rest, others, strict=True))
+                shard_grads = [reduced[flat] for flat in ctx.flats]
+            else:
+                shard_grads = reduce_gradients(ctx.unit, ctx.flats, grads, ctx.streams, ctx.full_precision)
+            if torch.is_anomaly_check_nan_enabled():  # autograd reads them at once
+                for flat in ctx.flats:
+                    flat.reduction.wait_on_host()
+            return (None, None, *shard_grads)
 
 
 # Note [Graphs that wait for gathers]

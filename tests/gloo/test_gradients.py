@@ -1,6 +1,7 @@
 """What stands in `.grad` when: for used, unused and frozen parameters, and what cannot be added to."""
 
 from functools import partial
+from time import sleep
 from typing import Any
 from unittest import mock
 
@@ -37,6 +38,32 @@ from .training import (
 MLP = MODELS["mlp"]
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+# --- in flight --------------------------------------------------------------------------------------------------------
+
+
+def _detect_anomaly(rank: int, strategy: str, blocks: bool) -> None:
+    model = shard(MODELS["gpt"], strategy)
+    if blocks:
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    for block in model.blocks:  # the reduces of rank 0 are in flight for a while
+        block.register_forward_hook(lambda *args: args[-1].register_hook(lambda grad: sleep(0.03 * rank)) and None)
+    torch.use_deterministic_algorithms(True)  # memory that nothing was written to is NaN
+    try:
+        for _ in range(2):
+            with torch.autograd.detect_anomaly():
+                backward(model, MODELS["gpt"], mine(MODELS["gpt"], 1))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly")
+def test_detect_anomaly_waits_for_what_it_reads(two: Ranks) -> None:
+    """It looks for NaN in gradients that are being reduced, which have no values yet."""
+    for strategy, blocks in (("FULL_SHARD", False), ("FULL_SHARD", True), ("NO_SHARD", False)):
+        two.run(_detect_anomaly, strategy, blocks)
 
 
 # --- which parameters have one ----------------------------------------------------------------------------------------
