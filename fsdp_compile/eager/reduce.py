@@ -29,7 +29,7 @@ from fsdp_compile.core._torch import (
     fp16_compress_hook,
     reduce_scatter_hook,
 )
-from fsdp_compile.core.autograd import check_engine, check_first_order
+from fsdp_compile.core.autograd import check_first_order
 from fsdp_compile.core.flat_collectives import dividing, start_average
 from fsdp_compile.core.flat_param import FlatParam, find_flat_param
 from fsdp_compile.core.unit import Unit, unit_of
@@ -102,7 +102,6 @@ def reduce_packed(
     `packed` begins with those of the last one of `flats`, as a graph does that starts reduces itself: ranks may differ
     in what they have compiled.
     """
-    check_engine(flats[0].names[0])
     shard_grads = []
     for flat, grads in zip(reversed(flats), packed, strict=True):
         dtype = unit.sent_dtype(flat, full_precision)

@@ -28,6 +28,7 @@ from fsdp_compile.core._torch import (
     never_compile,
     never_trace,
 )
+from fsdp_compile.core.autograd import check_engine
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import alias, inner_tensors
 from fsdp_compile.core.unit import Phase, Unit
@@ -81,6 +82,7 @@ class UnshardParams(torch.autograd.Function):
     @never_compile
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # as the results of forward
         """Return the gradients of the shards, 1-D `[shard_numel]`, being reduced."""
+        check_engine(ctx.flats[0].names[0])
         with collectives.profiled("post", ctx.unit.path):
             gathered = ctx.gathered()
             if gathered is not None:
