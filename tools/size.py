@@ -20,20 +20,20 @@ PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 FILES = 129
 BUDGET = {
-    PACKAGE: 32_786,
-    f"{PACKAGE}/*.py": 3_950,
-    f"{PACKAGE}/core": 5_289,
-    f"{PACKAGE}/comm": 1_693,
-    f"{PACKAGE}/construct": 1_261,
-    f"{PACKAGE}/eager": 3_674,
-    f"{PACKAGE}/optim": 1_652,
-    f"{PACKAGE}/passes": 8_477,
+    PACKAGE: 32_996,
+    f"{PACKAGE}/*.py": 3_986,
+    f"{PACKAGE}/core": 5_386,
+    f"{PACKAGE}/comm": 1_700,
+    f"{PACKAGE}/construct": 1_256,
+    f"{PACKAGE}/eager": 3_716,
+    f"{PACKAGE}/optim": 1_659,
+    f"{PACKAGE}/passes": 8_500,
     f"{PACKAGE}/state_dict": 1_201,
     f"{PACKAGE}/checkpoint": 1_671,
-    f"{PACKAGE}/explain": 2_593,
+    f"{PACKAGE}/explain": 2_588,
     f"{PACKAGE}/compare": 962,
     f"{PACKAGE}/integrations": 371,
-    "bench": 5_521,
+    "bench": 5_642,
 }
 """Lines of a folder with all that lies below it; `*.py` is what lies in no folder.
 
