@@ -145,7 +145,8 @@ def _in_order(case: Case, how: str) -> Case:
     def of_node(node: Node) -> Node:
         once = {} if how == "eager" else {"times": 1, "same": -1}  # compiled, a unit runs once
         checkpoint = "non-reentrant" if node.checkpoint else ""
-        return replace(node, checkpoint=checkpoint, children=tuple(map(of_node, node.children)), **once)
+        kind = "mlp" if node.kind == "experts" and how != "eager" else node.kind  # those have a formula for each
+        return replace(node, kind=kind, checkpoint=checkpoint, children=tuple(map(of_node, node.children)), **once)
 
     def of_step(step: Step) -> Step:
         forwards = {"apart": "two", "crossed": "two"}.get(step.forwards, step.forwards)
