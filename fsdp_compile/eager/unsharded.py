@@ -95,7 +95,7 @@ class UnshardParams(torch.autograd.Function):
                 shard_grads = [reduced[flat] for flat in ctx.flats]
             else:
                 shard_grads = reduce_gradients(ctx.unit, ctx.flats, grads, ctx.streams, ctx.full_precision)
-            if torch.is_anomaly_check_nan_enabled():  # autograd reads them at once
+            if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():  # autograd reads them at once
                 for flat in ctx.flats:
                     flat.reduction.wait_on_host()
             return (None, None, *shard_grads)
