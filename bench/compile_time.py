@@ -152,21 +152,23 @@ def measure_passes(layers: int) -> Figures:
 
         return replace(each, run=run, version="timed")
 
-    def only_passes(gm: torch.fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        with V.set_fake_mode(torch._inductor.compile_fx.fake_tensor_prop(gm, inputs)), torch.no_grad():  # type: ignore[arg-type]
+    compiler: Any = torch._inductor.compile_fx  # its types are narrower than what it takes
+
+    def only_passes(gm: Any, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        with V.set_fake_mode(compiler.fake_tensor_prop(gm, inputs)), torch.no_grad():
             view_to_reshape(gm)
             post_grad_passes(gm, False)
-        values = [out.meta["val"] if isinstance(out, torch.fx.Node) else out for out in gm.graph.output_node().args[0]]  # type: ignore[union-attr]
+        values = [out.meta["val"] if isinstance(out, torch.fx.Node) else out for out in gm.graph.output_node().args[0]]
 
         def run(_: list[Any]) -> list[Any]:
             return [torch.empty(v.shape, dtype=v.dtype) if isinstance(v, torch.Tensor) else v for v in values]
 
-        run._boxed_call = True  # type: ignore[attr-defined]
+        setattr(run, "_boxed_call", True)  # noqa: B010  (a function has no such attribute, for mypy)
         return run
 
-    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         patches = {**switched_off(), **pipelines(config_of({"link": "h100-ib400"}), tuple(map(timed, PASSES)))}
-        return torch._inductor.compile_fx.compile_fx(gm, inputs, inner_compile=only_passes, config_patches=patches)  # type: ignore[arg-type,return-value]
+        return compiler.compile_fx(gm, inputs, inner_compile=only_passes, config_patches=patches)
 
     tokens = torch.zeros(1, 4, dtype=torch.long)
     torch.compile(build(layers, True), backend=backend, fullgraph=True)(tokens, tokens).backward()
@@ -185,9 +187,8 @@ def show_passes(depths: list[int]) -> None:
         exponent = statistics.linear_regression(list(map(math.log, depths)), list(map(math.log, row))).slope
         print(f"{name:30}" + "".join(f"{value:9.4f}" for value in row) + f"{exponent:10.2f}")
     for layers in depths:
-        whole = cold(layers, "unsharded")["all"]
-        print(f"{layers} blocks: passes {found[layers]['all']:.2f} s, unsharded {whole:.1f} s: "
-              f"{found[layers]['all'] / whole:.1%}", flush=True)  # fmt: skip
+        ours, whole = found[layers]["all"], cold(layers, "unsharded")["all"]
+        print(f"{layers} blocks: passes {ours:.2f} s, unsharded {whole:.1f} s: {ours / whole:.1%}", flush=True)
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------
@@ -255,7 +256,7 @@ def show_ranks(layers: int, rows: dict[str, Figures]) -> None:
 def main() -> None:
     """Print a table and write `bench/results/compile_time.json`."""
     arguments = parser(__doc__)
-    arguments.add_argument("--layers", "--depths", type=int, nargs="+", default=[12, 24])
+    arguments.add_argument("--layers", type=int, nargs="+", default=[12, 24])
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS[:4])
     arguments.add_argument("--passes", action="store_true", help="measure our passes, and write nothing")
@@ -272,8 +273,7 @@ def main() -> None:
     elif args.passes:
         show_passes(args.layers)
     elif args.rank:
-        *numbers, folder = args.rank
-        print(json.dumps(measure_rank(*map(int, numbers), folder)))
+        print(json.dumps(measure_rank(*map(int, args.rank[:-1]), args.rank[-1])))
     elif args.ranks:
         for layers in args.layers:
             show_ranks(layers, compare_ranks(layers, args.ranks, args.shard))

@@ -102,7 +102,7 @@ def row(world: int, starts: int, restarts: int, rounds: int) -> dict[str, Any]:
         for number in range(starts):
             _forget_all_but_kernels(Path(kept))
             said.append(start(world, kept))
-            print(f"start {number + 1}: plans {[each['plans'] for each in said[-1]]}"[:90], file=sys.stderr, flush=True)
+            print(f"start {number + 1}: {len({each['plans'] for each in said[-1]})} plans", file=sys.stderr, flush=True)
         for _ in range(restarts):
             found.append(start(world, kept))
     alike = sum(len({each["plans"] for each in ranks}) == 1 and ranks[0]["plans"] is not None for ranks in said)
