@@ -63,7 +63,7 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.runtime.cache_dir_utils import cache_dir
-from torch._inductor.scheduler import refresh_group_node_dependencies
+from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode, refresh_group_node_dependencies
 from torch._inductor.virtualized import V as _V
 from torch._inductor.virtualized import ops as _ops
 from torch._ops import OpOverload
@@ -199,6 +199,27 @@ def _restore(node: Any) -> bool:
     weak = OrderedSet(WeakDep(buffer, name, is_fake=True) for buffer in V.graph.additional_buffer_deps.get(name, ()))
     node.set_read_writes(reads.with_read(strong | weak).rename(node.mutation_renames))
     return True
+
+
+def join_sums(nodes: list[Any]) -> list[Any]:
+    """Move each reduction of the CPU up behind the first loop after which it can run: loops in a row are one kernel.
+
+    Only where results take at most half of what they are computed from: the sooner, the less memory is held.
+    """
+    joined: list[Any] = []
+    for node in nodes:
+        at = len(joined)
+        if _is_cpu_loop(node) and 2 * node.get_write_buffer_sizes() <= node.get_read_buffer_sizes():
+            made_by = {name: index for index, each in enumerate(joined) for name in each.get_buffer_names()}
+            first = 1 + max((made_by.get(dep.name, -1) for dep in node.unmet_dependencies), default=-1)
+            at = next((index for index in range(max(first, 1), at) if _is_cpu_loop(joined[index - 1])), at)
+        joined.insert(at, node)
+    return joined
+
+
+def _is_cpu_loop(node: Any) -> bool:
+    is_loop = isinstance(node, SchedulerNode | FusedSchedulerNode) and not node.is_template()
+    return is_loop and node.get_device().type == "cpu"
 
 
 def direction() -> str:

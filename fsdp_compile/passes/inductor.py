@@ -361,14 +361,14 @@ class Pipeline(CustomGraphPass):
 
 
 class AfterFusion(CustomSchedulerPass):
-    """Runs `wait_before_loops` on the scheduler's nodes, after `previous`, which was registered before us."""
+    """Runs `after_fusion` on the scheduler's nodes, after `previous`, which was registered before us."""
 
     def __init__(self, previous: Any = None) -> None:
         self.previous = previous
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         """Return the nodes sorted by their dependencies."""
-        return lower_collectives.wait_before_loops(self.previous(nodes) if self.previous is not None else nodes)
+        return lower_collectives.after_fusion(self.previous(nodes) if self.previous is not None else nodes)
 
     def uuid(self) -> Any | None:
         """Return this pass's part of the caches' key; None, which switches them off, if `previous` has none."""

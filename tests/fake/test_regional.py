@@ -133,12 +133,15 @@ return [pack_root, addmm_default]""",
 
 
 def test_products_write_into_the_packed_gradient() -> None:
-    """In the generated code both weights' gradients are computed in place, in one buffer that the graph returns."""
+    """In the generated code both weights' gradients are computed in place, in one buffer that the graph returns; those
+    of biases in the one kernel that also computes the loop before.
+    """
     model = compiled_blocks(mlp(blocks=2))
     _, backward = programs(lambda: squared_error(model, vectors(1, 4)))
     targets = [backward.memory(s.out) for s in backward.steps if s.is_product and s.out in backward.alias_of]
     assert len(targets) == 2 and len(set(targets)) == 1
     assert f"return ({targets[0]}," in backward.code
+    assert len(re.findall(r"^ +cpp_fused\w+\(", backward.code, re.MULTILINE)) == 1
 
 
 class _Sum(nn.Module):

@@ -25,7 +25,7 @@ from fsdp_compile.core.ops import (
     WAIT_COLLECTIVE,
     WAIT_COPY,
 )
-from fsdp_compile.passes._torch import V, WaitKernel, ir, register_lowering, restore_dependencies
+from fsdp_compile.passes._torch import V, WaitKernel, ir, join_sums, register_lowering, restore_dependencies
 from fsdp_compile.passes.graph.analyze import can_coalesce
 from fsdp_compile.passes.graph.nodes import CAST, set_tag, tag_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext
@@ -230,6 +230,11 @@ def _lower_wait_copy(copy: Any, source: Any) -> Any:
 # the wait, and compute from memory that no collective has filled.
 
 
-def wait_before_loops(nodes: list[Any]) -> list[Any]:
-    """Return fused nodes of the scheduler, each after all that it waits for (Note [Loops that forget the wait])."""
-    return restore_dependencies(nodes) if any(isinstance(each, WaitKernel) for each in V.graph.operations) else nodes
+def after_fusion(nodes: list[Any]) -> list[Any]:
+    """Return fused nodes of the scheduler, each after all that it waits for (Note [Loops that forget the wait]).
+
+    In a block's backward, which waits for nothing, the sums among its packed gradients join the loops before them.
+    """
+    if any(isinstance(each, WaitKernel) for each in V.graph.operations):
+        return restore_dependencies(nodes)
+    return join_sums(nodes) if tagged(V.graph.graph, "pack") else nodes
