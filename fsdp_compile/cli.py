@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+            warnings.showwarning = _show
             return args.run(args) or 0
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         return 0
@@ -314,16 +314,14 @@ def _add_convert(add: Add) -> None:
 
 
 def _refuse(error: Exception, status: int) -> int:
-    from fsdp_compile.checkpoint.untrusted import printable
-
-    print(f"fsdp-compile: error: {printable(str(error))}", file=sys.stderr)
+    _show(error, kind="error")
     return status
 
 
-def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+def _show(message: object, *_: object, kind: str = "warning", **__: object) -> None:
     from fsdp_compile.checkpoint.untrusted import printable
 
-    print(f"fsdp-compile: warning: {printable(str(message))}", file=sys.stderr)
+    print(f"fsdp-compile: {kind}: {printable(str(message))}", file=sys.stderr)
 
 
 # Options by the fields of `Setting`; those that were not given keep the field's default.
@@ -342,8 +340,7 @@ def run_explain(args: argparse.Namespace) -> None:
     if args.factory is None:
         raise ValueError("FILE.py:FUNCTION: name the file and the function that makes the model")
     make_model, example_inputs = load_factory(args.factory)
-    for path in (args.json, args.html, args.trace):
-        _check_folder(path)
+    _check_folders(args.json, args.html, args.trace)
     from fsdp_compile.api import explain
 
     settings = {"world_size": 8, **given, "hardware": args.hardware, "calibration": args.calibration}
@@ -351,29 +348,32 @@ def run_explain(args: argparse.Namespace) -> None:
     printed = args.json == STANDARD_OUTPUT
     print(report.to_json() if printed else report, end="")
     written = {None if printed else args.json: report.to_json, args.html: report.to_html, args.trace: report.to_trace}
-    for path, render in written.items():
+    _write(written, says=not printed)
+
+
+def _check_folders(*paths: Path | None) -> None:
+    for path in filter(None, paths):
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"{path}: expected its folder to exist, found none")
+        if path.is_dir():
+            raise ValueError(f"{path}: expected the name of a file, found a folder")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"{path}: expected a place that can be written to, found one that cannot")
+
+
+def _write(files: dict[Path | None, Callable[[], str]], says: bool = True) -> None:
+    """Write what was asked for, and say so."""
+    for path, render in files.items():
         if path is not None:
             path.write_text(render(), encoding="utf-8")
-            if not printed:
+            if says:
                 print(f"wrote {path}")
-
-
-def _check_folder(path: Path | None) -> None:
-    if path is None:
-        return
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path}: expected its folder to exist, found none")
-    if path.is_dir():
-        raise ValueError(f"{path}: expected the name of a file, found a folder")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{path}: expected a place that can be written to, found one that cannot")
 
 
 def run_compare(args: argparse.Namespace) -> int:
     """Print and write what each system makes of the model; 1 if none could."""
     make, example_inputs = load_factory(args.factory)
-    for path in (args.json, args.html, args.svg):
-        _check_folder(path)
+    _check_folders(args.json, args.html, args.svg)
     import torch
 
     from fsdp_compile.compare.rounds import compare, launch
@@ -396,10 +396,7 @@ def run_compare(args: argparse.Namespace) -> int:
                     steps=args.steps, rounds=args.rounds, hardware=hardware)  # fmt: skip
     if launched.speaks:
         print(found, end="")
-        for path, render in ((args.json, found.to_json), (args.html, found.to_html), (args.svg, found.to_svg)):
-            if path is not None:
-                path.write_text(render(), encoding="utf-8")
-                print(f"wrote {path}")
+        _write({args.json: found.to_json, args.html: found.to_html, args.svg: found.to_svg})
     return 0 if found.ran else 1
 
 
@@ -411,8 +408,12 @@ def load_factory(text: str) -> tuple[Callable[[], Any], Callable[..., Sequence[A
         ValueError: the text has another form, the file raises an error, or does not define the function.
     """
     make, inputs = load_functions(text)
-    if inputs is not None and not _takes(inputs, 2):
-        raise ValueError(f"{text}: expected a function example_inputs(batch, sequence) beside it, found {inputs!r}")
+    try:
+        if inputs is not None:
+            inspect.signature(inputs).bind(1, 1)
+    except (TypeError, ValueError):
+        expected = "a function example_inputs(batch, sequence) beside it"
+        raise ValueError(f"{text}: expected {expected}, found {inputs!r}") from None
     return make, inputs
 
 
@@ -422,17 +423,13 @@ def load_functions(text: str) -> tuple[Callable[[], Any], Callable[..., Any] | N
     if not colon or not name.isidentifier():
         raise ValueError(f"FILE.py:FUNCTION: expected a file, a colon and the name of a function, found {text!r}")
     names = run_file(Path(path))
+    return _function(names, name, path), names.get("example_inputs")
+
+
+def _function(names: dict[str, Any], name: str, path: str | Path) -> Callable[..., Any]:
     if not callable(names.get(name)):
         raise ValueError(f"{path}: expected a function {name}() without arguments, found none")
-    return names[name], names.get("example_inputs")
-
-
-def _takes(function: Any, arguments: int) -> bool:
-    try:
-        inspect.signature(function).bind(*range(arguments))
-    except (TypeError, ValueError):
-        return False
-    return True
+    return names[name]
 
 
 def run_file(path: Path) -> dict[str, Any]:
@@ -466,16 +463,12 @@ def run_plan(args: argparse.Namespace) -> None:
     from fsdp_compile.api import explain_plan
 
     names = run_file(args.file)
-    for name in ("make_model", "example_inputs"):
-        if not callable(names.get(name)):
-            raise ValueError(f"{args.file}: expected a function {name}() without arguments, found none")
+    make_model, example_inputs = (_function(names, name, args.file) for name in ("make_model", "example_inputs"))
     options = ("link", "world_size", "device", "budget", "activations", "optimizer", "clip")
     chosen = {option: getattr(args, option) for option in options}
-    report = explain_plan(names["make_model"], names["example_inputs"](), **chosen)
+    report = explain_plan(make_model, example_inputs(), **chosen)
     print(report, end="")
-    if args.trace:
-        args.trace.write_text(report.to_trace())
-        print(f"wrote {args.trace}")
+    _write({args.trace: report.to_trace})
 
 
 def run_calibrate(args: argparse.Namespace) -> None:
@@ -484,13 +477,12 @@ def run_calibrate(args: argparse.Namespace) -> None:
     from fsdp_compile.explain.calibrate import calibrate
     from fsdp_compile.passes.cost.hardware import to_json
 
-    _check_folder(args.out)
+    _check_folders(args.out)
     made, rank = calibrate(args.device, args.hardware, args.seconds, fully_shard)
     if args.name is not None:
         made = replace(made, name=args.name)
     if rank == 0:
-        args.out.write_text(to_json(made), encoding="utf-8")
-        print(f"wrote {args.out}")
+        _write({args.out: lambda: to_json(made)})
         for name, value, unit, source in made.figures():
             if source.origin in ("measured", "fitted"):
                 print(f"  {name:22} {value:12.4g} {unit:9} {source.origin}")
@@ -581,8 +573,7 @@ def _selfcheck(args: argparse.Namespace) -> int:
 
     from fsdp_compile.selfcheck import process_group, selfcheck
 
-    for path in (args.json, args.html):
-        _check_folder(path)
+    _check_folders(args.json, args.html)
     kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
@@ -591,9 +582,7 @@ def _selfcheck(args: argparse.Namespace) -> int:
         report = selfcheck(device)
         if dist.get_rank() == 0:
             print(report)
-            for path, render in {args.json: report.to_json, args.html: report.to_html}.items():
-                if path is not None:
-                    path.write_text(render(), encoding="utf-8")
+            _write({args.json: report.to_json, args.html: report.to_html}, says=False)
     return 0 if report.holds else 1
 
 

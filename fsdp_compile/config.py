@@ -211,8 +211,8 @@ def _parse(name: str, variable: str) -> Any:
         raise ValueError(f"{variable} must be a number, not {os.environ[variable]!r}") from None
 
 
-def path_in(folder: pathlib.Path, name: str) -> pathlib.Path:
-    """The path of `name` in `folder`; it need not exist. ValueError if it lies outside or is neither file nor folder.
+def path_in(folder: pathlib.Path, name: str, error: type[Exception] = ValueError) -> pathlib.Path:
+    """The path of `name` in `folder`; it need not exist. `error` if it lies outside or is neither file nor folder.
 
     Links may lead to the folder itself, or from a snapshot in Hugging Face's cache to its `blobs`.
     """
@@ -220,22 +220,22 @@ def path_in(folder: pathlib.Path, name: str) -> pathlib.Path:
     try:
         target = path.resolve()
         is_other = target.exists() and not (target.is_file() or target.is_dir())
-    except (OSError, RuntimeError) as error:  # a circle of links, a name that is too long
-        raise ValueError(f"{path}: expected a file, found {error}") from None
+    except (OSError, RuntimeError) as found:  # a circle of links, a name that is too long
+        raise error(f"{path}: expected a file, found {found}") from None
     allowed = [inside, *(above.parent / "blobs" for above in inside.parents if above.name == "snapshots")]
     if pathlib.Path(name).is_absolute() or not any(each in target.parents for each in allowed):
-        raise ValueError(f"{folder}: expected names of files in the folder, found {name!r}, which is {target}; if you "
-                         f"trust what lies there, copy it into the folder")  # fmt: skip
+        raise error(f"{folder}: expected names of files in the folder, found {name!r}, which is {target}; if you trust "
+                    f"what lies there, copy it into the folder")  # fmt: skip
     if is_other:
-        raise ValueError(f"{path}: expected a regular file, found another kind; remove it")
+        raise error(f"{path}: expected a regular file, found another kind; remove it")
     return path
 
 
-def file_in(folder: pathlib.Path, name: str) -> pathlib.Path:
+def file_in(folder: pathlib.Path, name: str, error: type[Exception] = ValueError) -> pathlib.Path:
     """As `path_in`, but a folder is refused too."""
-    path = path_in(folder, name)
+    path = path_in(folder, name, error)
     if path.is_dir():
-        raise ValueError(f"{path}: expected a regular file, found a folder; remove it")
+        raise error(f"{path}: expected a regular file, found a folder; remove it")
     return path
 
 

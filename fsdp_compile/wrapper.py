@@ -30,6 +30,7 @@ from fsdp_compile.core.settings import Settings, warn_caller
 from fsdp_compile.core.sharding import CHECKPOINTED, WRAPPED, clean_name, get_parameter, sharding_of, units_used_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.summon import summon_full_params
+from fsdp_compile.fsdp_module import FSDPModule
 from fsdp_compile.state_dict import optimizer
 from fsdp_compile.state_dict.model import (
     called_by_dcp,
@@ -123,7 +124,7 @@ class FullyShardedDataParallel(nn.Module):
         return inside._modules.get(CHECKPOINTED, inside) if inside is not None else None
 
     @property
-    def sharded_module(self) -> Any:
+    def sharded_module(self) -> FSDPModule:
         """The `FSDPModule`: what was wrapped. Checkpointing that was put around it since is not."""
         inside: Any = self._modules[WRAPPED]
         return inside if sharding_of(inside) is not None else self.module
@@ -176,7 +177,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def check_is_root(self) -> bool:
         """Whether no sharded module is around this one."""
-        return bool(self.sharded_module.is_root())
+        return self.sharded_module.is_root()
 
     # --- names --------------------------------------------------------------------------------------------------------
 
@@ -215,14 +216,12 @@ class FullyShardedDataParallel(nn.Module):
         """The strategy in force: NO_SHARD, whatever was asked for, where one rank has all parameters."""
         if self._units and not self._units[0].is_sharded:
             return ShardingStrategy.NO_SHARD
-        strategy: ShardingStrategy = self.sharded_module._fsdp.settings.strategy
-        return strategy
+        return self.sharded_module._fsdp.settings.strategy
 
     @property
     def mixed_precision(self) -> MixedPrecision:
         """The dtypes in force; those of the parameters where they are None."""
-        precision: MixedPrecision = self.sharded_module._fsdp.settings.precision
-        return precision
+        return self.sharded_module._fsdp.settings.precision
 
     @property
     def cpu_offload(self) -> CPUOffload:
@@ -247,8 +246,7 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def compute_device(self) -> torch.device:
         """Where forward and backward run."""
-        device: torch.device = self._units[0].device if self._units else self.sharded_module._fsdp.device
-        return device
+        return self._units[0].device if self._units else self.sharded_module._fsdp.device
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
@@ -275,8 +273,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def _root_settings(self) -> Settings:
-        settings: Settings = self.sharded_module._fsdp_runtime.settings
-        return settings
+        return self.sharded_module._fsdp_runtime.settings
 
     @property
     def _units(self) -> tuple[Unit, ...]:

@@ -12,7 +12,7 @@ import io
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any
 
@@ -44,21 +44,7 @@ class CheckpointError(RuntimeError):
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def path_in(folder: Path, name: str) -> Path:
-    """`config.path_in`, which may be a folder; CheckpointError if it lies outside."""
-    return _resolve(config.path_in, folder, name)
-
-
-def file_in(folder: Path, name: str) -> Path:
-    """`config.file_in`; CheckpointError if it lies outside or is no regular file."""
-    return _resolve(config.file_in, folder, name)
-
-
-def _resolve(find: Callable[[Path, str], Path], folder: Path, name: str) -> Path:
-    try:
-        return find(folder, name)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
+path_in, file_in = (partial(find, error=CheckpointError) for find in (config.path_in, config.file_in))
 
 
 def check_shape(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -114,9 +100,6 @@ def _check(metadata: Any) -> None:
         if not holds:
             raise ValueError(f"it has {what}")
 
-    def are_counts(*numbers: Any) -> bool:
-        return all(type(number) is int and number >= 0 for number in numbers)
-
     expect(type(metadata) is dcp.Metadata, "no Metadata")  # whose fields raise where they are no dicts
     expect(isinstance(metadata.state_dict_metadata, dict), "no names")
     for keys in (metadata.planner_data or {}).values():
@@ -124,7 +107,8 @@ def _check(metadata: Any) -> None:
     for index, location in metadata.storage_data.items():
         expect(type(index) is MetadataIndex and type(location) is StorageInfo, f"{index!r} at {location!r}")
         expect(type(location.relative_path) is str, f"{index.fqn} in {location.relative_path!r}")
-        expect(are_counts(location.offset, location.length), f"{index.fqn} at {location}")
+        numbers = location.offset, location.length
+        expect(all(type(each) is int and each >= 0 for each in numbers), f"{index.fqn} at {location}")
     for name, stored in metadata.state_dict_metadata.items():
         expect(type(name) is str, f"the name {name!r}")
         if type(stored) is not dcp.TensorStorageMetadata:
