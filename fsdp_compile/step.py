@@ -331,7 +331,7 @@ class CompiledStep:
     def _clip_others(self, updates: Sequence[FlatUpdate], limit: float) -> Tensor:
         """Clip the gradients that `updates` do not read; return the factor for those that they read, shape `()`."""
         for flat in set(self._flats).difference(update.flat for update in updates):
-            flat.show_gradient()
+            flat.binding.show_gradient()
         params = self._clipped_params()
         norm = gradient_norm(params, updates)
         updated = {id(param) for update in updates for param in update.params}
@@ -349,7 +349,7 @@ class CompiledStep:
                 self._record(stretch, ends=False)
                 flat_update = pending.pop(flat, None)
                 if flat_update is None:
-                    flat.show_gradient()  # no parameter of it is the optimizer's
+                    flat.binding.show_gradient()  # no parameter of it is the optimizer's
                 else:
                     flat_update.run(coefficient)
                 self._record(stretch, ends=True)

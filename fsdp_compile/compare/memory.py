@@ -1,6 +1,6 @@
 """Bytes that are alive in a step, on any device, and how long the host waits for collectives."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+
+from fsdp_compile.core.ops import inner_tensors
 
 
 def curve(run: Callable[[], Any], device: torch.device) -> list[tuple[float, int]]:
@@ -37,18 +39,8 @@ def waited(run: Callable[[], Any]) -> float | None:
 
 def resident(tensors: Iterable[Tensor]) -> int:
     """Bytes of all storages behind `tensors`, each once."""
-    storages = {storage.data_ptr(): storage.nbytes() for tensor in tensors for storage in _storages(tensor)}
-    return sum(storages.values())
-
-
-def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        yield tensor.untyped_storage()
-        return
-    for inner in (getattr(tensor, name) for name in flatten()[0]):
-        if isinstance(inner, Tensor):  # torch 2.13 lists a DTensor's mesh as well
-            yield from _storages(inner)
+    storages = (inner.untyped_storage() for tensor in tensors for inner in inner_tensors(tensor))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

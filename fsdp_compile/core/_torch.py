@@ -211,13 +211,13 @@ def traced_code_changes(attribute: str) -> bool:
     return False
 
 
-def call_before_runs(tracing: Any, name: str, function: Callable[[Any], bool], inside: CodeType) -> None:
+def call_before_runs(tracing: Any, function: Callable[[Any], bool], inside: CodeType) -> None:
     """Call `function` now and before each run of the graph that Dynamo traces, as one of its guards.
 
     Args:
         tracing: Dynamo's `ComptimeContext`.
-        name: of the local variable whose value `function` gets.
-        function: returns whether the graph is still right. If it raises, Dynamo traces again, and raises the same.
+        function: gets the value of the local variable `self`; returns whether the graph is still right. If it raises,
+            Dynamo traces again, and raises the same.
         inside: code of a function; while Dynamo traces a call of it, nothing is done.
     """
     caller = tracing._ComptimeContext__tx.parent
@@ -225,7 +225,7 @@ def call_before_runs(tracing: Any, name: str, function: Callable[[Any], bool], i
         if caller.f_code is inside:
             return
         caller = caller.parent
-    variable = tracing.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+    variable = tracing.get_local("self")._i_will_not_complain_if_bc_breaks_VariableTracker()
     function(variable.value)
     if variable.source is not None:  # else the graph makes the value itself
         install_guard(variable.source.make_guard(functools.partial(_guard_that_calls, function)))
@@ -263,13 +263,6 @@ class _Last:
             self.if_failed()
 
 
-def computes_all_gradients(sentinel: Any) -> bool:
-    """Whether the running backward pass computes all gradients, as `backward()` does, and not chosen ones.
-    `sentinel`: the node of a leaf that nobody else knows.
-    """
-    return executes_node(sentinel)
-
-
 def may_change_saved_tensors() -> bool:
     """Whether the forward that runs is within `torch.autograd.graph.allow_mutation_on_saved_tensors`."""
     return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
@@ -281,7 +274,7 @@ def runs_compiled_autograd() -> bool:
 
 
 def executes_node(node: Any) -> bool:
-    """Whether the running backward pass calls `node`, or computes its gradient."""
+    """Whether the running backward pass calls `node`, or computes its gradient: all of them in a `backward()`."""
     return torch._C._will_engine_execute_node(node)
 
 

@@ -26,8 +26,8 @@ from torch.autograd.graph import get_gradient_edge
 from fsdp_compile.core._torch import (
     call_after_backward,
     carry_optimizers,
-    computes_all_gradients,
     current_backward,
+    executes_node,
     never_compile,
     runs_compiled_autograd,
     step_carried_optimizers,
@@ -292,7 +292,7 @@ class ShardBinding:
             return [part if param.requires_grad else None for part, param in slices]
         with without_torch_function():
             trains = list(map(_REQUIRES_GRAD, self.params))
-            passes_by = not adds and not self._have_hooks() and computes_all_gradients(self._sentinel_node)
+            passes_by = not adds and not self._have_hooks() and executes_node(self._sentinel_node)
             if passes_by and self.reduction.keeps_flat and all(trains):
                 earlier = self.reduction.flat_gradient  # of a backward pass within this one
                 self.reduction.flat_gradient = grad if earlier is None else earlier.add_(grad)
@@ -306,7 +306,7 @@ class ShardBinding:
                     param.grad = each
         return [None] * len(grads)
 
-    def show_flat_gradient(self) -> None:
+    def show_gradient(self) -> None:
         """Turn the flat gradient that the reduction has kept into gradients of the parameters."""
         grad, self.reduction.flat_gradient = self.reduction.flat_gradient, None
         if grad is not None:

@@ -120,14 +120,14 @@ class FlatParam:
             _by_address[shard.data_ptr()] = self
         self.release()
         self._bind_params()
-        self._binding = ShardBinding(self.params, self.names, self._splitter, self.reduction, shard)
+        self.binding = ShardBinding(self.params, self.names, self._splitter, self.reduction, shard)
         with torch.enable_grad():
             # A class of its own, so that what autograd says of the shard names its parameters.
             scatter: Any = type("", (ScatterGradients,), {})
-            self._bound_shard = scatter.apply(shard, self._binding, self._binding.sentinel, *self.params)
+            self._bound_shard = scatter.apply(shard, self.binding, self.binding.sentinel, *self.params)
             # Where one piece of code runs units of several sizes, Dynamo would take the size for a variable.
             keep_size_static(self._bound_shard)
-            self.deferred = DeferredGradient.apply(self._bound_shard, self._binding)  # for graphs that do not reduce
+            self.deferred = DeferredGradient.apply(self._bound_shard, self.binding)  # for graphs that do not reduce
         # `shard`, differentiable; None while parameters are shown in full.
         self.autograd_shard: Tensor | None = self._bound_shard
         self.trains = self._bound_shard.requires_grad  # whether any parameter trained when it was bound
@@ -170,23 +170,11 @@ class FlatParam:
     def is_current(self) -> bool:
         """Whether the parameters lie where `bind` put them and the same ones train."""
         with without_torch_function():
-            return self._binding.is_bound() and list(map(_REQUIRES_GRAD, self.params)) == self._trained
-
-    def is_bound(self) -> bool:
-        """Whether all parameters lie in the shard."""
-        return self._binding.is_bound()
-
-    def unbound(self) -> list[int]:
-        """Indices of the parameters whose data was replaced and no longer lies in the shard."""
-        return self._binding.unbound()
-
-    def show_gradient(self) -> None:
-        """Turn a gradient that `reduction` has kept into gradients of the parameters."""
-        self._binding.show_flat_gradient()
+            return self.binding.is_bound() and list(map(_REQUIRES_GRAD, self.params)) == self._trained
 
     def only_trains(self) -> bool:
         """Whether all parameters train, and nothing but the optimizer would see their next gradients."""
-        return self.accumulated is None and not self.reduction.awaits_reduce and self._binding.only_trains()
+        return self.accumulated is None and not self.reduction.awaits_reduce and self.binding.only_trains()
 
     def use_unsharded(self, full: Sequence[Tensor]) -> None:
         """Let the parameters be `full`, one tensor in full shape for each, until `use_sharded` or `bind`.
@@ -206,11 +194,11 @@ class FlatParam:
 
     def use_sharded(self) -> None:
         """Let the parameters lie in the shard again; graphs recorded before `use_unsharded` stay valid."""
-        same = all(param is bound for param, bound in zip(self.params, self._binding.params, strict=True))
+        same = all(param is bound for param, bound in zip(self.params, self.binding.params, strict=True))
         stored = self.shard.device, self.shard.dtype
         if same and all((param.device, param.dtype) == stored for param in self.params):
             self._bind_params()
-            self._binding.record()
+            self.binding.record()
             self.autograd_shard = self._bound_shard
         else:  # other objects, or autograd's accumulators of these are gone: it drops them with the device
             self.bind(self.shard)

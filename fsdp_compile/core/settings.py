@@ -77,9 +77,9 @@ def full_precision_in_eval() -> bool:
     return any(os.environ.get(name) == "1" for name in names)
 
 
-def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+def warn_caller(message: str) -> None:
     """Warn with `message`, attributed to the innermost calling line outside of this package."""
     level, frame = 1, sys._getframe()  # as `skip_file_prefixes` of `warn`, which Python 3.11 lacks
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "fsdp_compile":
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=level)
+    warnings.warn(message, UserWarning, stacklevel=level)

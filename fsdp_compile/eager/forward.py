@@ -185,7 +185,7 @@ def _prepare(module: Any) -> None:
 
 def _check_before_runs(tracing: Any) -> None:
     """Dynamo traces a call of a sharded module: have its parameters checked before each run of the graph."""
-    call_before_runs(tracing, "self", _is_prepared, inside=sharded_forward.__code__)
+    call_before_runs(tracing, _is_prepared, inside=sharded_forward.__code__)
 
 
 def _is_prepared(module: Any) -> bool:

@@ -111,7 +111,7 @@ def set_grads(params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) ->
 
 def _changed(flat: FlatParam, params: Sequence[nn.Parameter]) -> dict[int, Tensor]:
     """The values to write into the shard, by index in `flat`; RuntimeError if they do not fit."""
-    unbound = flat.unbound()
+    unbound = flat.binding.unbound()
     changed = {i: p.detach() for i, p in enumerate(params) if i in unbound or p is not flat.params[i]}
     return {i: _checked_local(flat, i, values) for i, values in changed.items()}
 

@@ -148,7 +148,7 @@ class FlatUpdate:
             self.gradients.clear()
             torch.autograd.graph.increment_version([*self.params, self.flat.shard])
         else:
-            self.flat.show_gradient()
+            self.flat.binding.show_gradient()
             self.step.step_on(self.segments)
         self.flat.reduction.flat_gradient = None
         for param in self.params:
@@ -204,7 +204,7 @@ class FlatStep:
         updates = self._updates(has_gradients=True)
         for flat in {segment.flat for segment in Segments.of(self.optimizer).all}:
             if flat not in updates or len(updates[flat].params) < len(flat.params):
-                flat.show_gradient()
+                flat.binding.show_gradient()
         self._has_begun = True
         return list(updates.values())
 
@@ -324,7 +324,7 @@ def gradient_norm(params: Iterable[nn.Parameter], updates: Sequence[FlatUpdate] 
     covered: set[int] = set()
     for update in updates:
         if any(spec.tensor_parallel for spec in update.flat.specs):
-            update.flat.show_gradient()  # its parameters are reduced over groups of their own
+            update.flat.binding.show_gradient()  # its parameters are reduced over groups of their own
             continue
         for gradient in update.gradients:
             add(gradient, update.flat.specs[0])

@@ -135,13 +135,10 @@ class Segment:
 
     def has_equal_counts(self) -> bool:
         """Whether each of `counts` still has equal elements."""
-        return all(map(self._are_equal, self.counts.values(), self._versions))
-
-    def _are_equal(self, counts: Tensor, version: int) -> bool:
-        if counts._version == version and not counts.is_cpu:  # to look would wait for the device
-            return True
-        values = counts.tolist()
-        return bool(values.count(values[0]) == len(values))
+        pairs = zip(self.counts.values(), self._versions, strict=True)
+        # To look at the others would wait for the device.
+        seen = (counts.tolist() for counts, version in pairs if counts.is_cpu or counts._version != version)
+        return all(values.count(values[0]) == len(values) for values in seen)
 
     def _share(self, joined: State, states: dict[nn.Parameter, State]) -> None:
         """Let the parameters' `states` show what `joined` has: a state of `param`."""
@@ -387,7 +384,7 @@ class Segments:
             for segment in self.all if chosen is None else chosen:
                 before = segment.shared
                 gradient = segment.gradient()
-                if gradient is not None and segment.flat.is_bound() and segment.take_state(optimizer):
+                if gradient is not None and segment.flat.binding.is_bound() and segment.take_state(optimizer):
                     ready.append((segment, gradient))
                     shared += [segment] if segment.shared is not before else []
             JointCounts.join(shared, optimizer.state)

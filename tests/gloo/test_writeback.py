@@ -57,7 +57,7 @@ def _replace(rank: int, name: str, strategy: str, change: str, how: str) -> None
     follow(run, reference, case)
     assert all(a is b for a, b in zip(model.parameters(), replaced, strict=True))
     (unit, *_) = units(model)
-    assert not any(flat.unbound() for flat in unit.flats) and unit.is_current()
+    assert not any(flat.binding.unbound() for flat in unit.flats) and unit.is_current()
     for module in model.modules():
         for key, param in module._parameters.items():
             assert param is None or getattr(module, key) is param
