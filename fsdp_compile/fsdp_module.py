@@ -27,6 +27,7 @@ from fsdp_compile.core.sharding import (
 )
 from fsdp_compile.core.unit import Unit, check_idle
 from fsdp_compile.eager import Runtime, compiled_forward
+from fsdp_compile.eager.accumulate import check_reduced
 from fsdp_compile.eager.casting import cast_buffers, computes_in_full_precision, convert
 from fsdp_compile.eager.forward import CheckParams, gathering, hooked_call
 from fsdp_compile.eager.reduce import compresses, set_sync
@@ -246,16 +247,7 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
         if not grads:
             warn_caller("clip_grad_norm_: there are no gradients; call it after backward and before zero_grad")
             return torch.zeros((), device=self._fsdp.device)
-        for unit in units:
-            for index, param in enumerate(
-                unit.params if any(flat.accumulated is not None for flat in unit.flats) else ()
-            ):
-                accumulated = unit.in_flat(index)[0].accumulated
-                if param.grad is not None and accumulated is not None and accumulated.shows(param.grad):
-                    raise RuntimeError(
-                        f"parameter {unit.names[index]}: its gradient was accumulated under no_sync and not reduced; "
-                        f"run a backward pass outside no_sync before clipping"
-                    )
+        check_reduced(params, "run a backward pass outside no_sync before clipping")
         total = gradient_norm(params, order=order)
         if not multiply(grads, (max_norm / (total + 1e-6)).clamp(max=1.0)):
             nn.utils.clip_grads_with_norm_(params, max_norm, total)

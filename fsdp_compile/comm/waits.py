@@ -199,7 +199,12 @@ class GroupState:
             mine = words or f"the {kind} of {names_of(what)}"
             key, other, theirs = board.decide(number, f"{kind} {what}\n{rank}\n{mine}").split("\n", 2)
             if key != f"{kind} {what}":
-                return board.decide(self._error, _different(other, theirs, rank, mine))
+                error = (
+                    f"ranks communicate different things: rank {other} began {theirs}, and rank {rank} {mine} instead; "
+                    f"let all ranks run the same modules and operators in the same order, in backward as well, without "
+                    f"an `if` around them that ranks decide differently"
+                )
+                return board.decide(self._error, error)
         return None
 
 
@@ -213,14 +218,6 @@ def _period(newest_first: list[str]) -> int:
             if length > longest:
                 found, longest = period, length
     return found
-
-
-def _different(other: str, theirs: str, rank: int, mine: str) -> str:
-    return (
-        f"ranks communicate different things: rank {other} began {theirs}, and rank {rank} {mine} instead; let all "
-        f"ranks run the same modules and operators in the same order, in backward as well, without an `if` around them "
-        f"that ranks decide differently"
-    )
 
 
 _states: dict[int, GroupState] = {}  # by the id of a living group, which takes no attributes; a weak one takes 0.1 us

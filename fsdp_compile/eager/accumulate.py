@@ -9,6 +9,7 @@ order that any number of ranks has, there are several buffers (partial_sums.py).
 import functools
 import itertools
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -268,11 +269,8 @@ def _note_fused_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
     """Count versions of plain parameters for fused kernels, which do not (E-STRAT-10); sharded tensors do so."""
     for group in optimizer.param_groups:
         if group.get("fused") and set(map(type, group["params"])) != {ShardedTensor}:
-            torch.autograd.graph.increment_version([param for param in group["params"] if _is_plain(param)])
-
-
-def _is_plain(param: nn.Parameter) -> bool:
-    return not isinstance(param, ShardedTensor) and unit_of(param) is not None
+            plain = [param for param in group["params"] if not isinstance(param, ShardedTensor)]
+            torch.autograd.graph.increment_version([param for param in plain if unit_of(param) is not None])
 
 
 def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -280,17 +278,18 @@ def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     if not _with_accumulated or any(callable(each) for each in (*args, *kwargs.values()) if each is not optimizer):
         return
     for group in optimizer.param_groups:
-        for param in group["params"]:
-            managed = unit_of(param)
-            if managed is None or param.grad is None:
-                continue
-            unit, index = managed
-            accumulated = unit.in_flat(index)[0].accumulated
-            if accumulated is not None and accumulated.shows(param.grad):
-                raise RuntimeError(
-                    f"parameter {unit.names[index]}: its gradient was accumulated under no_sync and not reduced; run "
-                    f"the last backward before optimizer.step() outside no_sync"
-                )
+        check_reduced(group["params"], "run the last backward before optimizer.step() outside no_sync")
+
+
+def check_reduced(params: Iterable[nn.Parameter], advice: str) -> None:
+    """Raise RuntimeError, with `advice`, if one of `params` shows a gradient that was accumulated and not reduced."""
+    for param in params if _with_accumulated else ():
+        unit, index = unit_of(param) or (None, 0)
+        accumulated = None if unit is None or param.grad is None else unit.in_flat(index)[0].accumulated
+        if unit is not None and accumulated is not None and accumulated.shows(param.grad):
+            raise RuntimeError(
+                f"parameter {unit.names[index]}: its gradient was accumulated under no_sync and not reduced; {advice}"
+            )
 
 
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()

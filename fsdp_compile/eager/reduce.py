@@ -339,14 +339,18 @@ def _call_comm_hook(unit: Unit, flat: FlatParam, state: Any, hook: Callable[...,
 # counts.
 
 
-@torch.library.impl("fsdp_flat::defer_reduce", "default")
-def _defer_reduce(packed: Tensor, flat_param_id: Tensor, layout: str, owned: bool = False) -> Tensor:
-    """Accumulate or reduce `packed`; if `owned`, nothing else reads or writes it from now on."""
+def _living(flat_param_id: Tensor) -> tuple[Unit, FlatParam]:
     flat = find_flat_param(flat_param_id)
     managed = unit_of(flat.params[0]) if flat is not None else None
     if flat is None or managed is None:
         raise RuntimeError("backward: the model of this forward was deleted; keep it until backward has ended")
-    unit = managed[0]
+    return managed[0], flat
+
+
+@torch.library.impl("fsdp_flat::defer_reduce", "default")
+def _defer_reduce(packed: Tensor, flat_param_id: Tensor, layout: str, owned: bool = False) -> Tensor:
+    """Accumulate or reduce `packed`; if `owned`, nothing else reads or writes it from now on."""
+    unit, flat = _living(flat_param_id)
     full_precision = packed.dtype != unit.sent_dtype(flat)
     mine = packed if owned else packed.clone()
     reduced = reduce_or_accumulate(unit, flat, mine, NO_STREAMS, full_precision)
@@ -358,10 +362,7 @@ def _defer_reduce(packed: Tensor, flat_param_id: Tensor, layout: str, owned: boo
 @torch.library.impl("fsdp_flat::update_shard", "default")
 def _update_shard(grad: Tensor, flat_param_id: Tensor, at_once: bool = False) -> Tensor:
     """Update the parameters now if `at_once`: a pass says that nothing in the graph reads them any more."""
-    flat = find_flat_param(flat_param_id)
-    if flat is None:
-        raise RuntimeError("backward: the model of this forward was deleted; keep it until backward has ended")
-    reduction = flat.reduction
+    reduction = _living(flat_param_id)[1].reduction
     if at_once and reduction.update is not None:
         reduction.update(grad)
     else:

@@ -88,7 +88,9 @@ class UnshardParams(torch.autograd.Function):
             if gathered is not None:
                 gathered.gradients_ready()
             if ctx.as_flats:
-                reduced = {} if gathered is None else gathered.take_reduced()
+                reduced: dict[FlatParam, Tensor | None] = {}
+                if gathered is not None:
+                    reduced, gathered.reduced = gathered.reduced, {}
                 rest = {flat: grad for flat, grad in zip(ctx.flats, grads, strict=True) if flat not in reduced}
                 others = reduce_packed(ctx.unit, [*rest], reversed(rest.values()), ctx.streams, ctx.full_precision)
                 reduced |= dict(zip(rest, others, strict=True))
@@ -310,11 +312,6 @@ class UnshardedUnit:
             if buffer.full.data_ptr() == address and view.grad_fn is not None and executes_node(view.grad_fn):
                 (reduced,) = reduce_packed(self.unit, [buffer.flat], [packed], self.streams, self.full_precision)
                 self.reduced[buffer.flat] = reduced
-
-    def take_reduced(self) -> dict[FlatParam, Tensor | None]:
-        """For flat parameters whose reduce a graph has started the gradient of the shard, being reduced."""
-        reduced, self.reduced = self.reduced, {}
-        return reduced
 
     def wait(self) -> None:
         """Order compute after the all-gathers."""

@@ -231,17 +231,13 @@ def is_scalar(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
-def is_random(node: fx.Node) -> bool:
-    """Whether the operator draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
 def is_pure(node: fx.Node) -> bool:
     """Whether the operator is deterministic and has no side effects."""
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None:
         return node.target is operator.getitem
-    return not is_random(node) and not schema.is_mutable and node.target not in (*STARTS, WAIT)
+    is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return not is_random and not schema.is_mutable and node.target not in (*STARTS, WAIT)
 
 
 def derived(node: fx.Node, kind: Callable[[fx.Node], bool] = is_view_or_cast) -> list[fx.Node]:
