@@ -31,9 +31,11 @@ from fsdp_compile.api import explain_plan, fully_shard
 from fsdp_compile.comm.waits import state_of
 from fsdp_compile.compare.memory import alive, resident
 from fsdp_compile.compare.report import Comparison, Row, bars, page
-from fsdp_compile.compare.rounds import hardware_here, predict
+from fsdp_compile.compare.rounds import predict
 from fsdp_compile.compare.systems import WARM, Task, Training, Turn
 from fsdp_compile.eager.summon import summon_full_params
+from fsdp_compile.explain.calibrate import Block
+from fsdp_compile.passes.graph.costs import hardware_at
 from fsdp_compile.torch_names import check_all, is_untested
 
 STEPS, TOKENS, WIDTH, LENGTH = 3, 32, 32, 16
@@ -166,25 +168,11 @@ def _names() -> str:
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.attention, self.project = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.wider, self.narrower = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:  # (batch, length, width)
-        parts = self.attention(self.norms[0](x)).chunk(3, -1)
-        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in parts)
-        x = x + self.project(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.narrower(F.gelu(self.wider(self.norms[1](x))))
-
-
 class _GPT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(_Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(WIDTH, 2) for _ in range(2))
         self.head = nn.Linear(WIDTH, TOKENS, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (batch, length) -> (batch, length, tokens)
@@ -348,14 +336,9 @@ def side_by_side(device: torch.device) -> Comparison:
                     raise
                 failed[system] = f"{type(error).__name__}: {error}"
     ran = [system for system in SPEED if system in turns]
-    try:
-        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-        hardware = hardware_here(_name(device), memory)
-        found = predict(_GPT, None, _task(device), dist.get_world_size(), ran, hardware)
-        seconds, note = {name: each.step for name, each in found.items()}, f"predicted for {hardware.name}"
-    except ValueError as error:
-        seconds, note = {}, f"nothing is predicted: {error}"
-    rows = tuple(Row.of(name, turns.get(name, []), failed.get(name), seconds.get(name), False) for name in SPEED)
+    found, note = predict(_GPT, None, _task(device), dist.get_world_size(), ran, partial(hardware_at, device))
+    predicted = {name: each.step for name, each in found.items()}
+    rows = tuple(Row.of(name, turns.get(name, []), failed.get(name), predicted.get(name), False) for name in SPEED)
     return Comparison({"model": "GPT", "ranks": dist.get_world_size(), "precision": "fp32"}, rows, note)
 
 

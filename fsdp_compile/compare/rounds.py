@@ -265,16 +265,14 @@ def compare(
     """
     with Side(systems, factory, task, launched) as side:
         side.run(steps, rounds)
-    seconds, note = {}, ""
+    found, note = dict[str, Prediction](), ""
     if launched.speaks:
-        try:
-            here = hardware or hardware_here(side.about["device"], side.about["memory"])
-            found = predict(make, example_inputs, task, launched.world, systems, here)
-            seconds, note = {name: each.step for name, each in found.items()}, f"predicted for {here.name}"
-        except (ValueError, KeyError) as error:
-            note = f"nothing is predicted: {error}"
+        reported = side.about.get("device", ""), side.about.get("memory", 0)
+        found, note = predict(make, example_inputs, task, launched.world, systems,
+                              lambda: hardware or hardware_here(*reported))  # fmt: skip
+    predicted = {name: each.step for name, each in found.items()}
     rows = tuple(
-        Row.of(name, side.turns[name], side.failed.get(name), seconds.get(name), again=task.device == "cuda")
+        Row.of(name, side.turns[name], side.failed.get(name), predicted.get(name), again=task.device == "cuda")
         for name in systems
     )
     where = {
@@ -293,11 +291,15 @@ def hardware_here(name: str, memory: int) -> Hardware:
 
 def predict(
     make: Callable[[], Any], example_inputs: Inputs | None, task: Task, world: int, systems: Sequence[str],
-    hardware: Hardware,
-) -> dict[str, Prediction]:  # fmt: skip
-    """What `explain` says of the same step by each system. ValueError if it cannot."""
-    alike = {"world_size": world, "batch": task.batch, "sequence": task.sequence, "clip": False,
-             "precision": "bf16" if task.bf16 else "fp32", "hardware": hardware.name}  # fmt: skip
-    settings = [Setting(**{**alike, **SYSTEMS[name].setting}) for name in systems]
-    found = predict_step(make, settings, example_inputs, hardware=hardware, alternatives=False)
-    return dict(zip(systems, found, strict=True))
+    hardware: Callable[[], Hardware],
+) -> tuple[dict[str, Prediction], str]:  # fmt: skip
+    """What `explain` says of the same step by each system, and for which hardware; nothing, and why, if it cannot."""
+    try:
+        here = hardware()
+        alike = {"world_size": world, "batch": task.batch, "sequence": task.sequence, "clip": False,
+                 "precision": "bf16" if task.bf16 else "fp32", "hardware": here.name}  # fmt: skip
+        settings = [Setting(**{**alike, **SYSTEMS[name].setting}) for name in systems]
+        found = predict_step(make, settings, example_inputs, hardware=here, alternatives=False)
+    except ValueError as error:
+        return {}, f"nothing is predicted: {error}"
+    return dict(zip(systems, found, strict=True)), f"predicted for {here.name}"

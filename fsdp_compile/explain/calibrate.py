@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_compile.explain.sharded import process_group
-from fsdp_compile.passes.cost.hardware import Hardware, Link, Source, device, reported_device, with_figures
+from fsdp_compile.passes.cost.hardware import Hardware, Link, Source, device, with_figures
+from fsdp_compile.passes.graph.costs import hardware_at
 from fsdp_compile.passes.measure import finish, fit_link, link_times
 
 LEAST_ROUNDS = 5
@@ -100,11 +101,10 @@ def calibrate(
         raise ValueError("device: expected cpu, as torch sees no GPU here, found cuda")
     at = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
     where = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-    begin = device(base or "cpu")
     if kind == "cuda":
         torch.cuda.set_device(at)
         where = torch.cuda.get_device_name(at)
-        begin = device(base or reported_device(where, torch.cuda.get_device_properties(at).total_memory))
+    begin = device(base or hardware_at(at))
     source = Source("measured", f"fsdp-compile calibrate, torch {torch.__version__}, {where}")
     with process_group(STEP_RANKS) if kind == "cpu" and shard else nullcontext():
         cases = [*device_cases(at), *(step_cases(shard) if kind == "cpu" and shard else ())]
@@ -168,16 +168,18 @@ def _chain(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return total, F.layer_norm(total, total.shape[-1:])
 
 
-class _Block(nn.Module):
-    """A block of a transformer that computes next to nothing."""
+class Block(nn.Module):
+    """A block of a transformer; also `fsdp-compile selfcheck` trains some."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
-        self.mlp_norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp_norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
+        self.down, self.heads = nn.Linear(4 * width, width), heads
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 1, 16)).permute(2, 0, 3, 1, 4)
+        """Of `x`, (batch, length, width), the same shape."""
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
@@ -192,7 +194,7 @@ def step_cases(shard: Callable[[nn.Module], nn.Module]) -> Iterator[Case]:
         optimizer.zero_grad()
 
     for blocks in STEP_BLOCKS:
-        model = shard(nn.Sequential(*(_Block() for _ in range(blocks))))
+        model = shard(nn.Sequential(*(Block(16, 1) for _ in range(blocks))))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, foreach=True)
         yield Case("step", partial(step, torch.compile(model, fullgraph=True), optimizer), 1.0, blocks)
 

@@ -10,6 +10,7 @@ torch.compile(model, backend="fsdp_compile")   the same hooks and settings, for 
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cache, partial
 from typing import Any
@@ -39,8 +40,9 @@ from fsdp_compile.passes._torch import (
     without_dispatch_modes,
 )
 from fsdp_compile.passes.artifacts import hash_of_sources, load_folder, share_artifacts
-from fsdp_compile.passes.cost.hardware import device, link, measured_text, reported_device
+from fsdp_compile.passes.cost.hardware import device, link, measured_text
 from fsdp_compile.passes.cost.roofline import read_profile
+from fsdp_compile.passes.graph.costs import hardware_at
 from fsdp_compile.passes.graph.nodes import is_ours
 from fsdp_compile.passes.joint import choose_memory, insert_collectives, reshard, smallest_gather
 from fsdp_compile.passes.measure import NotMeasured, measured_link, measured_speed
@@ -255,14 +257,12 @@ def _needs_link(config: CompileConfig, graph: fx.Graph) -> bool:
 
 def _measured_device(here: torch.device) -> str | None:
     """The device of a hardware file and its speed, measured; None where there is a file for this one."""
-    if here.type == "cpu":
-        base, dtype = "cpu", torch.float32
-    else:
-        try:
-            reported_device(torch.cuda.get_device_name(here), torch.cuda.get_device_properties(here).total_memory)
+    base, dtype = "cpu", torch.float32
+    if here.type != "cpu":
+        base, dtype = "h100-80", torch.bfloat16
+        with suppress(ValueError):
+            hardware_at(here)
             return None
-        except ValueError:
-            base, dtype = "h100-80", torch.bfloat16
     return f"{base}:{measured_speed(device(base), dtype, here):g}"
 
 

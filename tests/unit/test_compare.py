@@ -184,7 +184,8 @@ def test_each_system_has_a_prediction() -> None:
     def inputs(batch: int, sequence: int) -> tuple[torch.Tensor]:
         return (torch.ones(batch * sequence, 64),)
 
-    found = predict(make, inputs, task(), 2, list(SYSTEMS), hardware_here("cpu", 0))
+    found, note = predict(make, inputs, task(), 2, list(SYSTEMS), lambda: hardware_here("cpu", 0))
+    assert note == "predicted for cpu"
     assert [each.setting.world_size for each in found.values()] == [2, 2, 2, 2, 2, 2, 1]
     assert found["unsharded"].step < found["compiled"].step and all(each.step > 0 for each in found.values())
     assert hardware_here("NVIDIA H100 80GB HBM3", 80 << 30).name == "h100-80"

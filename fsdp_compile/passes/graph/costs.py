@@ -275,11 +275,7 @@ def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
     if config.link is None or not starts:
         return None
     where = starts[0].meta["val"].device
-    if config.device or where.type == "cpu":
-        computer = device(config.device or "cpu")
-    else:
-        memory = torch.cuda.get_device_properties(where).total_memory
-        computer = reported_device(torch.cuda.get_device_name(where), memory)
+    computer = device(config.device) if config.device else hardware_at(where)
 
     def of_node(node: fx.Node) -> float:
         return node_seconds(node, computer)
@@ -317,6 +313,13 @@ def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
         host_bandwidth=computer.host_bandwidth,
         levels=(level(False), level(True)),
     )
+
+
+def hardware_at(where: torch.device) -> Hardware:
+    """The hardware file of a device that is here. ValueError if there is none."""
+    if where.type == "cpu":
+        return device("cpu")
+    return reported_device(torch.cuda.get_device_name(where), torch.cuda.get_device_properties(where).total_memory)
 
 
 def relative_costs(graph: fx.Graph) -> Costs:
