@@ -16,6 +16,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from fsdp_compile import ShardingStrategy, fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.passes.pipeline import graph_log
+from fsdp_compile.passes.plan.plan import Plan
+from fsdp_compile.passes.plan.workload import Workload
+from fsdp_compile.passes.post_grad.plan_pass import plan_log
 
 
 @contextmanager
@@ -87,7 +90,18 @@ def compiled(
     return programs(lambda: CASES[name].loss(model, inputs))
 
 
+Planned = dict[str, tuple[Plan, Workload]]  # by direction: the plan and what it was made for
+
+
 @cache
+def planned(name: str, backend: str, **options: str) -> tuple[tuple[Program, Program], Planned]:
+    """The same with their plans, compiled once for all tests."""
+    found: Planned = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_log, "debug", lambda _, way, plan, extra: found.update({way: (plan, extra["workload"])}))
+        return compiled(name, BACKENDS[backend], options=options), found
+
+
 def cached(name: str, backend: str) -> tuple[Program, Program]:
-    """The same, compiled once for all tests."""
-    return compiled(name, BACKENDS[backend])
+    """The programs that are compiled once for all tests."""
+    return planned(name, backend)[0]
