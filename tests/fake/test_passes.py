@@ -110,10 +110,11 @@ def test_bad_options_are_refused_by_name() -> None:
             model.compile(backend="fsdp_compile", options=options)
         with pytest.raises((TypeError, ValueError), match=f"^{message}"):
             compile_step(model, optimizer, options=options)
-        backend = (fsdp_compile_backend, "fsdp_compile")[index % 2]
-        with pytest.raises(ValueError, match=f"^{message}"):
-            torch.compile(model, backend=backend, options=options)(X)
-        torch._dynamo.reset()
+        if index % 5 == 0:  # each of these forwards is traced
+            backend = (fsdp_compile_backend, "fsdp_compile")[index % 2]
+            with pytest.raises(ValueError, match=f"^{message}"):
+                torch.compile(model, backend=backend, options=options)(X)
+            torch._dynamo.reset()
     for name, values in {"link": (None, "ethernet"), "device": (3, "h1000"), "budget": (-1, "4GB")}.items():
         for value in values:
             with pytest.raises((TypeError, ValueError), match=f"^{name}"):
