@@ -1,13 +1,18 @@
 """Changes one operator, constant or statement of the package at a time, and says which changes no test notices.
 
     python tools/mutate.py [--count 200] [--seed 0] [--file fsdp_compile/core/layout.py ...] [--least 0.9]
+                           [--record FILE]
     python tools/mutate.py --passes [NAME ...]      breaks each pass of the compiler once, and reads docs/passes.md
 
 Each mutant is a copy of the package in a temporary folder, beside which the tests named in NEAREST run until one fails:
 those of one process first, then those that killed other mutants, then short ones. Left alone are annotations,
 docstrings, decorators, and the texts of errors, warnings and notes. The exit status is 1 if fewer than `--least` of the
-mutants are killed. A mutant that takes three times the seconds of its tests, and 30 more, counts as killed: a rank that
-waits for ever is noticed.
+mutants are killed. Mutants with the fewest tests of several ranks come first. With `--record`, verdicts and the seconds
+of tests are appended to a file, and a run that was stopped goes on where it was.
+
+A mutant that takes three times the seconds of its tests, and 30 more, is out of time. The machine may have been busy,
+so it runs again at the end, with five times as long. If it is out of time again it counts as killed: a rank that waits
+for ever is noticed.
 
 With `--passes`, a broken pass must show where the page describes it, and in no section before that one, but those that
 also show its graphs.
@@ -27,7 +32,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +41,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 900.0  # seconds of one file of tests without a mutant
+SURVIVED, KILLED, LATE = "SURVIVED", "killed", "out of time"
 # Before torch is imported, as in tests/conftest.py.
 os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
 
@@ -73,7 +79,7 @@ NEAREST = {
                      "tests/gloo/test_compile_step.py tests/gloo/test_update_in_backward.py",
     "optim/in_backward.py": "tests/unit/test_update_in_backward.py tests/gloo/test_update_in_backward.py",
     "comm/comparison.py": "tests/gloo/test_compare_ranks.py tests/gloo/test_check_ranks.py",
-    "passes/graph/lifetimes.py": "tests/fake/test_plans.py tests/fake/test_activations.py",
+    "passes/graph/lifetimes.py": "tests/unit/test_lifetimes.py tests/fake/test_plans.py tests/fake/test_activations.py",
     "passes/plan/plan.py": _PLANS,
     "passes/plan/memory.py": f"tests/unit/test_memory_choice.py {_PLANS}",
 }  # fmt: skip
@@ -235,6 +241,7 @@ class _Order:
     def __init__(self, kills: Counter[str], seconds: dict[str, float], without: Collection[str]) -> None:
         self.kills, self.before, self.seconds, self.without = kills, seconds, dict[str, float](), without
         self.failed: list[str] = []
+        self.is_late = False  # whether what failed is that ranks did not end in time
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -244,6 +251,17 @@ class _Order:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
         self.failed += [report.nodeid] * report.failed
+        self.is_late |= report.failed and "failed on ranks [], did not finish on" in report.longreprtext
+
+
+class _Ran(NamedTuple):
+    """A run of pytest: its exit status, None if it did not end; what it said, what failed, and each test's seconds."""
+
+    code: int | None
+    said: str
+    failed: list[str]
+    seconds: dict[str, float]
+    is_late: bool
 
 
 class Bench:
@@ -265,23 +283,30 @@ class Bench:
 
     def measure(self, tests: str) -> str:
         """Note how long each of `tests` takes without a mutant; what it said if one of them fails."""
-        code, failed, said, seconds = self._run(tests, LIMIT, 120.0, "--maxfail=100")
-        self.seconds |= seconds
-        self.failing += failed
-        return "" if code == 0 else said
+        ran = self._run(tests, LIMIT, 120.0, "--maxfail=100")
+        self.seconds |= ran.seconds
+        self.failing += ran.failed
+        return "" if ran.code == 0 else ran.said
 
-    def survives(self, mutant: Mutant, tests: str) -> bool:
-        """Whether `tests` pass beside the copy of the package with `mutant` in it."""
+    def verdict(self, mutant: Mutant, tests: str, patience: float = 1.0) -> tuple[str, str]:
+        """What becomes of `mutant` beside `tests`, SURVIVED, KILLED or LATE, and the test that says so.
+
+        `patience` multiplies the seconds that tests may take.
+        """
         with self._changed(mutant):
             for tier in _tiers(tests):
                 taken = [seconds for test, seconds in self.seconds.items() if test.split("::")[0] in _files(tier)]
-                code, failed, said, _ = self._run(tier, 30.0 + 3 * sum(taken), 15.0 + 3 * max(taken), "-x")
-                if code in (1, 2, 3, None):  # failed, did not even import, broke pytest itself, or is still running
-                    self.kills.update(failed[:1])
-                    return False
-                if code != 0:
-                    raise RuntimeError(f"pytest {tier} ended with {code}:\n{said}")
-            return True
+                limits = (patience * (30.0 + 3 * sum(taken)), patience * (15.0 + 3 * max(taken)))
+                ran = self._run(tier, *limits, "-x")
+                by = next(iter(ran.failed), "")
+                if ran.code is None or ran.is_late:
+                    return LATE, by
+                if ran.code in (1, 2, 3):  # failed, did not even import, or broke pytest itself
+                    self.kills.update(ran.failed[:1])
+                    return KILLED, by
+                if ran.code != 0:
+                    raise RuntimeError(f"pytest {tier} ended with {ran.code}:\n{ran.said}")
+            return SURVIVED, ""
 
     def sections(self, name: str) -> list[str]:
         """The sections of docs/passes.md that are no longer true if the pass of that name is broken."""
@@ -292,7 +317,7 @@ class Bench:
         begin = len(source[: source.index(old)].encode())
         mutant = Mutant(ROOT / "fsdp_compile" / path, 0, begin, begin + len(old.encode()), old, new)
         with self._changed(mutant):
-            _, _, said, _ = self._run(_PAGE, LIMIT, 120.0, "-x")
+            said = self._run(_PAGE, LIMIT, 120.0, "-x").said
         found = re.search(r"AssertionError: sections that differ: (.*)", said)
         return found[1].split() if found else []
 
@@ -306,18 +331,16 @@ class Bench:
         finally:
             _write(changed, source)
 
-    def _run(
-        self, tests: str, limit: float, call: float, stop: str
-    ) -> tuple[int | None, list[str], str, dict[str, float]]:
-        """pytest's exit status, what failed, what it said and each test's seconds; `call`: seconds of ranks."""
+    def _run(self, tests: str, limit: float, call: float, stop: str) -> "_Ran":
+        """Run pytest in a fork; `call`: seconds that ranks have for one call."""
         with tempfile.TemporaryDirectory() as folder:
             pid = os.fork()
             if not pid:
                 self._in_the_fork([stop, *tests.split()], Path(folder), call)
             code = _wait(pid, limit)
             said, result = Path(folder, "said").read_text(errors="replace"), Path(folder, "result")
-            failed, seconds = json.loads(result.read_text()) if result.exists() else ([], {})
-        return code, failed, said, seconds
+            noted = json.loads(result.read_text()) if result.exists() else ([], {}, False)
+        return _Ran(code, said, *noted)
 
     def _in_the_fork(self, arguments: list[str], folder: Path, call: float) -> None:
         code = 3
@@ -334,7 +357,7 @@ class Bench:
             tempfile.tempdir = None
             order = _Order(self.kills, self.seconds, self.failing)
             code = int(pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", *arguments], [order]))
-            (folder / "result").write_text(json.dumps((order.failed, order.seconds)))
+            (folder / "result").write_text(json.dumps((order.failed, order.seconds, order.is_late)))
             sys.stdout.flush()
         except BaseException:
             traceback.print_exc()
@@ -400,6 +423,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--file", action="append", help="a file of the package; can be given several times")
     parser.add_argument("--least", type=float, default=0.9, help="the share of mutants that has to be killed")
+    parser.add_argument("--record", type=Path, help="a file of verdicts, which the run continues")
     parser.add_argument("--passes", nargs="*", choices=BROKEN, help="break these passes, or each of them")
     asked = parser.parse_args()
     if asked.passes is not None:
@@ -408,21 +432,55 @@ def main() -> int:
     if asked.file:
         files = {path: tests for path, tests in files.items() if str(path.relative_to(ROOT)) in asked.file}
     drawn = random.Random(asked.seed).sample([m for path in files for m in _Finder(path).mutants()], asked.count)
+    drawn.sort(key=lambda mutant: (files[mutant.path].count("/gloo/"), mutant))
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder) / "fsdp_compile")
-        for tests in sorted({name for mutant in drawn for name in files[mutant.path].split()}):
-            if said := bench.measure(tests):
-                print(f"{said}\nleft out, because it fails without any mutant: {bench.failing}", flush=True)
-        survivors = []
-        for number, mutant in enumerate(sorted(drawn), 1):
-            begin = time.monotonic()
-            if alive := bench.survives(mutant, files[mutant.path]):
-                survivors.append(mutant)
-            seconds = time.monotonic() - begin
-            print(f"{number:4d} {'SURVIVED' if alive else 'killed  '} {seconds:4.0f} s {mutant}", flush=True)
-    killed = 1 - len(survivors) / len(drawn)
-    print(f"{len(drawn)} mutants, {len(survivors)} survived: {killed:.0%} killed")
+        verdicts = _judge(drawn, files, Bench(Path(folder) / "fsdp_compile"), asked.record)
+    count = Counter(verdicts.values())
+    killed = 1 - count[SURVIVED] / len(drawn)
+    print(f"{len(drawn)} mutants, {count[SURVIVED]} survived, {count[LATE]} were out of time: {killed:.0%} killed")
     return int(killed < asked.least)
+
+
+def _judge(drawn: Sequence[Mutant], files: Mapping[Path, str], bench: Bench, record: Path | None) -> dict[Mutant, str]:
+    """The verdict of each mutant, beside the tests of its file; `record` has those of an earlier run, and gets more."""
+    lines = record.read_text().splitlines() if record and record.exists() else []
+    known = [json.loads(line) for line in lines]
+    before = {(each["mutant"], each["begin"], each["patience"]): each for each in known if "mutant" in each}
+    measured = set[str]()
+    for each in known:
+        if "tests" in each:
+            measured.add(each["tests"])
+            bench.seconds |= each["seconds"]
+            bench.failing += each["failing"]
+        elif each["verdict"] == KILLED and each["by"]:
+            bench.kills[each["by"]] += 1
+
+    def note(entry: dict[str, object]) -> None:
+        if record:
+            with record.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+
+    def judge(number: int, mutant: Mutant, patience: float) -> str:
+        for tests in files[mutant.path].split():
+            if tests not in measured:
+                measured.add(tests)
+                if said := bench.measure(tests):
+                    print(f"{said}\nleft out, because it fails without any mutant: {bench.failing}", flush=True)
+                of_file = {test: taken for test, taken in bench.seconds.items() if test.startswith(tests)}
+                failing = [test for test in bench.failing if test.startswith(tests)]
+                note({"tests": tests, "seconds": of_file, "failing": failing})
+        begin, entry = time.monotonic(), before.get((str(mutant), mutant.begin, patience))
+        if entry is None:
+            verdict, by = bench.verdict(mutant, files[mutant.path], patience)
+            entry = {"mutant": str(mutant), "begin": mutant.begin, "patience": patience, "verdict": verdict, "by": by}
+            note(entry)
+        seconds = time.monotonic() - begin
+        print(f"{number:4d} {entry['verdict']:11} {seconds:4.0f} s {mutant}  {entry['by']}", flush=True)
+        return entry["verdict"]
+
+    verdicts = {mutant: judge(number, mutant, 1.0) for number, mutant in enumerate(drawn, 1)}
+    late = [(number, mutant) for number, mutant in enumerate(drawn, 1) if verdicts[mutant] == LATE]
+    return verdicts | {mutant: judge(number, mutant, 5.0) for number, mutant in late}
 
 
 if __name__ == "__main__":

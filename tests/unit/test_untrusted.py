@@ -1,5 +1,6 @@
 """Folders that may come from anybody: no code runs, nothing outside is read, and there is a line that says why."""
 
+import io
 import json
 import os
 import pickle
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from fsdp_compile import checkpoint
 from fsdp_compile.checkpoint import CheckpointError
+from fsdp_compile.checkpoint.untrusted import load_item
 from fsdp_compile.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:passed over a damaged")
@@ -413,6 +415,16 @@ def test_pickled_values(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mark.rmdir()
     checkpoint.load({"weight": torch.zeros(2), "value": None}, at, trust=True)
     assert mark.exists()
+
+
+def test_a_tensor_that_runs_code(at: Path) -> None:
+    """Where a tensor is expected, code is refused as damage, and nobody is told to trust it."""
+    mark, file = at.parent / "mark", io.BytesIO()
+    torch.save(Run(mark), file)
+    file.seek(0)
+    with pytest.raises(CheckpointError, match=r"^weight: expected what torch\.save writes, found .*Unpickl"):
+        load_item(file, "weight")
+    assert not mark.exists()
 
 
 def test_names_for_a_terminal(at: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,86 @@
+"""When the values of a graph are alive, counted by hand."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fsdp_compile.passes.graph.lifetimes import lifetimes, live_bytes
+
+A = torch.empty(8, 8)
+UNIT = 256  # bytes of each value here
+
+
+def _chain(a: Tensor) -> Tensor:
+    b = a @ a
+    c = b @ b
+    return c @ c
+
+
+def _viewed(a: Tensor) -> Tensor:
+    b = a @ a
+    view = b.t()
+    c = a @ a
+    return c @ view
+
+
+def _returned(a: Tensor) -> tuple[Tensor, Tensor]:
+    b = a @ a
+    c = b @ b
+    d = a @ a
+    return c, d @ d
+
+
+def _pointwise(a: Tensor) -> Tensor:
+    b = a @ a
+    c = b.relu()
+    d = a @ a
+    return c + d
+
+
+def _twice(a: Tensor) -> tuple[Tensor, Tensor]:
+    b = a @ a
+    c = b.relu()
+    return c + 1, c * 2
+
+
+def _many(a: Tensor) -> tuple[Tensor, Tensor]:
+    total = (a @ a) + (a @ a) + (a @ a) + (a @ a) + (a @ a)
+    return total + 1, total * 2
+
+
+def _tuple(a: Tensor) -> Tensor:
+    b = a @ a
+    q, r = torch.linalg.qr(b)
+    return q @ r @ b
+
+
+CASES: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any], list[int]]] = {
+    "until it is last read": (_chain, {}, [1, 2, 2]),
+    "until a view is last read": (_viewed, {}, [1, 1, 2, 3]),
+    "to the end if it is returned": (_returned, {}, [1, 2, 2, 3]),
+    "without memory in its only reader, whose inputs live": (_pointwise, {}, [1, 1, 2, 3]),
+    "unless it is stored": (_pointwise, {"stored": {1}}, [1, 2, 2, 3]),
+    "as well as its inputs with two readers": (_twice, {}, [1, 2, 3, 4]),
+    "stored for two readers if it reads many": (_many, {}, [1, 2, 2, 3, 3, 4, 4, 5, 6, 2, 3]),
+    "elements from their tuple on": (_tuple, {}, [1, 3, 3, 3, 4, 3]),
+    "what comes on top": (_chain, {"added": [(1, UNIT), (3, UNIT)]}, [1, 3, 3]),
+    "not what is packed, whose inputs live longer": (_returned, {"packed": {1: 3}}, [1, 1, 2, 3]),
+    "also what may be packed late": (_returned, {"late": {1: 3}}, [1, 2, 3, 4]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_alive(case: str) -> None:
+    """The number of values that are alive at each node that computes; inputs of the caller are alive throughout."""
+    function, options, expected = CASES[case]
+    graph = make_fx(function, tracing_mode="fake")(A).graph
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    position = {node: at for at, node in enumerate(nodes)}
+    packed, late = ({nodes[at]: by for at, by in options.get(name, {}).items()} for name in ("packed", "late"))
+    stored = {nodes[at] for at in options.get("stored", ())}
+    alive = lifetimes(graph, position, packed, options.get("added", ()), stored=stored, late=late)
+    assert [each - UNIT for each in live_bytes(alive, len(nodes))] == [UNIT * count for count in expected]
