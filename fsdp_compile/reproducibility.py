@@ -55,7 +55,7 @@ def mean_over_ranks(values: Tensor, group: dist.ProcessGroup | None = None) -> T
     if count < 1 or count & (count - 1):
         raise ValueError(f"values: {count} on all ranks together; a tree needs a power of two of them")
     total = rows.new_empty(())
-    add_in_pairs(rows, out=total)
+    add_in_pairs(rows.clone(), out=total)
     return total / count
 
 

@@ -55,9 +55,9 @@ COALESCED = {ALL_GATHER: ALL_GATHER_COALESCED, REDUCE_SCATTER: REDUCE_SCATTER_CO
 
 
 def add_in_pairs(rows: Tensor, dim: int = 0, *, out: Tensor) -> None:
-    """Add up `rows`, `[n, ...]` with n a power of two, as a binary tree; the result is `out`."""
+    """Add up `rows`, `[n, ...]` with n a power of two, as a binary tree, which overwrites them; the result is `out`."""
     while len(rows) > 2:
-        rows = rows[0::2] + rows[1::2]
+        rows = rows[0::2].add_(rows[1::2])  # new memory for the sums would cost more than the additions
     if len(rows) == 2:
         torch.add(*rows, out=out)
     else:

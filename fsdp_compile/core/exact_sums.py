@@ -24,7 +24,7 @@ from fsdp_compile.comm.collectives import add_in_pairs
 _CELL = 64  # elements
 _BITS = 22  # of a part, beside its sign
 _PARTS = 3
-_PIECE = 2**15  # elements that a CPU adds up at once, in its cache
+_PIECE = 2**16  # elements that a CPU adds up at once, in its cache
 _PIECE_ON_DEVICE = 2**24
 
 

@@ -21,7 +21,7 @@
     check_ranks(...)           an empty tensor                             Inductor, where ranks compare their graphs
     record_time(...)           an empty tensor                             Inductor, where a profile is recorded
     prefetch_next(shards)      an empty tensor                             Inductor's forwards, planned with an update
-    sum_in_pairs(rows)         the sum of the rows, as a binary tree       graphs whose reduces have that order
+    sum_in_pairs(rows)         their sum by a tree; overwrites the rows    graphs whose reduces have that order
     send_buffer(payload)       the payload, in one buffer                  Inductor's graphs
     send_buffer_as(shard)      the shard, cast where its all-gather        Inductor's graphs
                                starts
@@ -97,7 +97,7 @@ RECORD_TIME = has_side_effect(
     _define("record_time", "(str graph, int stretch, int index, Device device, float expected=0) -> Tensor", _OPAQUE)
 )
 PREFETCH_NEXT = has_side_effect(_define("prefetch_next", "(Tensor[] shards, Device device) -> Tensor", _OPAQUE))
-SUM_IN_PAIRS = _define("sum_in_pairs", "(Tensor rows) -> Tensor")
+SUM_IN_PAIRS = _define("sum_in_pairs", "(Tensor(a!) rows) -> Tensor")
 SEND_BUFFER = _define("send_buffer", "(Tensor payload) -> Tensor")
 SEND_BUFFER_AS = _define("send_buffer_as", "(Tensor shard, ScalarType dtype) -> Tensor")
 PACK_SEGMENTS = _define(

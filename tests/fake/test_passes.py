@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdp_compile import CompileConfig, ShardingStrategy, compile_step, explain_plan, fully_shard
 from fsdp_compile.comm.collectives import ALL_GATHER, WAIT
-from fsdp_compile.core.ops import UNSHARD
+from fsdp_compile.core.ops import SUM_IN_PAIRS, UNSHARD
 from fsdp_compile.passes import PASSES, inductor
 from fsdp_compile.passes._torch import saved_for_backward, switched_off
 from fsdp_compile.passes.graph.lifetimes import lifetimes, live_bytes
@@ -217,6 +217,19 @@ def test_memory_of_a_deep_graph() -> None:
         each.meta["val"] = torch.empty(4, device="meta")
     live = live_bytes(lifetimes(graph, {layer: index for index, layer in enumerate(layers)}, {}, []), len(layers))
     assert live == [16] * 2999 + [32]  # the input, and at last the output
+
+
+def test_memory_of_operators_that_overwrite() -> None:
+    """A result of their own counts, one that is the overwritten input does not."""
+    graph = fx.Graph()
+    rows = graph.placeholder("rows")
+    twice = graph.call_function(torch.ops.aten.mul_.Scalar, (rows, 2))
+    total = graph.call_function(SUM_IN_PAIRS, (twice,))
+    graph.output((total,))
+    for each, shape in ((rows, (4, 3)), (twice, (4, 3)), (total, (3,))):
+        each.meta["val"] = torch.empty(shape, device="meta")
+    alive = lifetimes(graph, {twice: 0, total: 1}, {}, [])
+    assert [(each.node, each.size) for each in alive] == [(rows, 48), (total, 12)]
 
 
 def test_install_chains_to_a_pass_that_is_there() -> None:

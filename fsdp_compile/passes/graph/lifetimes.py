@@ -105,7 +105,7 @@ def _own_size(node: fx.Node, position: Mapping[fx.Node, int], inlined: Set[fx.No
     if node.op == "placeholder":
         return size_of(node)
     schema = getattr(node.target, "_schema", None)
-    writes_into_input = schema is not None and schema.is_mutable
+    writes_into_input = schema is not None and schema.is_mutable and all(each.alias_info for each in schema.returns)
     if node not in position or is_view(node) or writes_into_input:
         return 0
     if node in inlined and (not node.all_input_nodes or len(list(reads(node))) == 1):
