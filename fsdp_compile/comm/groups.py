@@ -24,7 +24,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile.comm._torch import group_named, groups_joined, mesh_without_group, offer_name, timeout_of
 from fsdp_compile.comm.collectives import backends
-from fsdp_compile.comm.comparison import Subject, compare_in_groups
+from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists
 
 _SECONDS_TO_COME = 600.0  # that ranks wait for each other before they make a group
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -307,25 +307,26 @@ def mesh_of(group: str, size: int, rank: int, device_type: str) -> DeviceMesh:
     return DeviceMesh.from_group(process_group, device_type if device_type in supported else next(iter(supported)))
 
 
-_NEW_GROUP = Subject(
-    "new process group",
-    "membership in as many process groups",
-    "no number",
-    "make groups that only some ranks are in later, after fully_shard and compile_step",
-)
+_NEW_GROUP = Subject("new process group", "one", "none", "make it on all ranks at the same time")
 
 
 def _group_within(group: dist.ProcessGroup, ranks: list[int], **options: Any) -> dist.ProcessGroup:
     """A new group of `ranks`, some or all of those in `group`, which all make one of that size at the same time.
 
-    torch names it after its ranks and the number of groups that the process is in. Ranks that differ in that number
-    would wait for each other under different names.
+    torch names it after its ranks and the number of groups that the process is in, and ranks that differ in that number
+    would wait for each other under different names. So those that are in fewer groups first make some of themselves.
 
     Raises:
-        RuntimeError: on all ranks, if they differ.
+        RuntimeError: a rank does not come.
     """
-    joined = f"a new process group\n{groups_joined()} groups"
-    compare_in_groups([(group, joined)], _SECONDS_TO_COME, _NEW_GROUP)
+    compare_in_groups([(group, "a new process group")], _SECONDS_TO_COME, _NEW_GROUP)
+    if exists(group):
+        devices = backends(group)
+        joined = torch.tensor(groups_joined(), device="cpu" if "cpu" in devices else next(iter(devices)))
+        dist.all_reduce(joined, dist.ReduceOp.MAX, group)
+        for _ in range(int(joined) - groups_joined()):
+            alone = "gloo" if dist.is_gloo_available() else None
+            dist.new_group([dist.get_rank()], backend=alone, use_local_synchronization=True)
     return dist.new_group(ranks, timeout=timeout_of(group), use_local_synchronization=True, **options)
 
 

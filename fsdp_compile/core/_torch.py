@@ -11,6 +11,7 @@ torch._dynamo.utils                                      permission for side eff
                                                          by `_disable_side_effect_safety_checks_for_current_subtracer`
 torch._C._autograd                                       whether the running backward pass retains its graph
 torch.autograd.graph                                     whether saved tensors may be changed
+torch._C                                                 whether torch.jit.trace or make_fx records
 torch._C._functorch, torch._functorch.pyfunctorch        the transform of torch.func that runs, and how to leave all
                                                          for a while
 torch._foreach_norm                                      norms of many tensors in one kernel
@@ -271,6 +272,13 @@ def may_change_saved_tensors() -> bool:
 def runs_compiled_autograd() -> bool:
     """Whether the running backward pass is a graph of compiled autograd."""
     return compiled_autograd.in_compiled_autograd_region
+
+
+@never_trace
+def records_operators() -> bool:
+    """Whether `torch.jit.trace` or `make_fx` records what runs; asked from code that Dynamo does not compile."""
+    mode = torch._C._TorchDispatchModeKey.PROXY
+    return torch._C._get_tracing_state() is not None or torch._C._get_dispatch_mode(mode) is not None
 
 
 def executes_node(node: Any) -> bool:

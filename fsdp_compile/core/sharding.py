@@ -328,6 +328,16 @@ def _store_parameters(module: nn.Module, stored: dict[str, nn.Parameter | None])
     module.__dict__.update(_parameters=stored, _fsdp_parameters=stored)
 
 
+def join_registries(root: nn.Module) -> None:
+    """Let modules store their parameters in one dict again: torch.export restores copies of dicts that it finds."""
+    for module in root.modules():
+        stored, copied = (module.__dict__.get(name) for name in ("_parameters", "_fsdp_parameters"))
+        if copied is not None and copied is not stored:
+            stored.clear()
+            stored.update(copied)
+            module.__dict__["_fsdp_parameters"] = stored
+
+
 def clean_name(name: str) -> str:
     """A parameter's name without the prefixes that wrappers add."""
     for prefix in _ADDED:

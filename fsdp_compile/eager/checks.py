@@ -5,7 +5,7 @@ compare_units    before the first forward that communicates: one line for each u
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists
 from fsdp_compile.comm.waits import state_of
-from fsdp_compile.core._torch import replicated_params
-from fsdp_compile.core.sharding import sharding_of, units_gathered_below
+from fsdp_compile.core._torch import leaves_of, replicated_params
+from fsdp_compile.core.settings import warn_caller
+from fsdp_compile.core.sharding import join_registries, original_class, sharding_of, units_gathered_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.writeback import refresh
 
@@ -24,6 +25,7 @@ _SETTINGS = {"limit_all_gathers": "limit_all_gathers", "FSDP_COMPILE_FULL_PREC_I
 
 def check_root(module: nn.Module) -> None:
     """Raise ValueError if no forward of the root `module` can be right, eager or compiled."""
+    join_registries(module)
     _check_settings(module)
     _check_all_sharded(module)
     _check_has_values(module)
@@ -131,6 +133,21 @@ def changed_in_forward(names: Sequence[str]) -> str:
         f"reads a copy that was gathered; change the parameter outside of forward, use a buffer instead, or name it in "
         f"ignored_params"
     )
+
+
+def warn_of_kept_views(module: nn.Module, memory: Set[int]) -> None:
+    """Warn of attributes of modules below `module` that lie in `memory`, addresses of what was gathered for it."""
+    for each in module.modules():
+        for name, value in vars(each).items():
+            if not isinstance(value, Tensor | list | tuple | dict) or name in ("_parameters", "_modules"):
+                continue
+            plain = (leaf for leaf in leaves_of(value) if type(leaf) is Tensor and leaf.layout is torch.strided)
+            if any(leaf.untyped_storage().data_ptr() in memory for leaf in plain):
+                warn_caller(
+                    f"{original_class(each).__name__} keeps a view of gathered parameters as {name}: its memory may be "
+                    f"freed when its forward or backward ends, and it does not follow later changes of the parameters; "
+                    f"compute it in each forward, or keep a clone"
+                )
 
 
 def _paths(module: nn.Module) -> dict[Unit, str]:

@@ -27,6 +27,7 @@ from fsdp_compile.core._torch import (
     has_global_hooks,
     never_trace,
     outside_of_transforms,
+    records_operators,
     while_tracing,
 )
 from fsdp_compile.core.settings import warn_caller
@@ -104,6 +105,7 @@ class CheckParams:
     """
 
     _fsdp: ModuleSharding
+    _fsdp_runtime: Runtime
     _fsdp_hooked_call: Callable[..., Any]
     _compiled_call_impl: Any
     _forward_hooks: Any
@@ -114,6 +116,13 @@ class CheckParams:
     @never_trace
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.__call__`."""
+        if torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and records_operators()):
+            self._fsdp_runtime.check_again()
+            raise RuntimeError(
+                f"{original_class(self).__name__} is sharded: torch.export, torch.jit.trace and make_fx cannot record "
+                f"it, as its parameters are gathered while it runs; use torch.compile, or record an unsharded model "
+                f"that has loaded its full state dict"
+            )
         if not torch.compiler.is_compiling():
             # Written out, not a method: this function is not traced, but Dynamo would compile what it calls.
             gathers_itself = self._compiled_call_impl is not None and self._fsdp.is_root
@@ -275,7 +284,7 @@ def _hide(
         if completed:
             for gathered in opened:
                 gathered.check_unwritten()
-            runtime.find_changed(opened)
+            runtime.look_at_first(module, opened)
         if completed and module._fsdp.is_root:
             runtime.complete_iteration()
     finally:

@@ -25,7 +25,7 @@ from fsdp_compile.core._torch import call_after_backward, current_backward
 from fsdp_compile.core.settings import Settings, warn_caller
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Phase, ReduceQueue, Unit
-from fsdp_compile.eager.checks import changed_in_forward, check_root, compare_units, groups_of
+from fsdp_compile.eager.checks import changed_in_forward, check_root, compare_units, groups_of, warn_of_kept_views
 from fsdp_compile.eager.order import Order
 from fsdp_compile.eager.reduce import abandon_gradients
 from fsdp_compile.eager.streams import Device, Streams, UnshardedBuffer
@@ -64,6 +64,7 @@ class Runtime:
         self.converting = False
         self.forward_order, self.reduces_in_flight.order = Order("forward"), Order("backward")
         self._order_is_known = self._is_checked = self._is_compared = False
+        self._looked_for_views = set[bool]()
         self._warned: set[str] = set()  # methods without an effect on a compiled forward
         self._changed_in_forward: list[str] = []  # parameters that the first forward has changed
         self._streams: dict[torch.device, Streams] = {}
@@ -95,6 +96,10 @@ class Runtime:
         if not self._is_checked:
             check_root(module)
             self._is_checked = True
+
+    def check_again(self) -> None:
+        """Check before the next forward of the root as before the first one."""
+        self._is_checked = False
 
     def compare(self, module: nn.Module, compiled: bool) -> None:
         """Before the first forward of the root `module` that communicates, raise RuntimeError if ranks differ."""
@@ -139,10 +144,18 @@ class Runtime:
             streams.begin_iteration(self.post_optim_event)
         self.post_optim_event = None
 
-    def find_changed(self, opened: Sequence[UnshardedUnit]) -> None:
-        """In the first forward of the root, look for parameters that the forwards of `opened` have changed."""
-        if not self._order_is_known and self.iteration is not None:
+    def look_at_first(self, module: nn.Module, opened: Sequence[UnshardedUnit]) -> None:
+        """In the first forward of the root, look for parameters that the forward of `module` has changed.
+
+        In the first one with gradients, and the first without, also for views of them that it has kept.
+        """
+        if self.iteration is None:
+            return
+        if not self._order_is_known:
             self._changed_in_forward += [name for gathered in opened for name in gathered.find_changed()]
+        if torch.is_grad_enabled() not in self._looked_for_views:
+            buffers = [buffer for gathered in opened for buffer in gathered.buffers if not buffer.is_shard]
+            warn_of_kept_views(module, {buffer.storage.data_ptr() for buffer in buffers} - {0})
 
     def complete_iteration(self) -> None:
         """After a complete forward of the root, raise RuntimeError if ranks differ or the first one changed parameters.
@@ -153,6 +166,7 @@ class Runtime:
         self.forward_order.end([changed_in_forward([name]) for name in changed])
         if changed:
             raise RuntimeError(changed_in_forward(changed))
+        self._looked_for_views.add(torch.is_grad_enabled())
         self._order_is_known = bool(self.order)  # not of a forward on one rank, of summoned parameters
         if self._ended:  # not without gradients
             last = next(reversed(self._ended))

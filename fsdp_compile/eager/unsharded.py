@@ -249,7 +249,8 @@ class UnshardedUnit:
 
     def open(self, reader: Callable[..., Any] | None = None) -> None:
         """Wait for the all-gather and let module code read the parameters, or `reader`, compiled, the flat ones."""
-        if may_change_saved_tensors():
+        is_saved = torch.is_grad_enabled() and not all(buffer.is_shard for buffer in self.buffers)
+        if is_saved and may_change_saved_tensors():
             raise RuntimeError(
                 f"parameter {self.unit.flats[0].names[0]}: sharded modules cannot run within "
                 f"torch.autograd.graph.allow_mutation_on_saved_tensors: where parameters are gathered again "

@@ -1,9 +1,11 @@
 """Backends of torch.compile that are not ours, operators that hold a graph of their own, methods that graphs ignore."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +15,14 @@ from torch import Tensor, nn
 from torch._dynamo.compiled_autograd import _enable
 from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.distributed.fsdp import ShardingStrategy
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
 
 from fsdp_compile import fully_shard
+from fsdp_compile.construct import units as construct_units
 from fsdp_compile.eager import order
+
+NO_SHARD = ShardingStrategy.NO_SHARD
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -37,14 +43,15 @@ TRIPLES = [
 ]
 
 
-@pytest.mark.parametrize(("how", "strategy", "syncs"), TRIPLES)
+@pytest.mark.parametrize(("how", "strategy", "syncs"), [*TRIPLES, ("inductor", "FULL_SHARD", True)])
 def test_compiled_autograd_is_refused(how: str, strategy: str, syncs: bool) -> None:
     """Backward raises, also under no_sync, and the next one is as if that step had not been."""
     torch._dynamo.reset()
     model: Any = small()
-    fully_shard(model, auto_wrap_policy={nn.Linear}, sharding_strategy=ShardingStrategy[strategy])
-    if how == "blocks":
-        model[0].compile(backend="aot_eager")
+    with mock.patch.object(construct_units, "_worth_a_collective", return_value=1):  # a flat parameter for each
+        fully_shard(model, auto_wrap_policy={nn.Linear}, sharding_strategy=ShardingStrategy[strategy])
+    if how in ("blocks", "inductor"):  # whose graphs start reduces themselves
+        model[0].compile(backend="aot_eager" if how == "blocks" else "inductor")
     run = torch.compile(model, backend="aot_eager") if how == "module" else model
     inputs = torch.randn(2, *[next(iter(model.parameters())).shape[1]])
     model.set_requires_gradient_sync(syncs)
@@ -56,7 +63,7 @@ def test_compiled_autograd_is_refused(how: str, strategy: str, syncs: bool) -> N
 
 
 @pytest.mark.parametrize("how", ["eager", "blocks"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_changes_of_saved_tensors_are_refused(how: str, strategy: str) -> None:
     """Forward raises within the context that saves what is overwritten, and runs again outside of it."""
     model: Any = small()
@@ -65,8 +72,84 @@ def test_changes_of_saved_tensors_are_refused(how: str, strategy: str) -> None:
         model[0].compile(backend="aot_eager")
     with allow_mutation_on_saved_tensors(), pytest.raises(RuntimeError, match=r"0\.weight: .* within .*saved_tensors"):
         model(torch.randn(2, 3))
+    with allow_mutation_on_saved_tensors(), torch.no_grad():
+        model(torch.randn(2, 3))
     model(torch.randn(2, 3)).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
+
+
+class _Overwrites(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x).sin()
+        result = self.down(hidden.exp())
+        hidden.zero_()  # which `exp` and `down` have saved
+        return result
+
+
+@pytest.mark.parametrize("how", ["eager", "blocks"])
+def test_saved_tensors_may_change_where_nothing_is_gathered(how: str) -> None:
+    """Under NO_SHARD gradients in the context are those of an unsharded model."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(_Overwrites())
+    model: Any = fully_shard(copy.deepcopy(plain), auto_wrap_policy={_Overwrites}, sharding_strategy=NO_SHARD)
+    if how == "blocks":
+        model[0].compile(backend="aot_eager")
+    for each in (plain, model):
+        with allow_mutation_on_saved_tensors():
+            each(torch.linspace(-1, 1, 6).view(2, 3)).sum().backward()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+RECORDERS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "jit.trace": lambda model, x: torch.jit.trace(model, x),
+    "make_fx": lambda model, x: make_fx(model)(x),
+    "export": lambda model, x: torch.export.export(model, (x,)),
+    "strict export": lambda model, x: torch.export.export(model, (x,), strict=True),
+}
+
+
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_recording_is_refused(recorder: str) -> None:
+    """What records a sharded model, or a block of it, says what to do; the model runs again."""
+    model: Any = fully_shard(small(), auto_wrap_policy={nn.Linear})
+    for each in (model, model[0]):
+        with pytest.raises(Exception, match=r"is sharded: torch\.export, torch\.jit\.trace and make_fx cannot record"):
+            RECORDERS[recorder](each, torch.randn(2, 3))
+    model(torch.randn(2, 3)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+class _Keeps(nn.Module):
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.weight, self.when, self.kept = nn.Parameter(torch.ones(3, 3)), when, dict[str, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled() and self.when == "evaluation":
+            self.kept["turned"] = self.weight.t()
+        if self.when == "training":
+            self.turned = self.weight.t()
+        return x @ self.weight + self.weight.t().clone()[:2]
+
+
+@pytest.mark.parametrize("when", ["never", "evaluation", "training"])
+def test_views_that_modules_keep(when: str) -> None:
+    """A view of a parameter that outlives its forward is warned of in the first forward of each mode, and once."""
+    model: Any = fully_shard(nn.Sequential(_Keeps(when), nn.Linear(3, 3)), auto_wrap_policy={_Keeps})
+    texts = []
+    for enabled in (True, False, True, False):
+        with warnings.catch_warnings(record=True) as caught, torch.set_grad_enabled(enabled):
+            warnings.simplefilter("always")
+            model(torch.ones(2, 3))
+        texts.append([str(each.message) for each in caught if "keeps a view of gathered" in str(each.message)])
+    name, first = ("kept", [0, 1]) if when == "evaluation" else ("turned", [1, 1])
+    assert list(map(len, texts)) == ([0] * 4 if when == "never" else [*first, 0, 0])
+    assert all(f"_Keeps keeps a view of gathered parameters as {name}: " in text for each in texts for text in each)
 
 
 class _Attention(nn.Module):

@@ -145,14 +145,15 @@ def test_products_write_into_the_packed_gradient() -> None:
 
 
 class _Sum(nn.Module):
-    """Its gradients are what backward is given."""
+    """The gradient of `first` is what backward is given first, before a further input."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.ParameterList([nn.Parameter(torch.ones(4, 3))]), nn.Linear(3, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(x) + self.first[0]
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, y = pair
+        return self.second(x) + self.first[0], y.sin()
 
 
 def test_a_gradient_that_is_given_to_backward_is_reduced_there() -> None:
@@ -163,9 +164,11 @@ def test_a_gradient_that_is_given_to_backward_is_reduced_there() -> None:
     for block in model:
         block.compile(fullgraph=True)
     with printed_graphs() as graphs:
-        model(torch.ones(4, 3)).sum().backward()
+        sum(model((torch.ones(4, 3), torch.ones(4, 3, requires_grad=True)))).sum().backward()
     last = next(graph for graph in graphs if "backward graph after start_reduces" in graph)
     assert last.count("fsdp_flat.start_reduce_") >= 1
+    calls = [" = " in line for line in last.splitlines()[1:] if "return" not in line]
+    assert calls == sorted(calls) and "pack_grads([tangents_1]" in last and "tangents_2: " in last
 
 
 def test_autocast_keeps_no_cast_of_parameters() -> None:

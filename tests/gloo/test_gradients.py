@@ -1,5 +1,6 @@
 """What stands in `.grad` when: for used, unused and frozen parameters, and what cannot be added to."""
 
+import copy
 from functools import partial
 from time import sleep
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from models import MODELS, Case, Residual, seeded, squared_error, vectors
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffload
+from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_compile import FullyShardedDataParallel, fully_shard, summon_full_params
@@ -389,3 +390,32 @@ def _both_styles(rank: int) -> None:
 def test_both_entry_styles_are_one_runtime(two: Ranks) -> None:
     """A wrapper class beside a call in place: equal units, and gradients and parameters equal to the bit (E-GEN-8)."""
     two.run(_both_styles)
+
+
+class _Looks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.bags = nn.Embedding(7, 3, sparse=True), nn.EmbeddingBag(5, 3, sparse=True, mode="sum")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.words(x).sum(1) * self.bags(x)
+
+
+def _train_sparse(rank: int, strategy: str) -> None:
+    torch.manual_seed(0)
+    plain = _Looks()
+    model: Any = fully_shard(copy.deepcopy(plain), sharding_strategy=ShardingStrategy[strategy])
+    rows = torch.tensor([[0, 1], [4, 4], [2, 0], [1, 3]])
+    plain(rows).square().mean().backward()
+    for syncs in (False, True):
+        model.set_requires_gradient_sync(syncs)
+        (model(rows.chunk(2)[rank]).square().mean() / 2).backward()
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        grad = param.grad.full_tensor() if strategy != "NO_SHARD" else param.grad
+        torch.testing.assert_close(grad, other.grad.to_dense())
+
+
+def test_sparse_gradients_are_dense(two: Ranks) -> None:
+    """`nn.Embedding(sparse=True)` trains, accumulated or not; its gradients are dense, as all that is reduced."""
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        two.run(_train_sparse, strategy)
