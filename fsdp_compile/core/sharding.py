@@ -331,7 +331,7 @@ def _store_parameters(module: nn.Module, stored: dict[str, nn.Parameter | None])
 def join_registries(root: nn.Module) -> None:
     """Let modules store their parameters in one dict again: torch.export restores copies of dicts that it finds."""
     for module in root.modules():
-        stored, copied = (module.__dict__.get(name) for name in ("_parameters", "_fsdp_parameters"))
+        stored, copied = module.__dict__["_parameters"], module.__dict__.get("_fsdp_parameters")
         if copied is not None and copied is not stored:
             stored.clear()
             stored.update(copied)

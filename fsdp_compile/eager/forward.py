@@ -118,8 +118,9 @@ class CheckParams:
         """As `nn.Module.__call__`."""
         if torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and records_operators()):
             self._fsdp_runtime.check_again()
+            kind = original_class(self)  # type: ignore[arg-type]  # a mixin of modules
             raise RuntimeError(
-                f"{original_class(self).__name__} is sharded: torch.export, torch.jit.trace and make_fx cannot record "
+                f"{kind.__name__} is sharded: torch.export, torch.jit.trace and make_fx cannot record "
                 f"it, as its parameters are gathered while it runs; use torch.compile, or record an unsharded model "
                 f"that has loaded its full state dict"
             )
