@@ -1,7 +1,7 @@
 """One process that computes what the settings of a sharded model promise, rank after rank.
 
 Parameters are cast to the compute dtype; each rank's gradients are summed over the microbatches of a window, averaged
-over ranks in the reduce dtype, and added to the parameters' gradients in the parameters' own dtype.
+over ranks in the reduce dtype, in pairs, and added to the parameters' gradients in the parameters' own dtype.
 """
 
 import copy
@@ -11,6 +11,8 @@ import torch
 from models import Case, Inputs, part
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecision
+
+from fsdp_compile.comm.collectives import add_in_pairs
 
 from .training import build
 
@@ -64,7 +66,9 @@ class Emulation:
         for index, param in enumerate(self.model.parameters()):
             grads = [grads[index] for grads in of_ranks]
             if grads[0] is not None:
-                mean = torch.stack([g.float() for g in grads]).mean(0).to(grads[0].dtype).to(param.dtype)
+                total = torch.empty_like(param, dtype=torch.float32)
+                add_in_pairs(torch.stack([g.float() for g in grads]), out=total)
+                mean = (total / self.world_size).to(grads[0].dtype).to(param.dtype)
                 param.grad = mean if param.grad is None else param.grad + mean
 
 
