@@ -26,6 +26,7 @@ from fsdp_compile.construct.arguments import (
     offload_of,
 )
 from fsdp_compile.construct.wrap_policy import Chosen, Ignored
+from fsdp_compile.core._torch import FakeTensor
 from fsdp_compile.core.inner_params import (
     InnerParams,
     has_attributes,
@@ -80,6 +81,7 @@ def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings, ignored:
         must_stay_on_meta(modules, own.param_init_fn, ignored)
         for (_, _, modules), own in zip(divided, of_units, strict=True)
     ]
+    _check_memory((_join(paths[module], name), param) for module, params, _ in divided for name, param in params)
     prepared = []
     for (module, params, modules), own in zip(divided, of_units, strict=True):
         path = paths[module]
@@ -311,6 +313,35 @@ def _check_param(name: str, param: nn.Parameter) -> None:
         raise ValueError(f"parameter {name} is complex ({param.dtype}); store torch.view_as_real of it")
     if param.grad is not None:
         raise ValueError(f"parameter {name} has a gradient; call zero_grad() before fully_shard")
+
+
+def _check_memory(params: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse parameters that share elements: each would get a copy, and they would go apart in training."""
+    by_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    for name, param in params:
+        if type(param) is nn.Parameter and param.numel() and not (param.is_meta or isinstance(param.data, FakeTensor)):
+            before = by_storage.setdefault(param.untyped_storage().data_ptr(), [])
+            for other, earlier in before:
+                if (param.requires_grad or earlier.requires_grad) and _share_elements(param, earlier):
+                    raise ValueError(
+                        f"parameters {other} and {name} share memory, and would no longer do so when they are sharded; "
+                        f"make them one nn.Parameter, or give one a clone of its data"
+                    )
+            before.append((name, param))
+
+
+def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
+    spans = [sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) + 1 for t in (one, other)]
+    begins = one.data_ptr(), other.data_ptr()
+    ends = begins[0] + spans[0] * one.element_size(), begins[1] + spans[1] * other.element_size()
+    if begins[0] >= ends[1] or begins[1] >= ends[0] or one.dtype != other.dtype:
+        return begins[0] < ends[1] and begins[1] < ends[0]
+    marks = torch.zeros((max(ends) - min(begins)) // one.element_size(), dtype=torch.bool, device="cpu")
+    first, second = (
+        marks.as_strided(t.shape, t.stride(), (t.data_ptr() - min(begins)) // t.element_size()) for t in (one, other)
+    )
+    first.fill_(True)
+    return bool(second.any())
 
 
 def _check_subclass(name: str, param: nn.Parameter) -> None:

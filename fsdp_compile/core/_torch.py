@@ -274,6 +274,36 @@ def runs_compiled_autograd() -> bool:
     return compiled_autograd.in_compiled_autograd_region
 
 
+def call_with_gradients(tensors: Sequence[Tensor], function: Callable[[], Any]) -> Callable[[], None]:
+    """Call `function` in a backward pass when it has computed the gradients of all `tensors` that it reaches.
+
+    Return what ends that. As `register_multi_grad_hook`, which fails for leaves in `torch.autograd.grad`: whether such
+    a pass reaches a leaf, nobody can tell, so `function` is called there if it reaches all.
+    """
+    nodes, left = [get_gradient_edge(each).node for each in tensors], dict[int, int]()
+
+    @never_compile
+    def hook(_grad: Tensor) -> None:
+        now = current_backward()
+        if now not in left:
+            try:
+                left[now] = sum(map(executes_node, nodes))
+            except RuntimeError:
+                left[now] = len(nodes)
+        left[now] -= 1
+        if left[now] == 0:
+            del left[now]
+            function()
+
+    handles = [each.register_hook(hook) for each in tensors]
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end
+
+
 @never_trace
 def records_operators() -> bool:
     """Whether `torch.jit.trace` or `make_fx` records what runs; asked from code that Dynamo does not compile."""

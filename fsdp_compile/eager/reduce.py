@@ -392,6 +392,7 @@ def _join_accumulated_by_id(packed: Tensor, flat_param_id: Tensor) -> Tensor:
     flat.reduction.awaits_reduce &= not unit.syncs
     settle_after_backward(unit)
     again = flat.reduction.begin_in_backward()
+    flat.reduction.wait_on_host()  # of the unit's own eager forward, if that has come first: autograd adds the two
     if again and unit.settings.same_bits:
         raise RuntimeError(
             f"unit {unit.path} runs more than once in a compiled forward, which reduction_order='tree' cannot add up; "

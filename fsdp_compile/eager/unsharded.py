@@ -21,6 +21,7 @@ from fsdp_compile.core._torch import (
     WITHOUT_TENSORS,
     backward_keeps_graph,
     call_after_backward,
+    call_with_gradients,
     current_backward,
     executes_node,
     leaves_of,
@@ -413,14 +414,13 @@ class UnshardedUnit:
                 self.readers |= Reader.TRAINED_PARAMETERS
             weak = weakref.WeakMethod(self._inputs_ready)
 
-            @never_trace
-            def hook(_grads: Any) -> None:
+            def call() -> None:
                 inputs_ready = weak()
                 if inputs_ready is not None:
                     inputs_ready()
 
-            handle = torch.autograd.graph.register_multi_grad_hook(needed, hook)
-            weakref.finalize(self, handle.remove)  # an input that outlives this forward collects no hooks
+            # An input that outlives this forward collects no hooks.
+            weakref.finalize(self, call_with_gradients(needed, call))
 
     # --- backward -----------------------------------------------------------------------------------------------------
 

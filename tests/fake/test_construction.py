@@ -35,6 +35,35 @@ class Scaled(nn.Module):
         return self.linear(x) * self.scale + self.empty.sum()
 
 
+@pytest.mark.parametrize(
+    ("second", "are_refused"),
+    [
+        (lambda w: w.data, True),
+        (lambda w: w.data[:2], True),
+        (lambda w: w.data.t()[1:], True),
+        (lambda w: w.data.view(torch.int32).view(torch.float32)[3:], True),
+        (lambda w: w.data.clone(), False),
+    ],
+)
+def test_parameters_that_share_memory(second: Any, are_refused: bool) -> None:
+    """Tied by their data and not as one object, they would go apart in training: refused by name, if either trains."""
+    model = nn.Linear(4, 4, bias=False)
+    model.other = nn.Parameter(second(model.weight))
+    if are_refused:
+        with pytest.raises(ValueError, match=r"parameters weight and other share memory, .*one nn\.Parameter"):
+            fully_shard(model)
+        model.requires_grad_(False)
+    fully_shard(model)
+
+
+def test_parameters_in_one_buffer_without_common_elements() -> None:
+    """Columns, or what a file of many tensors was read into."""
+    model, buffer = nn.Module(), torch.arange(12.0).view(3, 4)
+    for index, data in enumerate((buffer[:, 0], buffer[:, 1:3], buffer[:2, 3], buffer.flatten()[11:])):
+        model.register_parameter(f"part{index}", nn.Parameter(data))
+    fully_shard(model)
+
+
 def test_scalars_are_sharded() -> None:
     """A 0-d parameter is laid out like any other and is 0-d again in forward (E-FLAT-11, E-LIM-12)."""
     model = fully_shard(Scaled())

@@ -1,6 +1,8 @@
 """Units of several kinds of parameters: frozen beside trained ones (LoRA), and several dtypes."""
 
+import copy
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -171,6 +173,27 @@ def _tune_prompt(rank: int) -> None:
 def test_a_trained_input_collects_no_hooks(two: Ranks) -> None:
     """A leaf that is fed to a frozen model in every step (prompt tuning) is left without hooks (E-FRZ-2)."""
     two.run(_tune_prompt)
+
+
+def _attack_inputs(rank: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Residual(7, 9).requires_grad_(False) for _ in range(2)))
+    model: Any = fully_shard(copy.deepcopy(plain), auto_wrap_policy={Residual})
+    x, shift = torch.linspace(-1, 1, 7).requires_grad_(), torch.ones(7, requires_grad=True)
+    for freezes in ("all", "a part"):
+        for each in (plain, model):
+            each[1].up.weight.requires_grad_(freezes == "a part")
+        for inputs in ([x], [shift], [x, shift]):
+            found, wanted = (torch.autograd.grad(each(x * shift).sin().sum(), inputs) for each in (model, plain))
+            torch.testing.assert_close(found, wanted)
+            (found,), (wanted,) = (torch.autograd.grad(each(x).sin().sum(), [x]) for each in (model, plain))
+            torch.testing.assert_close(found, wanted)
+        assert not any(unit.is_unsharded for unit in units(model))
+
+
+def test_gradients_of_inputs_alone(two: Ranks) -> None:
+    """`torch.autograd.grad` of a leaf that is fed to frozen parameters, as for adversarial examples."""
+    two.run(_attack_inputs)
 
 
 # --- freezing at run time ---------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from models import MODELS, MODULES, Case, Residual, checkpointed, squared_error, vectors
+from models import MODELS, MODULES, Case, Residual, Stack, checkpointed, squared_error, vectors
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.testing import assert_close
@@ -33,11 +33,31 @@ def _compile_blocks(model: nn.Module, how: str) -> nn.Module:
     return model
 
 
+class _Peer(nn.Module):
+    """Adds the product with the weight of another block, which is a unit of its own."""
+
+    def __init__(self, *others: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.others = nn.Parameter(torch.eye(11) / 3 + 0.1), others
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = x @ self.weight
+        for other in self.others:
+            result = result + x @ other.weight.t()
+        return torch.tanh(result)
+
+
+def _peers() -> nn.Module:
+    first = _Peer()
+    return Stack([first, _Peer(first), _Peer(first)])
+
+
 LATE = pytest.mark.nightly
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 CASES = {
     **{name: MODELS[name] for name in ("tied", "frozen")},
     "tied_blocks": MODULES["tied_blocks"],
+    "peers": Case(_peers, vectors, squared_error),
     "inside": Case(partial(checkpointed, "inside"), vectors, squared_error),
     "around": Case(partial(checkpointed, "around"), vectors, squared_error),
 }
@@ -54,10 +74,10 @@ def _train_all(rank: int, how: str, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [("frozen", "tied_blocks", "around"), pytest.param(tuple(CASES), marks=LATE)], ids=len
+    "names", [("frozen", "tied_blocks", "around", "peers"), pytest.param(tuple(CASES), marks=LATE)], ids=len
 )
 def test_compiled_blocks_train_as_one_process_does(two: Ranks, names: tuple[str, ...]) -> None:
-    """Tied, frozen and recomputed parameters too; and nothing is compiled after the first step."""
+    """Tied, frozen and recomputed parameters too, also of other blocks; nothing is compiled after the first step."""
     two.run(_train_all, "aot_eager", names)
 
 
