@@ -20,7 +20,7 @@ PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 FILES = 129
 BUDGET = {
-    PACKAGE: 33_061,
+    PACKAGE: 33_105,
     f"{PACKAGE}/*.py": 3_947,
     f"{PACKAGE}/core": 5_419,
     f"{PACKAGE}/comm": 1_698,
@@ -28,7 +28,7 @@ BUDGET = {
     f"{PACKAGE}/eager": 3_757,
     f"{PACKAGE}/optim": 1_656,
     f"{PACKAGE}/passes": 8_525,
-    f"{PACKAGE}/state_dict": 1_201,
+    f"{PACKAGE}/state_dict": 1_245,
     f"{PACKAGE}/checkpoint": 1_654,
     f"{PACKAGE}/explain": 2_590,
     f"{PACKAGE}/compare": 956,

@@ -13,6 +13,7 @@ other.
 """
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -27,13 +28,14 @@ from torch.distributed.fsdp import (
     ShardedOptimStateDictConfig,
     StateDictType,
 )
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.sharded_tensor import ShardedTensor
-from fsdp_compile.core.sharding import clean_names, units_used_below
-from fsdp_compile.core.unit import Unit
+from fsdp_compile.core.sharding import clean_name, clean_names, units_used_below
+from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.state_dict._torch import tree_map_only
 from fsdp_compile.state_dict.model import FULL, LOCAL, SHARDED, is_first_rank, settings_of
 from fsdp_compile.state_dict.sharded_value import ManagedParameter, ShardedValue, full_tensor, managed, torch_values
@@ -80,22 +82,33 @@ def _watch(optimizer: Optimizer) -> None:
         _unrelated.add(optimizer)
         return
     _watched.add(optimizer)
-    optimizer.register_state_dict_post_hook(functools.partial(_converted, convert=_saved))
+    try:
+        optimizer.register_state_dict_post_hook(functools.partial(_converted, convert=_saved))
+    except AttributeError:  # it has no hooks, as it is around another optimizer, which is watched when it steps
+        return
     optimizer.register_load_state_dict_pre_hook(functools.partial(_converted, convert=local_state))
     for param in params:
         if param in optimizer.state:
             optimizer.state[param] = local_state(param, optimizer.state[param])
 
 
-def _params_by_key(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Iterator[tuple[Any, nn.Parameter]]:
-    """The optimizer's parameters, each with its key in the parameter groups of a state dict."""
+def _params_by_key(
+    optimizer: Optimizer, groups: list[dict[str, Any]], named: dict[str, nn.Parameter]
+) -> Iterator[tuple[Any, nn.Parameter]]:
+    """The optimizer's parameters, each with its key in the parameter groups of a state dict, a name or an integer."""
     for own, saved in zip(optimizer.param_groups, groups, strict=False):
-        yield from zip(saved["params"], own["params"], strict=False)
+        for key, param in zip(saved["params"], own["params"], strict=False):
+            yield key, named.get(clean_name(key), param) if isinstance(key, str) else param
 
 
-def _converted(optim: Optimizer, state_dict: StateDict, convert: Callable[[nn.Parameter, State], State]) -> StateDict:
+def _converted(
+    optim: Optimizer,
+    state_dict: StateDict,
+    convert: Callable[[nn.Parameter, State], State],
+    named: dict[str, nn.Parameter] | None = None,
+) -> StateDict:
     states = dict(state_dict["state"])
-    for key, param in _params_by_key(optim, state_dict["param_groups"]):
+    for key, param in _params_by_key(optim, state_dict["param_groups"], named or {}):
         if key in states:
             states[key] = convert(param, states[key])
     return {**state_dict, "state": states}
@@ -157,7 +170,7 @@ def optim_state_dict(
     Args:
         model: the module that was sharded, or one around it.
         optim: an optimizer over parameters of `model`.
-        optim_state_dict: what to convert; None: `optim.state_dict()`.
+        optim_state_dict: what to convert, also without "param_groups"; None: `optim.state_dict()`.
         group: the ranks that take part; None: those of the first unit.
 
     Returns:
@@ -183,14 +196,20 @@ def _by_name(
     watch_state(optim)
     given = optim.state_dict() if state_dict is None else state_dict
     names = clean_names(model)
-    params = {key: (_name_of(param, names), param) for key, param in _params_by_key(optim, given["param_groups"])}
-    groups = [{**each, "params": [params[key][0] for key in each["params"]]} for each in given["param_groups"]]
-    sharded = _converted(optim, given, functools.partial(_saved, kind=kind))["state"]
+    keys = itertools.count()
+    own_groups = [{**each, "params": list(itertools.islice(keys, len(each["params"])))} for each in optim.param_groups]
+    given_groups = given.get("param_groups", own_groups)
+    named = {name: param for param, name in names.items()}
+    params = {key: (_name_of(param, names), param) for key, param in _params_by_key(optim, given_groups, named)}
+    groups = [{**each, "params": [params[key][0] for key in each["params"]]} for each in given_groups]
+    keyed = {**given, "param_groups": given_groups}
+    sharded = _converted(optim, keyed, functools.partial(_saved, kind=kind), named)["state"]
     states = {name: sharded[key] for key, (name, _) in params.items() if key in sharded}
     if kind is FULL:
         unit = units_used_below(model)[0]
         wanted = not getattr(config, "rank0_only", False) or is_first_rank(unit)
-        states = _gathered([name for name, _ in params.values()], states, config, wanted, group or unit.group)
+        ordered = [name for name, _ in params.values()]
+        states = _gathered(ordered, _shared(ordered, names, states), states, config, wanted, group or unit.group)
         if not wanted:
             return {}
     else:
@@ -198,7 +217,21 @@ def _by_name(
             states = _as_set(dict(params.values()), states, config, group)
         if not shares_memory:  # training goes on in the optimizer's memory
             states = tree_map_only(Tensor, functools.partial(_copied, config), states)
-    return {"state": states, "param_groups": groups}
+    return {"state": states, "param_groups": groups} if "param_groups" in given else {"state": states}
+
+
+def _shared(listed: Iterable[str], names: dict[nn.Parameter, str], states: dict[str, State]) -> list[str]:
+    """Those of `listed` whose state ranks hold together.
+
+    The state of a parameter of no unit is this rank's own, and other ranks may lack the parameter, as in a model that
+    is parallel in another way too. DTensors are gathered on all of their ranks in one order, so they count as shared.
+    """
+    own = {name for param, name in names.items() if unit_of(param) is None}
+    return [
+        name
+        for name in listed
+        if name not in own or any(isinstance(value, DTensor) for value in states.get(name, {}).values())
+    ]
 
 
 def _as_set(
@@ -213,7 +246,7 @@ def _as_set(
     if not was_set:
         return states
     of_units: dict[Unit, list[tuple[str, str]]] = {unit: [] for unit in was_set}
-    for name, kinds in _kinds_of_state(list(params), states, group or was_set[0].group).items():
+    for name, kinds in _kinds_of_state(list(parameters), states, group or was_set[0].group).items():
         for key in kinds:
             if isinstance(states[name][key], ShardedValue) and parameters[name].unit in of_units:
                 of_units[parameters[name].unit].append((name, key))
@@ -228,14 +261,19 @@ def _as_set(
 
 def _gathered(
     names: list[str],
+    shared: list[str],
     states: dict[str, State],
     config: OptimStateDictConfig,
     wanted: bool,
     group: dist.ProcessGroup,
 ) -> dict[str, State]:
-    """Gather all state in the first rank's order, {} where not wanted; RuntimeError on all ranks if theirs differs."""
+    """Gather shared state in the first rank's order, {} where not wanted; RuntimeError on all ranks if theirs differs.
+
+    State that is not `shared` comes from this rank.
+    """
     full: dict[str, State] = {}
-    for name, kinds in _kinds_of_state(names, states, group).items():
+    own = {name: states[name] for name in names if name in states and name not in shared}
+    for name, kinds in (_kinds_of_state(shared, states, group) | own).items():
         for key in kinds:
             value = full_tensor(states[name][key])
             if wanted:
@@ -309,20 +347,21 @@ def optim_state_dict_to_load(
     watch_state(optim)
     if units and getattr(settings_of(units[0]).optim_state_dict_config, "rank0_only", False):
         optim_state_dict = _received(units[0], model, optim_state_dict)
-    _check_alike(units, optim_state_dict["state"])
+    _check_alike(model, optim_state_dict["state"])
     loaded = _to_load(model, optim, optim_state_dict, named=is_named_optimizer)
     if load_directly:
         optim.load_state_dict(loaded)
     return loaded
 
 
-def _check_alike(units: list[Unit], states: dict[str, State]) -> None:
-    """Raise RuntimeError on all ranks if they load state of different parameters, or of different kinds.
+def _check_alike(model: nn.Module, states: dict[str, State]) -> None:
+    """Raise RuntimeError on all ranks if they load shared state of different parameters, or of different kinds.
 
     With a `ShardedValue`, which is loaded without communication, nothing is compared.
     """
+    units = units_used_below(model)
     if units and not any(isinstance(value, ShardedValue) for state in states.values() for value in state.values()):
-        _kinds_of_state(list(states), states, units[0].group)
+        _kinds_of_state(_shared(states, clean_names(model), states), states, units[0].group)
 
 
 def _to_load(
@@ -341,8 +380,13 @@ def _to_load(
     else:
         groups = _groups_of(optim, optim_input)
     params = [param for group in groups for param in group["params"]]
-    keys: dict[nn.Parameter, Any] = {param: _name_of(param, names) if named else i for i, param in enumerate(params)}
+    keys: dict[nn.Parameter, Any] = {param: index for index, param in enumerate(params)}
+    if named and optim is not None:  # its names may have prefixes of wrappers
+        own = _params_by_key(optim, optim.state_dict()["param_groups"], {name: param for param, name in names.items()})
+        keys = {param: key for key, param in own}
     saved_group = {name: group for group in saved for name in group["params"]}
+    # Others load the state of parameters that fully_shard left alone, if it is not in this state dict.
+    params = [param for param in params if _name_of(param, names) in saved_group or unit_of(param) is not None]
     expected = {_name_of(param, names) for param in params}
     if expected != saved_group.keys() or not expected >= state_dict["state"].keys():
         raise ValueError(
@@ -350,20 +394,20 @@ def _to_load(
             f"{sorted(expected - saved_group.keys())} and unexpected "
             f"{sorted((saved_group.keys() | state_dict['state'].keys()) - expected)}"
         )
-    matched = []  # the optimizer's groups with the saved settings
+    wanted, matched = set(params), []  # the optimizer's groups with the saved settings
     for group in groups:
-        own = [names[param] for param in group["params"]]
-        settings = saved_group[own[0]] if own else group
-        for name in own:
+        listed = [names[param] for param in group["params"] if param in wanted]
+        settings = saved_group[listed[0]] if listed else group
+        for name in listed:
             if saved_group[name] is not settings:
                 raise ValueError(
-                    f"optim_state_dict: {name} and {own[0]} are in one group of the optimizer and in different ones of "
-                    f"the state dict; make the optimizer with the saved groups"
+                    f"optim_state_dict: {name} and {listed[0]} are in one group of the optimizer and in different ones "
+                    f"of the state dict; make the optimizer with the saved groups"
                 )
-        matched.append({**settings, "params": [keys[param] for param in group["params"]]})
+        matched.append({**settings, "params": [keys[param] for param in group["params"] if param in wanted]})
     states = {}
     for param, name in names.items():  # in the same order on all ranks, as some state may have to be gathered
-        state = local_state(param, state_dict["state"].get(name, {})) if param in keys else {}
+        state = local_state(param, state_dict["state"].get(name, {})) if param in wanted else {}
         if state:
             states[keys[param]] = state
     return {"state": states, "param_groups": matched}
@@ -494,5 +538,5 @@ def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: StateDict, model: nn.Module, optim: Optimizer
 ) -> StateDict:
     """Turn what `sharded_optim_state_dict` returned into a state dict for `load_state_dict`."""
-    _check_alike(units_used_below(model), sharded_optim_state_dict["state"])
+    _check_alike(model, sharded_optim_state_dict["state"])
     return _to_load(model, optim, sharded_optim_state_dict)

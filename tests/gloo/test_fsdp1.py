@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import _NamedOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
@@ -152,6 +153,80 @@ def test_optimizer_state(two: Ranks, tmp_path: Path) -> None:
     whose optimizers have parameters in different orders: all values arrive, also without parameter groups. State of a
     parameter that the model does not have is refused by name."""
     two.run(_optimizer_state, tmp_path)
+
+
+class _OwnOnEachRank(nn.Module):
+    """A wrapped model behind a layer that only this rank has."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.shared = FullyShardedDataParallel(build(MLP), auto_wrap_policy=POLICY)
+        torch.manual_seed(rank)
+        self.own_name = f"own{rank}"
+        self.add_module(self.own_name, nn.Linear(7, 7))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.shared(getattr(self, self.own_name)(x))
+
+
+def _state_of_own_parameters(rank: int) -> None:
+    own = {f"own{rank}.weight", f"own{rank}.bias"}
+    model = _OwnOnEachRank(rank)
+    optimizers: list[Any] = [start(model, OPTIMIZERS["adamw"])]
+    groups = [{"params": list(model.parameters())}]
+    optimizers.append(_NamedOptimizer(model.named_parameters(), torch.optim.AdamW, groups, model, lr=0.1))
+    for optimizer in optimizers:
+        for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+            model.zero_grad()
+            model(mine(MLP, 0)[0]).square().sum().backward()
+            optimizer.step()
+            with state_dict_type(model, kind):
+                saved = optim_state_dict(model, optimizer)
+                assert {name for name in saved["state"] if name.startswith("own")} == own
+                expected = {name: p.detach().clone() for name, p in _full_states(model, optimizer).items()}
+                optimizer.step()
+                named = optimizer is not optimizers[0]
+                optimizer.load_state_dict(optim_state_dict_to_load(model, optimizer, saved, is_named_optimizer=named))
+            found = _full_states(model, optimizer)
+            assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+
+    model, optimizer = _OwnOnEachRank(rank), optimizers[0]
+    fresh = OPTIMIZERS["adamw"](model.parameters())
+    without = {"state": {name: state for name, state in saved["state"].items() if name not in own}, "param_groups": [
+        {**group, "params": [name for name in group["params"] if name not in own]} for group in saved["param_groups"]
+    ]}  # fmt: skip
+    loaded = optim_state_dict_to_load(model, fresh, without)  # who has the state of the own layer adds it
+    count = len(list(model.parameters()))
+    assert loaded["param_groups"][0]["params"] == list(range(count - 2)) == list(loaded["state"])
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        fresh.load_state_dict(loaded)
+
+
+def _full_states(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    states = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+    return {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
+
+
+def test_state_of_own_parameters(two: Ranks) -> None:
+    """State of parameters that one rank alone has stays with it, full and sharded, and may be absent from what is
+    loaded. An optimizer whose state dict has names gets its state back by the names that it has itself."""
+    two.run(_state_of_own_parameters)
+
+
+def _without_groups(rank: int) -> None:
+    model, optimizer = _wrapped()
+    fill(model, optimizer)
+    given = {"state": optimizer.state_dict()["state"]}
+    found = optim_state_dict(model, optimizer, given)
+    expected = optim_state_dict(model, optimizer)["state"]
+    assert list(found) == ["state"] and list(found["state"]) == list(expected)
+    assert all(torch.equal(value, expected[name][key]) for name, state in found["state"].items()
+               for key, value in state.items())  # fmt: skip
+
+
+def test_state_without_groups(two: Ranks) -> None:
+    """A given state dict of an optimizer may lack its groups; so does the result."""
+    two.run(_without_groups)
 
 
 # --- settings and inputs ----------------------------------------------------------------------------------------------
