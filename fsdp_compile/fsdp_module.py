@@ -17,6 +17,7 @@ from fsdp_compile.core.sharded_rules import multiply
 from fsdp_compile.core.sharded_tensor import ShardedTensor, gradients
 from fsdp_compile.core.sharding import (
     ModuleSharding,
+    by_original_class,
     clean_names,
     get_parameter,
     modules_below,
@@ -191,10 +192,11 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
         """As `nn.Module.apply`: `fn` visits the modules below and this one, and finds all elements of parameters.
 
         Edits are kept as in `summon_full_params`. One sharded module is gathered at a time, with those around it.
-        ValueError if a forward or backward is under way, or parameters are summoned already.
+        Modules inside a sharded one have their original class: `type(module) is nn.Linear` is true. ValueError if a
+        forward or backward is under way, or parameters are summoned already.
         """
         with summoned_for_apply(self):
-            return super().apply(fn)
+            return super().apply(by_original_class(fn, but=(FSDPModule,)))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """What `.to()`, `.half()` and the like run: shards follow (E-MOD-3)."""

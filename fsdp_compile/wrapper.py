@@ -27,7 +27,15 @@ from fsdp_compile.construct.units import check_module
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy
 from fsdp_compile.core._torch import TrainingState, never_trace
 from fsdp_compile.core.settings import Settings, warn_caller
-from fsdp_compile.core.sharding import CHECKPOINTED, WRAPPED, clean_name, get_parameter, sharding_of, units_used_below
+from fsdp_compile.core.sharding import (
+    CHECKPOINTED,
+    WRAPPED,
+    by_original_class,
+    clean_name,
+    get_parameter,
+    sharding_of,
+    units_used_below,
+)
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.summon import summon_full_params
 from fsdp_compile.fsdp_module import FSDPModule
@@ -137,6 +145,10 @@ class FullyShardedDataParallel(nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As `FSDPModule.compile`."""
         self.sharded_module.compile(*args, **kwargs)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """As `FSDPModule.apply`, for which wrapped modules have their original class too."""
+        return super().apply(by_original_class(fn))
 
     def __getattr__(self, name: str) -> Any:
         try:

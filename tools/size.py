@@ -20,9 +20,9 @@ PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 FILES = 129
 BUDGET = {
-    PACKAGE: 33_105,
-    f"{PACKAGE}/*.py": 3_947,
-    f"{PACKAGE}/core": 5_419,
+    PACKAGE: 33_138,
+    f"{PACKAGE}/*.py": 3_961,
+    f"{PACKAGE}/core": 5_438,
     f"{PACKAGE}/comm": 1_698,
     f"{PACKAGE}/construct": 1_287,
     f"{PACKAGE}/eager": 3_757,

@@ -13,7 +13,7 @@ for each, and stops at a limit. What belongs to an instance, its units, lives in
 
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -127,6 +127,25 @@ class Lookup:
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The class of the module before its class was swapped."""
     return getattr(type(module), "_fsdp_original", type(module))
+
+
+def by_original_class(visit: Callable[[nn.Module], None], but: tuple[type, ...] = ()) -> Callable[[nn.Module], None]:
+    """`visit`, for which a module has the class that it had before it was swapped, unless it is one of the types `but`.
+
+    So `type(module) is nn.Linear` holds. Not for use within a forward: that class finds no unsharded parameters.
+    """
+
+    def visit_original(module: nn.Module) -> None:
+        swapped, original = type(module), original_class(module)
+        if swapped is original or isinstance(module, but):
+            return visit(module)
+        module.__class__ = original
+        try:
+            visit(module)
+        finally:
+            module.__class__ = swapped
+
+    return visit_original
 
 
 def add_lookups(module: nn.Module, params: dict[str, tuple[Unit, int]], mixin: type) -> None:

@@ -23,14 +23,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from fsdp_compile import (
+    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecision,
     StateDictType,
+    fully_shard,
     optim_state_dict,
     optim_state_dict_to_load,
     state_dict_type,
     summon_full_params,
 )
+from fsdp_compile.fsdp_module import HasShardedParameters
 
 from .ranks import Ranks
 from .training import backward, build, mine
@@ -227,6 +230,48 @@ def _without_groups(rank: int) -> None:
 def test_state_without_groups(two: Ranks) -> None:
     """A given state dict of an optimizer may lack its groups; so does the result."""
     two.run(_without_groups)
+
+
+# --- apply ------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _fill_linear(module: nn.Module) -> None:
+    if type(module) is nn.Linear:
+        module.weight.fill_(1.0)
+
+
+def _types(rank: int) -> None:
+    found = []
+    for kind, model in _both():
+        seen: list[Any] = []
+        model.apply(lambda module, seen=seen: seen.append(type(module)))
+        assert {Residual, nn.Linear} <= set(seen)
+        model.apply(_fill_linear)
+        with kind.summon_full_params(model):
+            values = {name: p.detach().clone() for name, p in model.named_parameters()}
+        found.append(([each for each in seen if each is not kind], values))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+    assert (values["stem.weight"] == 1).all() and (values["blocks.0.up.weight"] == 1).all()
+
+    sharded = fully_shard(build(MLP), auto_wrap_policy=POLICY)
+    seen = []
+    sharded.apply(lambda module: seen.append((type(module) is nn.Linear, isinstance(module, FSDPModule))))
+    assert seen == [(isinstance(each, nn.Linear), isinstance(each, FSDPModule)) for each in _in_order(sharded)]
+    with pytest.raises(ZeroDivisionError):
+        sharded.apply(lambda module: 1 / 0)
+    assert isinstance(sharded, FSDPModule) and isinstance(sharded.stem, HasShardedParameters)
+
+
+def _in_order(module: nn.Module) -> list[nn.Module]:
+    return [*(each for child in module.children() for each in _in_order(child)), module]
+
+
+def test_types_in_apply(two: Ranks) -> None:
+    """What `apply` calls finds `type(module) is nn.Linear`, as with torch's wrapper, and fills the same weights; the
+    modules that `fully_shard` was called on stay `FSDPModule`s. A failure leaves the classes as they were."""
+    two.run(_types)
 
 
 # --- settings and inputs ----------------------------------------------------------------------------------------------
