@@ -190,10 +190,7 @@ class Comparison:
             with torch.no_grad():
                 for param, value in zip(self.reference.parameters(), values, strict=True):
                     param.copy_(value)  # a forward may change parameters, on every rank alike
-            try:
-                expected, of_rank = self._play(step, number, rank)
-            except Exception as error:
-                raise InvalidCase(f"the unsharded model raises {type(error).__name__}: {error}") from error
+            expected, of_rank = self._play(step, number, rank)
             expected_losses.append(expected)
             grads.append(of_rank)
         self._average(before, grads)
@@ -213,17 +210,25 @@ class Comparison:
                 if rank == last
                 else (lambda _: reference.no_sync())
             )
-            losses.append(self._passes(step, number, rank, reference, reference, sync))
+            try:
+                losses.append(self._passes(step, number, rank, reference, reference, sync))
+            except Exception:
+                self.reference, self.is_exact = build(self.case), False
+                self._play(step, number, rank)
+                raise
         return losses
 
     def _play(self, step: Step, number: int, rank: int) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Losses and gradients of one rank, by the unsharded model."""
+        """Losses and gradients of one rank, by the unsharded model; InvalidCase if it raises."""
         precision, model = _precision(self.case), self.reference
         if precision is not None and precision.param_dtype is not None:
             model = copy.deepcopy(model).to(precision.param_dtype)
         for param in model.parameters():
             param.grad = None
-        losses = self._passes(step, number, rank, model, model, lambda _: nullcontext())
+        try:
+            losses = self._passes(step, number, rank, model, model, lambda _: nullcontext())
+        except Exception as error:
+            raise InvalidCase(f"the unsharded model raises {type(error).__name__}: {error}") from error
         return losses, [param.grad for param in model.parameters()]
 
     def _average(self, before: list[Tensor | None], of_ranks: list[list[Tensor | None]]) -> None:
