@@ -105,7 +105,10 @@ def test_verify_budget():
     workload = blocks(5)
     found = search_plan(workload)
     verify(workload, found.plan, found.peak)
-    with pytest.raises(PlanError, match=rf"expected at most {found.peak - 1} bytes, found {found.peak} at task"):
+    memory = simulate(workload, found.plan).memory
+    at = max(range(len(memory)), key=memory.__getitem__)
+    said = rf"expected at most {found.peak - 1} bytes, found {found.peak} at task {at}, {workload.tasks[at].name}$"
+    with pytest.raises(PlanError, match=said):
         verify(workload, found.plan, found.peak - 1)
 
 
