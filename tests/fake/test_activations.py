@@ -119,7 +119,7 @@ def test_what_needs_a_link_or_no_profile_says_so() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize(("reshard", "device"), [("auto", None), (True, None), ("auto", "h100")])
 def test_graphs_need_no_more_than_was_planned_for_the_step(reshard: Any, device: str | None) -> None:
-    """Whatever the budget, forward and backward keep it, and raise nothing (Note [When the joint plan was too ...])."""
+    """Whatever the budget, forward and backward keep it, and raise nothing (Note [When the joint plan is wrong])."""
     most, least = (max(planned_peaks(None, each, reshard, device).values()) for each in ("keep", "recompute"))
     for part in (1.0, 0.75, 0.5, 0.25, 0.1):
         budget = int(least + part * (most - least))

@@ -2,11 +2,25 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from workloads import blocks, random_workload
 
-from fsdp_compile.passes.plan.memory import Block, Copy, Options, Policy, Repeat, choices, choose, planned, workload_of
+from fsdp_compile.passes.joint.choose_memory import choose_policies
+from fsdp_compile.passes.plan.memory import (
+    Block,
+    Copy,
+    Options,
+    Policy,
+    Repeat,
+    choices,
+    choose,
+    least_of,
+    planned,
+    workload_of,
+)
 from fsdp_compile.passes.plan.plan import PlanError, verify
 from fsdp_compile.passes.plan.schedule import TOLERANCE, search_plan
 from fsdp_compile.passes.plan.workload import Workload, smallest_budget
@@ -95,6 +109,33 @@ def test_more_memory_computes_less_again() -> None:
     assert again == sorted(again, reverse=True) and again[0] > again[-1] == 0
     forced = planned(options, full, None)
     assert forced.workload.tasks != options.plain.tasks and forced.seconds >= choose(options, None).seconds
+
+
+def test_a_budget_near_the_least_is_for_graphs_to_refuse() -> None:
+    """Bytes of a step are estimates: a little below the least one, what needs the least is planned; far below, none."""
+    options: Any = options_of(random.Random(0), blocks(4, keep=None))
+    smallest = min(smallest_budget(workload_of(options, policies)) for policies in choices(options))
+    assert smallest_budget(workload_of(options, least_of(options))) == smallest
+    size = 1000  # so that a percent is a number of bytes
+    stored, plain = (
+        replace(
+            each,
+            tasks=tuple(replace(task, memory=size * task.memory) for task in each.tasks),
+            units=tuple(replace(u, gathered=size * u.gathered, packed=size * u.packed) for u in each.units),
+        )
+        for each in (options.stored, options.plain)
+    )
+    options = replace(options, plain=plain, stored=stored, blocks=())
+    least = smallest_budget(plain)
+
+    def chosen(budget: int) -> Any:
+        return choose_policies(options, SimpleNamespace(activations="auto", budget=budget))  # type: ignore[arg-type]
+
+    for part in (0.96, 1.0, 1.01):
+        found = chosen(int(part * least))
+        assert least <= found.planned.peak <= max(least, int(part * least)) and found.policies == ()
+    with pytest.raises(PlanError, match=f"budget: expected at least {least} bytes.* found {int(0.9 * least)}"):
+        chosen(int(0.9 * least))
 
 
 def test_what_is_computed_again_takes_time_and_memory() -> None:

@@ -21,7 +21,7 @@ from fsdp_compile.passes.graph.analyze import (
 )
 from fsdp_compile.passes.graph.costs import costs_of
 from fsdp_compile.passes.pipeline import GraphContext, log
-from fsdp_compile.passes.plan.workload import with_update
+from fsdp_compile.passes.plan.workload import budget_of_step, with_update
 
 _SMALL = 16  # a tensor that is this many times smaller than a parameter may live until backward
 
@@ -90,7 +90,8 @@ def choose_reshard(context: GraphContext) -> None:
             log_worth(step, config, device)
         if not (is_open or has_update):
             return
-        plan, names = plan_together(step, config, "step", device)
+        estimated = replace(config, budget=budget_of_step(step, config.budget))
+        plan, names = plan_together(step, estimated, "step", device)
         note_arrivals(info, step, plan)
     else:
         by_first_read = sorted(step.may_keep, key=lambda unit: step.reads_in_backward[unit])

@@ -20,7 +20,15 @@ from math import inf
 
 from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.plan.schedule import TOLERANCE, PlannedStep, search_plan
-from fsdp_compile.passes.plan.workload import Task, UpdateCost, Workload, lower_bound, smallest_budget, with_update
+from fsdp_compile.passes.plan.workload import (
+    Task,
+    UpdateCost,
+    Workload,
+    least_memory,
+    lower_bound,
+    smallest_budget,
+    with_update,
+)
 
 KEEP = "keep"
 
@@ -234,6 +242,17 @@ def choose(options: Options, budget: int | None) -> Result:
                         "when it is read and reduced when it is ready, and activations are treated so that the least "
                         f"of them is alive, found {budget}")  # fmt: skip
     return best
+
+
+def least_of(options: Options) -> PolicyPerBlock:
+    """Of all choices that are tried the one that needs the least memory, at its peak and then in all."""
+
+    def needs(policies: PolicyPerBlock) -> tuple[int, int]:
+        workload = workload_of(options, policies)
+        memory = least_memory(workload, workload.must_keep)
+        return max(memory, default=0), sum(memory)
+
+    return min(choices(options), key=needs)
 
 
 def choices(options: Options) -> list[PolicyPerBlock]:
