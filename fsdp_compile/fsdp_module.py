@@ -73,7 +73,8 @@ class HasShardedParameters(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         _refresh_own_units(self)
-        model_state.load(self, state_dict, prefix, errors=rest[-1])
+        assign = rest[0].get("assign_to_params_buffers", False)  # rest[0]: metadata of the module
+        model_state.load(self, state_dict, prefix, assign, errors=rest[-1])
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 

@@ -197,6 +197,8 @@ class ShardedTensor(Tensor):
         if isinstance(value, ShardedTensor) and not value.spec.same_ranges(self.spec):
             value.spec.ranks.check_here()
             raise ValueError(f"data is sharded in another way, {value.spec}; call full_tensor() on it")
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
         local = value.local if isinstance(value, ShardedTensor) else self.spec.local_of(value.detach())
         set_local(self, local, self.spec)
 

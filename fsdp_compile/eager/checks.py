@@ -18,7 +18,7 @@ from fsdp_compile.core._torch import leaves_of, replicated_params
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharding import join_registries, original_class, sharding_of, units_gathered_below
 from fsdp_compile.core.unit import Unit
-from fsdp_compile.eager.writeback import refresh
+from fsdp_compile.eager.writeback import refresh, replaced_objects
 
 _SETTINGS = {"limit_all_gathers": "limit_all_gathers", "FSDP_COMPILE_FULL_PREC_IN_EVAL": "full_precision_in_eval"}
 
@@ -62,11 +62,15 @@ def _check_all_sharded(module: nn.Module) -> None:
 
 def _check_has_values(module: nn.Module) -> None:
     for unit in units_gathered_below(module):
-        for flat in unit.flats:
-            if flat.shard.is_meta:
+        if unit.flats[0].shard.is_meta:
+            refresh(unit)  # parameters may have been assigned, by `load_state_dict(assign=True)` too
+        assigned = replaced_objects(unit) if unit.flats[0].shard.is_meta else {}
+        for index, (name, param) in enumerate(zip(unit.names, unit.params, strict=True)):
+            if assigned.get(index, param).is_meta:
                 raise ValueError(
-                    f"parameter {flat.names[0]} is still on the meta device; before the first forward, call "
-                    f"model.to_empty(device=...) and initialize it, or pass param_init_fn to fully_shard"
+                    f"parameter {name} is still on the meta device; before the first forward, call "
+                    f"model.to_empty(device=...) and initialize it, load it with assign=True, or pass param_init_fn "
+                    f"to fully_shard"
                 )
 
 

@@ -2,7 +2,8 @@
 
     in place                     the parameter lies in the shard: nothing to do
     param.data = values          this rank's part of the values goes into a new shard
-    module.weight = Parameter    the new object replaces the old one in the unit, its values go into a new shard
+    module.weight = Parameter    the new object replaces the old one in the unit, its values go into a new shard; on the
+                                 meta device, when all parameters of the unit have values
     param.requires_grad_(...)    the parameters are bound to the shard again if one was thawed
 
 Every eager forward asks `Unit.is_current` of each unit, which takes 0.35 us per parameter on one CPU core, and so does
@@ -20,6 +21,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
@@ -38,13 +40,21 @@ def refresh(unit: Unit) -> bool:
         return False
     new = replaced_objects(unit)
     now = [new.get(index, param) for index, param in enumerate(unit.params)]
+    on_meta = unit.flats[0].shard.is_meta
+    if on_meta and any(param.is_meta for param in now):
+        return False  # shards get memory when all parameters have values
     changed = [_changed(flat, params) for flat, params in unit.by_flat(now)]  # checks all before anything changes
     _warn(unit, changed)
     adopt_objects(unit, new)
+    if on_meta:
+        restore_objects(unit)  # in all places
     for flat, values in zip(unit.flats, changed, strict=True):
         if values:
             with torch.no_grad():
-                shard = torch.empty_like(flat.shard, pin_memory=flat.shard.is_pinned()).copy_(flat.shard)
+                if on_meta:  # `values` has all but padding, which is finite
+                    shard = torch.zeros_like(flat.shard, device="cpu" if unit.settings.offload else unit.device)
+                else:
+                    shard = torch.empty_like(flat.shard, pin_memory=flat.shard.is_pinned()).copy_(flat.shard)
             write_to_shard(flat, values, shard)
             flat.bind(shard)
         elif any(param.requires_grad for param in flat.frozen_when_bound):
@@ -64,6 +74,8 @@ def replaced_objects(unit: Unit) -> dict[int, nn.Parameter]:
     new: dict[int, nn.Parameter] = {}
     for index, (param, locations) in enumerate(zip(unit.params, unit.locations.of, strict=True)):
         held = [each for parameters, name in locations if (each := parameters.get(name)) is not None]
+        if param.is_meta:  # one place with values is enough, and the others get them
+            held = [each for each in held if each is not param] or held
         if all(each is param for each in held):
             continue
         if any(each is not held[0] for each in held):  # nobody can tell which of them is meant
@@ -71,11 +83,12 @@ def replaced_objects(unit: Unit) -> dict[int, nn.Parameter]:
                 f"parameter {unit.names[index]}: expected one object in all {len(locations)} places that share it, "
                 f"found it replaced in some of them; assign the same nn.Parameter to each"
             )
-        if not isinstance(held[0], nn.Parameter) or unit_of(held[0]) is not None:
-            is_param = isinstance(held[0], nn.Parameter)
-            what = "one that is sharded already" if is_param else f"a {type(held[0]).__name__}"
-            raise RuntimeError(f"parameter {unit.names[index]}: expected an nn.Parameter in its place, found {what}; "
-                               f"copy the values into the parameter instead")  # fmt: skip
+        is_param, is_distributed = isinstance(held[0], nn.Parameter), isinstance(held[0], DTensor)
+        if not is_param or is_distributed or unit_of(held[0]) is not None:
+            kind = "DTensor" if is_distributed else type(held[0]).__name__
+            what = "one that is sharded already" if is_param and not is_distributed else f"a {kind}"
+            raise RuntimeError(f"parameter {unit.names[index]}: expected a plain nn.Parameter in its place, found "
+                               f"{what}; copy the values into the parameter, or assign them in full")  # fmt: skip
         new[index] = held[0]
     return new
 

@@ -32,8 +32,8 @@ from fsdp_compile.core.flat_collectives import all_gather_flat
 from fsdp_compile.core.inner_params import inner_names, plain_tensors, recipe_of, recipes_of
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import sharding_of, stored_parameters, units_used_below
-from fsdp_compile.core.unit import Unit
-from fsdp_compile.state_dict.sharded_value import ManagedParameter, managed, torch_values
+from fsdp_compile.core.unit import Unit, unit_of
+from fsdp_compile.state_dict.sharded_value import ManagedParameter, full_tensor, managed, torch_values
 
 FULL, SHARDED, LOCAL = (StateDictType[f"{kind}_STATE_DICT"] for kind in ("FULL", "SHARDED", "LOCAL"))
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
@@ -213,25 +213,43 @@ def save(module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
 
 
 @torch.no_grad()
-def load(module: nn.Module, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
+def load(module: nn.Module, state: dict[str, Any], prefix: str, assign: bool, errors: list[str]) -> None:
     """Copy values into the sharded parameters of `module` itself; add those that do not fit to `errors`.
 
     Then `state` has the parameters in place of the values, so that `_load_from_state_dict` copies them onto themselves.
+    Where they are on the meta device and it is to `assign`, `state` has new sharded parameters with the values.
     """
     for name in recipes_of(module):
         _flatten(module, name, state, prefix, errors)
     for name, parameter in _own_parameters(module, state, prefix):
-        key, value, stored = prefix + name, state[prefix + name], parameter.local
+        key, value, stored, param = prefix + name, state[prefix + name], parameter.local, parameter.param
         local = parameter.local_of(value, f"parameter {key}") if isinstance(value, Tensor) else None
         if local is None:
             found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             errors.append(f"size mismatch for {key}: expected shape {tuple(parameter.spec.shape)}, found {found}")
+        elif assign and stored.is_meta and not local.is_meta:
+            param = _assigned(parameter, local)
         else:
             if local.data_ptr() != stored.data_ptr():
                 stored.copy_(local)
             # On all ranks, whatever they store: what was gathered before is out of date everywhere.
-            torch.autograd.graph.increment_version([parameter.param, stored])
-        state[key] = parameter.param
+            torch.autograd.graph.increment_version([param, stored])
+        state[key] = param
+    for name, own in stored_parameters(module).items() if assign else ():
+        # Under NO_SHARD, and where a value was assigned before and the unit still waits for others.
+        waits = own is not None and managed(own) is None and (isinstance(own, ShardedTensor) or unit_of(own))
+        if waits and prefix + name in state:
+            state[prefix + name] = full_tensor(state[prefix + name])
+
+
+def _assigned(parameter: ManagedParameter, local: Tensor) -> nn.Parameter:
+    """A new parameter of `local`, in the place of one that is on the meta device; in all places that share it, one."""
+    for parameters, name in parameter.unit.locations.of[parameter.index]:
+        held = parameters.get(name)
+        if held is not None and held is not parameter.param:
+            return held
+    value = ShardedTensor(local.detach().to(parameter.local.dtype), parameter.spec)
+    return nn.Parameter(value, requires_grad=parameter.param.requires_grad)
 
 
 def _flatten(module: nn.Module, name: str, state: dict[str, Any], prefix: str, errors: list[str]) -> None:

@@ -238,3 +238,70 @@ def test_distributed_like_parameters(two: Ranks) -> None:
     """`distribute_tensor(full, p.device_mesh, p.placements)` loads into p in all ways, of parameters and of values;
     `DTensor.from_local` of local data, which is no part of dimension 0, is refused."""
     two.run(_like_parameters)
+
+
+class _Product(nn.Module):
+    """Has no `reset_parameters`, so that on the meta device it waits for values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.empty(5, 5)), nn.Parameter(torch.empty(5), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight) * self.scale
+
+
+def _tied_products() -> nn.Module:
+    model = nn.Sequential(_Product(), _Product(), _Product())
+    model[2].weight = model[0].weight
+    return model
+
+
+def _load_onto_meta(rank: int) -> None:
+    plain, generator = _tied_products(), seeded(0)
+    with torch.no_grad():
+        for param in plain.parameters():
+            param.normal_(generator=generator)
+    x = torch.ones(2, 5)
+    plain(x).sum().backward()
+    for how in ("at once", "in pieces", "assigned"):
+        with torch.device("meta"):
+            model = _tied_products()
+        fully_shard(model[1])
+        fully_shard(model)
+        trained = {name: param.requires_grad for name, param in model.named_parameters()}
+        state = {
+            n: distribute_tensor(v, model[0].weight.device_mesh, [Shard(0)]) for n, v in plain.state_dict().items()
+        }
+        if how == "at once":
+            model.load_state_dict(state, assign=True)
+        elif how == "in pieces":
+            model.load_state_dict({"0.scale": state.pop("0.scale"), "1.weight": state["1.weight"]}, False, True)
+            with pytest.raises(ValueError, match=r"parameter 0.weight is still on the meta device"):
+                model(x)
+            model.load_state_dict(state, strict=False, assign=True)
+        else:
+            for name, param in plain.named_parameters():
+                owner, _, own = name.rpartition(".")
+                values = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+                setattr(model.get_submodule(owner), own, values)
+            model[2].weight = model[0].weight
+        model(x).sum().backward()
+        assert model[2].weight is model[0].weight
+        assert trained == {name: param.requires_grad for name, param in model.named_parameters()}
+        for (name, param), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(param.full_tensor(), wanted), (how, name)
+            assert (param.grad is None) == (wanted.grad is None), (how, name)
+            if wanted.grad is not None:
+                torch.testing.assert_close(param.grad.full_tensor(), wanted.grad)
+    model[1].weight.data = state["0.weight"]  # a DTensor
+    assert torch.equal(model[1].weight.full_tensor(), plain[0].weight)
+    model[1].weight = nn.Parameter(state["1.weight"])
+    with pytest.raises(RuntimeError, match=r"expected a plain nn\.Parameter in its place, found a DTensor"):
+        model(x)
+
+
+def test_values_assigned_on_meta(two: Ranks) -> None:
+    """Parameters on meta get values by `load_state_dict(assign=True)`, at once or in pieces, or by plain parameters in
+    their place (E-META-7). A DTensor in a parameter's place is refused, and as its `.data` it is read in full."""
+    two.run(_load_onto_meta)
