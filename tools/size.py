@@ -20,10 +20,10 @@ PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 FILES = 129
 BUDGET = {
-    PACKAGE: 33_232,
+    PACKAGE: 33_234,
     f"{PACKAGE}/*.py": 3_962,
     f"{PACKAGE}/core": 5_440,
-    f"{PACKAGE}/comm": 1_698,
+    f"{PACKAGE}/comm": 1_700,
     f"{PACKAGE}/construct": 1_287,
     f"{PACKAGE}/eager": 3_774,
     f"{PACKAGE}/optim": 1_656,
