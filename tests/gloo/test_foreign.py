@@ -315,7 +315,9 @@ NAMES["others"] = [
 ]
 
 
-@pytest.mark.parametrize("which", ["sharded", "without gathers", pytest.param("others", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "which", ["sharded", *(pytest.param(which, marks=pytest.mark.nightly) for which in ("without gathers", "others"))]
+)
 def test_values_are_those_of_the_graph_as_it_was(two: Ranks, which: str) -> None:
     """Bit for bit where nothing else changes graphs, also where one rank pads what it sends; rank 0 says what was
     found, or that there is nothing to order.

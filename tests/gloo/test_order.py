@@ -237,7 +237,9 @@ def _alike(rank: int, how: str, grad: bool) -> None:
                 runs[0](_batch(0))
 
 
-@pytest.mark.parametrize(("how", "grad"), [("eager", True), ("aot_eager", True), ("inductor", False)])
+@pytest.mark.parametrize(
+    ("how", "grad"), [("eager", True), pytest.param("aot_eager", True, marks=pytest.mark.nightly), ("inductor", False)]
+)
 def test_what_is_alike_is_not_mixed_up(two: Ranks, how: str, grad: bool) -> None:
     """One rank runs another unit, graph or model of the same sizes, or leaves out a backward: all ranks raise and none
     reads values of another one, although all of these have run before."""

@@ -13,7 +13,7 @@ import pytest
 import fsdp_compile
 
 ROOT = Path(__file__).parents[2]
-DAILY = ("quick_start", "debugging")
+DAILY = ("quick_start",)
 ALONE = ("explain",)  # its script needs one process
 # Each of their blocks runs or says why it does not.
 COMPLETE = ("reproducibility", "quick_start", "whole_step", "checkpoints", "explain", "debugging", "frameworks")
@@ -56,7 +56,7 @@ def test_the_code_of_pages_runs(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("page", ["sharded_tensors", "whole_step", "checkpoints", "explain", "from_fsdp2"])
+@pytest.mark.parametrize("page", ["debugging", "sharded_tensors", "whole_step", "checkpoints", "explain", "from_fsdp2"])
 def test_the_code_of_a_page_runs(page: str, folder: Path, tmp_path: Path) -> None:
     """The same for pages that compile, or trace a model, for longer."""
     run_pages((page,), 1 if page in ALONE else 2, folder, tmp_path)

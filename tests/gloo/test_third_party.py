@@ -25,7 +25,7 @@ BREAK = {"gpt2_own_loss", "mixtral_loop"}  # cannot be one graph unsharded eithe
 if torch.__version__ < "2.13":
     BREAK.add("t5")
 LATE = pytest.mark.nightly
-LONG = ("unet", "mixtral_loop", "t5", "gpt2", "gpt2_own_loss", "vit")  # up to two minutes
+LONG = ("unet", "mixtral_loop", "t5", "gpt2", "gpt2_own_loss", "vit", "bert", "mixtral")  # up to two minutes
 EVERY_DAY = [pytest.param(name, marks=LATE if name in LONG else ()) for name in THIRD_PARTY]
 
 
