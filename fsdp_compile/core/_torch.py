@@ -11,7 +11,7 @@ torch._dynamo.utils                                      permission for side eff
                                                          by `_disable_side_effect_safety_checks_for_current_subtracer`
 torch._C._autograd                                       whether the running backward pass retains its graph
 torch.autograd.graph                                     whether saved tensors may be changed
-torch._C                                                 whether torch.jit.trace or make_fx records
+torch._C, torch.compiler                                 whether torch.jit.trace, make_fx or torch.export records
 torch._C._functorch, torch._functorch.pyfunctorch        the transform of torch.func that runs, and how to leave all
                                                          for a while
 torch._foreach_norm                                      norms of many tensors in one kernel
@@ -302,6 +302,11 @@ def call_with_gradients(tensors: Sequence[Tensor], function: Callable[[], Any]) 
             handle.remove()
 
     return end
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` traces. While it compiles, Dynamo of torch 2.11 takes torch's own function for true."""
+    return torch.compiler._is_exporting_flag
 
 
 @never_trace

@@ -25,6 +25,7 @@ from fsdp_compile.core._torch import (
     current_transform,
     dynamo_is_active,
     has_global_hooks,
+    is_exporting,
     never_trace,
     outside_of_transforms,
     records_operators,
@@ -116,7 +117,7 @@ class CheckParams:
     @never_trace
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.__call__`."""
-        if torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and records_operators()):
+        if is_exporting() or (not torch.compiler.is_compiling() and records_operators()):
             self._fsdp_runtime.check_again()
             kind = original_class(self)  # type: ignore[arg-type]  # a mixin of modules
             raise RuntimeError(
