@@ -37,8 +37,8 @@ def current_backward() -> int:
 
 
 def groups_joined() -> int:
-    """How many process groups this process is in."""
-    return len(_world.pg_names)
+    """Part of the next group's name: how many this process is in; from torch 2.14 on, has been asked for."""
+    return int(_world.group_count) if torch.__version__ >= "2.14" else len(_world.pg_names)
 
 
 def group_named(name: str) -> dist.ProcessGroup:
