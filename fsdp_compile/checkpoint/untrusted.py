@@ -115,6 +115,7 @@ def _check(metadata: Any) -> None:
             expect(type(stored) is dcp.BytesStorageMetadata, f"{name} as {stored!r}")
             continue
         dtype, shape = stored.properties.dtype, tuple(stored.size)
+        expect(isinstance(dtype, torch.dtype), f"{name} of dtype {dtype!r}")
         check_shape(name, shape, dtype)
         for chunk in stored.chunks:
             box = zip(chunk.offsets, chunk.sizes, shape, strict=True)

@@ -36,7 +36,7 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
-def groups_joined() -> int:
+def groups_counted() -> int:
     """Part of the next group's name: how many this process is in; from torch 2.14 on, has been asked for."""
     return int(_world.group_count) if torch.__version__ >= "2.14" else len(_world.pg_names)
 

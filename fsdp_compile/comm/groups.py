@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_compile.comm._torch import group_named, groups_joined, mesh_without_group, offer_name, timeout_of
+from fsdp_compile.comm._torch import group_named, groups_counted, mesh_without_group, offer_name, timeout_of
 from fsdp_compile.comm.collectives import backends
 from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists
 from fsdp_compile.comm.waits import MessageBoard, state_of
@@ -322,11 +322,11 @@ def _group_within(group: dist.ProcessGroup, ranks: list[int], **options: Any) ->
     """
     board = MessageBoard.of_group(group, f"fsdp_flat/joined/{state_of(group).rounds}") if exists(group) else None
     if board is not None:
-        board.post(f"{group.rank()}", f"{groups_joined()}")
+        board.post(f"{group.rank()}", f"{groups_counted()}")
     compare_in_groups([(group, "a new process group")], _SECONDS_TO_COME, _NEW_GROUP)
     if board is not None:  # all have come, and posted before
         most = max(int(board.read(f"{rank}") or 0) for rank in range(group.size()))
-        for _ in range(most - groups_joined()):
+        for _ in range(most - groups_counted()):
             alone = "gloo" if dist.is_gloo_available() else None
             dist.new_group([dist.get_rank()], backend=alone, use_local_synchronization=True)
     return dist.new_group(ranks, timeout=timeout_of(group), use_local_synchronization=True, **options)

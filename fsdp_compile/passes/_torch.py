@@ -38,9 +38,11 @@ stands for a shard that is cast where its all-gather starts. `tests/fake/test_co
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -206,15 +208,20 @@ def join_sums(nodes: list[Any]) -> list[Any]:
 
     Only where results take at most half of what they are computed from: the sooner, the less memory is held.
     """
-    joined: list[Any] = []
+    runs: list[list[Any]] = []  # each a node, and the sums that follow it
+    loops, made_by = list[int](), dict[str, int]()  # which runs begin with a loop; the run that makes a buffer
     for node in nodes:
-        at = len(joined)
-        if _is_cpu_loop(node) and 2 * node.get_write_buffer_sizes() <= node.get_read_buffer_sizes():
-            made_by = {name: index for index, each in enumerate(joined) for name in each.get_buffer_names()}
-            first = 1 + max((made_by.get(dep.name, -1) for dep in node.unmet_dependencies), default=-1)
-            at = next((index for index in range(max(first, 1), at) if _is_cpu_loop(joined[index - 1])), at)
-        joined.insert(at, node)
-    return joined
+        at, is_loop = len(runs), _is_cpu_loop(node)
+        if is_loop and 2 * node.get_write_buffer_sizes() <= node.get_read_buffer_sizes():
+            reads = max((made_by.get(dep.name, 0) for dep in node.unmet_dependencies), default=0)
+            first = bisect_left(loops, reads)
+            at = loops[first] if first < len(loops) else at
+        if at == len(runs):
+            runs.append([])
+            loops += [at] if is_loop else []
+        runs[at].append(node)
+        made_by.update(dict.fromkeys(node.get_buffer_names(), at))
+    return list(chain.from_iterable(runs))
 
 
 def _is_cpu_loop(node: Any) -> bool:

@@ -272,7 +272,8 @@ def _gathered(
     State that is not `shared` comes from this rank.
     """
     full: dict[str, State] = {}
-    own = {name: states[name] for name in names if name in states and name not in shared}
+    others = set(shared)
+    own = {name: states[name] for name in names if name in states and name not in others}
     for name, kinds in (_kinds_of_state(shared, states, group) | own).items():
         for key in kinds:
             value = full_tensor(states[name][key])
