@@ -145,15 +145,15 @@ def test_products_write_into_the_packed_gradient() -> None:
 
 
 class _Sum(nn.Module):
-    """The gradient of `first` is what backward is given first, before a further input."""
+    """The gradient of `weight` is what backward is given first, and what depends on `y` reads `weight` there too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.ParameterList([nn.Parameter(torch.ones(4, 3))]), nn.Linear(3, 3)
+        self.weight, self.other = nn.Parameter(torch.ones(4, 3)), nn.Linear(3, 3)
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         x, y = pair
-        return self.second(x) + self.first[0], y.sin()
+        return x + self.weight, self.other(y) * self.weight.detach()
 
 
 def test_a_gradient_that_is_given_to_backward_is_reduced_there() -> None:
