@@ -13,6 +13,7 @@ nn.Parameter a   nn.Parameter b ...      what the optimizer has: views into the 
 
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from fsdp_compile.core._torch import (
     call_after_backward,
@@ -34,6 +36,7 @@ from fsdp_compile.core._torch import (
     without_torch_function,
 )
 from fsdp_compile.core.layout import FlatParamLayout
+from fsdp_compile.core.shard_spec import ShardRanks
 from fsdp_compile.core.sharded_rules import has_hooks
 from fsdp_compile.core.sharded_tensor import FlatGradient, ShardedTensor, set_grad
 
@@ -220,6 +223,7 @@ class ShardBinding:
         self.is_sharded = splitter.is_sharded
         self._specs = [param.spec for param in params if isinstance(param, ShardedTensor)]
         trains = any(param.requires_grad for param in params)
+        self.scattered: list[Any] = [None] * len(self.params)  # of plain parameters: their last reduced gradients
         self.sentinel = torch.empty(0, requires_grad=trains)  # a leaf beside the parameters that nobody asks for
         self._sentinel_node = get_gradient_edge(self.sentinel).node if trains else None
         self._end = shard.storage_offset() + shard.numel()  # where a plain parameter without elements lies
@@ -289,7 +293,9 @@ class ShardBinding:
         """
         if not self.is_sharded:
             slices = zip(self.splitter.split(grad), self.params, strict=True)
-            return [part if param.requires_grad else None for part, param in slices]
+            parts = [part if param.requires_grad else None for part, param in slices]
+            self.scattered = [None if part is None else _identity(part) for part in parts]
+            return parts
         with without_torch_function():
             trains = list(map(_REQUIRES_GRAD, self.params))
             passes_by = not adds and not self._have_hooks() and executes_node(self._sentinel_node)
@@ -340,6 +346,32 @@ class ShardBinding:
             wanted = dtype or param.dtype
             if param.grad is not None and param.grad.dtype != wanted:
                 set_grad(param, param.grad.to(wanted))
+
+
+def _identity(grad: Tensor) -> tuple[int, int, int]:
+    """What tells a gradient of the running backward pass from another one, or from a sum that it is part of."""
+    return current_backward(), grad.data_ptr(), grad._version
+
+
+def average_plain_gradients(binding: ShardBinding, ranks: ShardRanks) -> list[RemovableHandle]:
+    """Average what reaches the parameters other than from their unit's reduce over `ranks`, each of which has them.
+
+    Note [Gradients of what is computed from sharded parameters] has the meaning: a use outside of the unit's forward
+    has the mean of the ranks' gradients. A sum of such a gradient and a reduced one is averaged as a whole, which
+    leaves the reduced one as it is: ranks have the same.
+    """
+    living = weakref.ref(binding)  # Note [Nothing behind the flat shard refers to its unit]
+
+    @never_compile
+    def average(index: int, grad: Tensor | None) -> Tensor | None:
+        binding = living()
+        if grad is None or binding is None or _identity(grad) == binding.scattered[index]:
+            return None
+        check_first_order(binding.names[index], grad)
+        return ranks.average(grad.to_dense() if grad.is_sparse else grad.contiguous())
+
+    trained = [index for index, param in enumerate(binding.params) if param.requires_grad]
+    return [binding.params[index].register_hook(unserializable_hook(partial(average, index))) for index in trained]
 
 
 class ScatterGradients(torch.autograd.Function):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fsdp_compile.core._torch import (
     FakeTensor,
@@ -25,6 +26,7 @@ from fsdp_compile.core.autograd import (
     ScatterGradients,
     ShardBinding,
     ShardSplitter,
+    average_plain_gradients,
 )
 from fsdp_compile.core.inner_params import is_inner
 from fsdp_compile.core.layout import ShardRecord, lay_out
@@ -42,8 +44,9 @@ class FlatParam:
 
     Args:
         params: `(name, parameter)` pairs, full shape, in layout order. Each stays the same object and becomes a
-            `ShardedTensor` over a view into the local shard, or, without `ranks`, a plain view of it.
-        ranks: the ranks that the flat buffer is split over; None: it is not split.
+            `ShardedTensor` over a view into the local shard, or, if not `is_sharded`, a plain view of it.
+        ranks: the ranks that the flat buffer is split over, or that each have all of it; and their replicas.
+        is_sharded: whether it is split.
         shard_order: for each of these ranks the slice that it stores; empty: rank r stores slice r.
         device: where the shard is stored.
         pin_memory: whether it is pinned there, for copies to another device.
@@ -54,18 +57,19 @@ class FlatParam:
     def __init__(
         self,
         params: NamedParams,
-        ranks: ShardRanks | None,
+        ranks: ShardRanks,
+        is_sharded: bool,
         shard_order: tuple[int, ...],
         device: torch.device,
         pin_memory: bool = False,
     ) -> None:
         shapes = [(name, tuple(param.shape)) for name, param in params]
-        self.layout = layout = lay_out(shapes, ranks.size if ranks else 1, ranks is not None and ranks.same_bits)
+        self.layout = layout = lay_out(shapes, ranks.size if is_sharded else 1, ranks.same_bits)
         self.params = [param for _, param in params]
         self.is_inner = is_inner(self.params[0])  # inner tensors of subclasses, which nothing casts
-        self.specs: tuple[ShardSpec, ...] = ()  # for each parameter how it is sharded; empty without `ranks`
+        self.specs: tuple[ShardSpec, ...] = ()  # for each parameter how it is sharded; empty if it is not
         self.rank = rank = 0  # which slice is this rank's
-        if ranks is not None:
+        if is_sharded:
             self.rank = rank = shard_order[ranks.rank] if shard_order else ranks.rank
             offsets = zip(layout.shapes, layout.offsets, strict=True)
             shardings = [FlatSharding(shape, offset, layout.shard_numel, shard_order) for shape, offset in offsets]
@@ -75,7 +79,10 @@ class FlatParam:
         # Hybrid sharding: the sum of reduced gradients, 1-D, that are still to be averaged over replicas.
         self.deferred_all_reduce: Tensor | None = None
         self.reduction = GradientReduction()  # between the reduce of the gradient and autograd
-        self._splitter = ShardSplitter(self.layout, rank, ranks is not None)
+        self._splitter = ShardSplitter(self.layout, rank, is_sharded)
+        alone = is_sharded or (ranks.size == 1 and ranks.replicas is None)
+        self._replicating = None if alone else ranks  # ranks that each have all parameters
+        self._averages: list[RemovableHandle] = []  # hooks on plain parameters
         self._counted: tuple[nn.Parameter, ...] = ()  # share the shard's version counter, if plain
         self.bindings = 0  # how often the parameters were bound to a shard: again when their data was replaced
         self.names = list(layout.names)  # in the root, once there is one; those in the unit's module until then
@@ -121,6 +128,8 @@ class FlatParam:
         self.release()
         self._bind_params()
         self.binding = ShardBinding(self.params, self.names, self._splitter, self.reduction, shard)
+        if self._replicating is not None:
+            self._averages = average_plain_gradients(self.binding, self._replicating)
         with torch.enable_grad():
             # A class of its own, so that what autograd says of the shard names its parameters.
             scatter: Any = type("", (ScatterGradients,), {})
@@ -204,14 +213,16 @@ class FlatParam:
             self.bind(self.shard)
 
     def release(self) -> None:
-        """Drop autograd's nodes for the parameters, which are about to leave the shard for good."""
+        """Drop autograd's nodes for the parameters, and hooks, as these are about to leave the shard for good."""
+        while self._averages:
+            self._averages.pop().remove()
         self._bound_shard = self.deferred = self.autograd_shard = None
 
     def copy_with(self, params: list[nn.Parameter]) -> "FlatParam":
         """A flat parameter like this one, with a shard and autograd nodes of its own for `params`."""
         new = copy.copy(self)
         new.params, new.accumulated, new.deferred_all_reduce, new._counted = params, None, None, ()
-        new.names = list(self.names)
+        new.names, new._averages = list(self.names), []
         new.reduction = GradientReduction(self.reduction.grad_dtype)
         new.flat_param_id = new_flat_param_id(new)
         new.bind(torch.empty_like(self.shard, pin_memory=self.shard.is_pinned()).copy_(self.shard))

@@ -211,13 +211,13 @@ class Unit:
         stored = torch.device("meta" if on_meta else "cpu") if settings.offload or on_meta else self.device
         # Pinned, copies from and to other devices run beside the host (E-OFF-3).
         pin = settings.offload and settings.pin_memory and not on_meta and self.device.type != "cpu"
-        self.ranks: ShardRanks | None = None  # that parameters are sharded over; None under NO_SHARD
-        if is_sharded:
-            replica_group = self.replica_group and self.replica_group.name
-            places = (self.group_name, shards, self.rank, replica_group)
-            self.ranks = ShardRanks(*places, settings.same_bits, settings.groups.mesh)
+        replica_group = self.replica_group and self.replica_group.name
+        places = (self.group_name, shards if is_sharded else self.group_size, self.rank, replica_group)
+        self._ranks = ShardRanks(*places, settings.same_bits, settings.groups.mesh)
+        # Those that parameters are sharded over; None under NO_SHARD.
+        self.ranks = self._ranks if is_sharded else None
         order = shard_order(self.stages) if is_sharded else ()
-        self.flats = tuple(FlatParam(section, self.ranks, order, stored, pin) for section in sections)
+        self.flats = tuple(FlatParam(section, self._ranks, is_sharded, order, stored, pin) for section in sections)
         self.params = [param for flat in self.flats for param in flat.params]  # indexed in this order everywhere
         self.path = self.flats[0].path  # for errors; from the first forward on the path of the unit's module
         distributions = tuple(spec.tensor_parallel for spec in self.specs)  # over other ranks beside
@@ -360,8 +360,7 @@ class Unit:
         Graphs hold the names of groups: the next call compiles again, unless the names are the same.
         """
         self._take_groups(group, replicas, stages)
-        if self.ranks is not None:
-            self.ranks.set_groups(self.group_name, self.replica_group and self.replica_group.name)
+        self._ranks.set_groups(self.group_name, self.replica_group and self.replica_group.name)
         self.update_dtypes()
 
     def _take_groups(self, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None, stages: Stages | None) -> None:

@@ -83,11 +83,12 @@ def test_compiled_graphs_run_none_of_the_machinery(strategy: str) -> None:
     run = torch.compile(model, backend=aot_autograd(fw_compiler=compiler, bw_compiler=compiler), fullgraph=True)
     streams = {units(model)[0].device: Streams(RecordingDevice(log), limit_gathers=True)}
     refused = mock.patch.object(UnshardedBuffer, "__init__", side_effect=AssertionError("an eager gather"))
+    hooks = [[*(param._backward_hooks or ())] for param in model.parameters()]
     with mock.patch.object(model._fsdp_runtime, "_streams", streams), refused:
         for _ in range(3):
             step(run, torch.randn(3, 7))
     assert not log.lines
     assert targets and not [target for target in targets if any(w in target for w in ("resize", "set_", "record"))]
-    for param in model.parameters():
-        assert not param._backward_hooks and not param._post_accumulate_grad_hooks
+    assert [[*(param._backward_hooks or ())] for param in model.parameters()] == hooks
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
     assert any(param.grad is not None for param in model.parameters())

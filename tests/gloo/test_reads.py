@@ -1,13 +1,19 @@
 """Code outside of a unit's forward that reads a parameter of the unit: a parent, or a loss."""
 
+import copy
+import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fully_shard
+from fsdp_compile.core.shard_spec import ShardRanks
 
 from .ranks import Ranks
 
@@ -43,8 +49,6 @@ def _read(rank: int, how: str) -> None:
     mine = (x.chunk(2)[rank], target.chunk(2)[rank])
     losses: tuple[Callable[..., Tensor], ...] = (_whole, _fused)
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
-        if strategy is ShardingStrategy.NO_SHARD and how == "eager":
-            continue  # its parameters are plain ones, whose gradients autograd adds up on each rank
         for loss in losses:
             torch.manual_seed(0)
             reference, model = Parent(), Parent()
@@ -71,3 +75,89 @@ def test_weights_read_outside_of_their_units(two: Ranks) -> None:
     """A parent that reads a child's weight and a loss that reads the head's: gradients of one process."""
     for how in ("eager", "aot_eager"):
         two.run(_read, how)
+
+
+class Pair(nn.Module):
+    """`table` is embedded by its own forward and multiplied with outside; a unit's only parameter, and one of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(6, 4), nn.Linear(4, 6)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.table(tokens))
+
+
+def _tied(model: Any, tokens: Tensor) -> Tensor:
+    hidden = model(tokens) + nn.functional.linear(model.head.bias.expand(len(tokens), 6), model.table.weight.t()) @ (
+        model.head.weight.t()
+    )
+    return hidden.square().mean() + 0.1 * sum(param.square().sum() for param in model.parameters())
+
+
+def _own(model: Any, tokens: Tensor) -> Tensor:
+    return model(tokens).square().mean()
+
+
+def _grads_alike(model: nn.Module, reference: nn.Module, what: str) -> None:
+    for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, expected.grad, msg=lambda text, at=(what, name): f"{at}: {text}")
+
+
+def _read_plain(rank: int) -> None:
+    tokens = torch.randint(6, (8,), generator=torch.Generator().manual_seed(0))
+    mine = tokens.chunk(2)[rank]
+    options: list[dict[str, Any]] = [
+        {"sharding_strategy": ShardingStrategy.NO_SHARD},
+        {"mesh": init_device_mesh("cpu", (2, 1))},
+    ]
+    for chosen in options:
+        torch.manual_seed(0)
+        reference = Pair()
+        model = copy.deepcopy(reference)
+        fully_shard(model.table, **chosen)
+        fully_shard(model, **chosen)
+        with mock.patch.object(ShardRanks, "average", side_effect=AssertionError):  # nothing is read outside
+            _own(model, mine).backward()
+        _own(reference, tokens).backward()
+        _grads_alike(model, reference, "own")
+        for step in range(2):  # adds to gradients that are there
+            _tied(model, mine).backward()
+            _tied(reference, tokens).backward()
+            _grads_alike(model, reference, f"step {step}")
+        with model.no_sync():
+            _own(model, mine).backward()
+            _tied(model, mine).backward()
+        _tied(model, mine).backward()
+        for loss in (_own, _tied, _tied):
+            loss(reference, tokens).backward()
+        _grads_alike(model, reference, "no_sync")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pickle.dumps(model.table.weight)
+        other = copy.deepcopy(model)
+        model.zero_grad()
+        reference.zero_grad()
+        model.table.weight.data = model.table.weight.detach() * 2
+        reference.table.weight.data.mul_(2)
+        model.head.weight = nn.Parameter(model.head.weight.detach() + 1)
+        reference.head.weight.data.add_(1)
+        model(mine)
+        _tied(model, mine).backward()
+        _tied(reference, tokens).backward()
+        _grads_alike(model, reference, "replaced")
+        found = torch.autograd.grad(_tied(model, mine), list(model.parameters()))
+        torch.testing.assert_close(found, torch.autograd.grad(_tied(reference, tokens), list(reference.parameters())))
+        reference.load_state_dict(other.state_dict())
+        reference.zero_grad()
+        other.zero_grad()
+        _tied(other, mine).backward()
+        _tied(reference, tokens).backward()
+        _grads_alike(other, reference, "copy")
+        assert all(len(param._backward_hooks) == 1 for param in [*model.parameters(), *other.parameters()])
+
+
+def test_replicated_weights_read_outside_of_their_units(two: Ranks) -> None:
+    """What every rank holds in full, under NO_SHARD or as replicas, has the mean of all gradients too: with gradients
+    to add to, under no_sync, after parameters were replaced, in a copy, and for `torch.autograd.grad`."""
+    two.run(_read_plain)

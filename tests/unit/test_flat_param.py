@@ -25,8 +25,8 @@ def test_all_that_is_flattened_lies_alike(shapes, shards):
     assume(any(0 not in shape for shape in shapes))  # else there is no flat parameter
     tensors = [torch.rand(shape) + 1.0 for shape in shapes]
     ranks = [
-        FlatParam([(str(i), nn.Parameter(t.clone())) for i, t in enumerate(tensors)], of_rank, (), CPU)
-        for of_rank in (ShardRanks("unused", shards, rank) if shards > 1 else None for rank in range(shards))
+        FlatParam([(str(i), nn.Parameter(t.clone())) for i, t in enumerate(tensors)], of_rank, shards > 1, (), CPU)
+        for of_rank in (ShardRanks("unused", shards, rank) for rank in range(shards))
     ]
     together = torch.cat([flat.shard for flat in ranks])
     packed = pack(ranks[0], tensors, torch.float32, CPU)
