@@ -1,7 +1,8 @@
 """Every feature, eager and compiled: what docs/features.md says. `make features` writes its table from what this found.
 
-Each run takes 4 steps. Inductor runs the rows that differ most, and each row compiles one of the two callers. With
-`FSDP_COMPILE_TESTS=nightly` each run takes 50 steps, and every row runs Inductor and both callers.
+Each run takes 4 steps. Each row compiles one thing by aot_eager: the model, a module around it or a function around it.
+One row runs Inductor. With `FSDP_COMPILE_TESTS=nightly` each run takes 50 steps, and every row compiles all three and
+runs Inductor.
 """
 
 import json
@@ -30,7 +31,8 @@ COMPARED = 4  # steps whose gradients are compared: later ones start from parame
 CURVE = 1e-3  # relative, on every loss of every step
 BY_NAME = {row.name: row for row in ROWS}
 # The other rows' graphs are built of the same operators: that aot_eager runs them as eager does is shown every day.
-EVERY_DAY = ("compute in bf16, reduce in fp32", "accumulation under `no_sync`", "batches of changing size")
+# Inductor with sizes that change is test_traced's.
+EVERY_DAY = ("accumulation under `no_sync`",)
 BY_INDUCTOR = frozenset(BY_NAME if NIGHTLY else EVERY_DAY)
 
 
@@ -46,8 +48,7 @@ class Found(NamedTuple):
     """How executors compare on this rank."""
 
     eager: float  # largest relative difference from the emulating process
-    bitwise: bool  # aot_eager has eager's losses, gradients and parameters
-    called: bool  # and so it has where a module or a function around the model is compiled
+    equal: dict[str, bool]  # whether what was compiled by aot_eager has eager's losses, gradients and parameters
     inductor: float | None  # largest relative difference from eager; None if it was not run
     curve: float  # largest relative difference of a loss from eager's
 
@@ -113,9 +114,13 @@ CALLERS: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
 }
 
 
-def _callers_of(name: str) -> list[str]:
-    """Those that are tried for a row."""
-    return list(CALLERS) if NIGHTLY else [list(CALLERS)[list(BY_NAME).index(name) % 2]]
+COMPILED = {"": "aot_eager", "module": "called", "function": "called"}  # the model or its caller: column of the table
+
+
+def _compiled_for(name: str) -> list[str]:
+    """What is compiled by aot_eager for a row."""
+    what = list(COMPILED)
+    return what if NIGHTLY else [what[list(BY_NAME).index(name) % len(what)]]
 
 
 def _compile(row: Row, model: nn.Module, caller: str, **options: Any) -> Any:
@@ -212,13 +217,16 @@ def _equal(found: list[Step], expected: list[Step]) -> bool:
 def _compare(rank: int, name: str) -> Found:
     row = BY_NAME[name]
     emulated, eager = _emulate(row, _shard(row)), _train(row, "eager")
-    accurate, bitwise = _apart(eager[:COMPARED], emulated), _equal(_train(row, "aot_eager"), eager)
-    called = all(_equal(_train(row, "aot_eager", caller), eager) for caller in _callers_of(name))
+    accurate = _apart(eager[:COMPARED], emulated)
+    equal: dict[str, bool] = {}
+    for what in _compiled_for(name):
+        how = COMPILED[what]
+        equal[how] = equal.get(how, True) and _equal(_train(row, "aot_eager", what), eager)
     if name not in BY_INDUCTOR:
-        return Found(accurate, bitwise, called, None, 0.0)
+        return Found(accurate, equal, None, 0.0)
     inductor = _train(row, "inductor")
     apart, curve = _apart(inductor[:COMPARED], eager[:COMPARED]), _curves_apart(inductor, eager)
-    return Found(accurate, bitwise, called, apart, curve)
+    return Found(accurate, equal, apart, curve)
 
 
 def _write(row: Row, green: dict[str, bool]) -> None:
@@ -240,16 +248,16 @@ def test_row(request: pytest.FixtureRequest, name: str) -> None:
     """
     row = BY_NAME[name]
     ranks: Ranks = request.getfixturevalue({2: "two", 4: "four"}[row.ranks])
-    green = dict.fromkeys(("eager", "aot_eager", "called", "inductor")[: 4 if name in BY_INDUCTOR else 3], False)
+    green = dict.fromkeys(["eager", *(COMPILED[what] for what in _compiled_for(name))], False)
+    if name in BY_INDUCTOR:
+        green["inductor"] = False
     try:
         found = ranks.run(_compare, name)
         for rank, each in enumerate(found):
             print(f"{name} rank {rank}: {each}")
-        green = {
-            "eager": all(each.eager <= row.apart for each in found),
-            "aot_eager": all(each.bitwise for each in found),
-            "called": all(each.called for each in found),
-        }
+        green["eager"] = all(each.eager <= row.apart for each in found)
+        for how in green.keys() & found[0].equal.keys():
+            green[how] = all(each.equal[how] for each in found)
         if name in BY_INDUCTOR:
             green["inductor"] = all(each.inductor <= row.tolerance and each.curve <= CURVE for each in found)
     finally:
