@@ -19,6 +19,7 @@ from fsdp_compile.comm.waits import state_of
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 
 from .ranks import Ranks
+from .test_order import _watching
 
 X = torch.ones(2, 4)
 
@@ -77,11 +78,11 @@ def test_different_graphs(two: Ranks) -> None:
 def _come_late(rank: int) -> float:
     before = time.monotonic()
     missing = (
-        r"compiled forward: .* no sign of rank 1 for 2 s, while rank 0 was about to run _Ordered with .* and \d+ more"
+        r"compiled forward: .* no sign of rank 1 for 1 s, while rank 0 was about to run _Ordered with .* and \d+ more"
     )
-    os.environ["FSDP_COMPILE_CHECK_RANKS_TIMEOUT"] = ["2", "60"][rank]
+    os.environ["FSDP_COMPILE_CHECK_RANKS_TIMEOUT"] = ["1", "60"][rank]
     if rank == 1:
-        time.sleep(4)
+        time.sleep(2)
     with pytest.raises(RuntimeError, match=missing):
         _evaluate((2, 1))
     del os.environ["FSDP_COMPILE_CHECK_RANKS_TIMEOUT"]
@@ -116,7 +117,7 @@ def _run_others(rank: int) -> float:
             model(X)
             model.order = (2, 1) if rank == 0 else (0, 1)
             before = time.monotonic()
-            with pytest.raises(RuntimeError, match=OTHERS.replace("{other}", expected)):
+            with _watching(), pytest.raises(RuntimeError, match=OTHERS.replace("{other}", expected)):
                 (run if rank == 0 or other == "graph" else model)(X)
         waited = max(waited, time.monotonic() - before)
     return waited
@@ -131,13 +132,14 @@ def test_a_new_graph_meets_something_else(two: Ranks) -> None:
 def _go_on(rank: int) -> None:
     fully_shard(nn.Linear(4, 4))(X)  # the world's group is told of errors in others
     param = next(iter(fully_shard(nn.Linear(4, 4), process_group=dist.new_group()).parameters()))
-    with pytest.raises(RuntimeError, match="ranks communicate different things"):
+    with _watching(), pytest.raises(RuntimeError, match="ranks communicate different things"):
         param.full_tensor() if rank == 0 else param.norm()  # type: ignore[attr-defined]  # a sharded tensor
     model = fully_shard(nn.Linear(4, 4))
 
     def late(call: Callable[[], Any]) -> None:
-        time.sleep(2.5 * rank)
-        call()
+        time.sleep(0.6 * rank)
+        with _watching():  # which look for a difference three times meanwhile
+            call()
 
     late(lambda: model(X))  # a comparison comes first
     late(lambda: model.weight.norm())
