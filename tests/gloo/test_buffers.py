@@ -18,7 +18,7 @@ from .ranks import Ranks
 from .training import executor
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager"])
+both_ways = pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 
 
 # --- buffers ----------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from .training import (
 
 MLP = MODELS["mlp"]
 both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager"])
+compiled_late = pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 sharded = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 
 
@@ -178,7 +179,7 @@ def _watch_memory(rank: int, strategy: str, how: str) -> None:
 
 
 @sharded
-@both_ways
+@compiled_late
 def test_gathered_memory(two: Ranks, how: str, strategy: str) -> None:
     """Full parameters live as long as the strategy says between forward and backward, and never longer than these.
 
@@ -228,7 +229,7 @@ def _watch_gradients(rank: int, how: str) -> None:
             assert storages <= reduced, f"{unit}: gradients were copied after the reduce-scatter"
 
 
-@both_ways
+@compiled_late
 def test_gradients_are_not_copied(two: Ranks, how: str) -> None:
     """All gradients of a unit are views of what its reduce-scatter returned (E-GRAD-1)."""
     two.run(_watch_gradients, how)
@@ -279,7 +280,7 @@ def _recompute(rank: int, where: str, how: str, strategy: str) -> tuple[list[int
     ("where", "how"),
     [
         *[(where, "eager") for where in ("inside", "around", "pair", "reentrant")],
-        *[(where, "aot_eager") for where in ("inside", "around", "pair")],
+        *[pytest.param(where, "aot_eager", marks=pytest.mark.nightly) for where in ("inside", "around", "pair")],
     ],
 )
 def test_checkpointing(two: Ranks, where: str, how: str, strategy: str) -> None:

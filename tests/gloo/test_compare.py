@@ -36,6 +36,7 @@ def write(tmp_path: Path, scale: str = "[1.0]", width: int = 16) -> str:
     return f"{tmp_path}/model.py:make"
 
 
+@pytest.mark.nightly
 def test_two_systems_on_two_ranks(tmp_path: Path) -> None:
     """Each has a row with its figures, in the JSON and on the page; losses are the same."""
     asked = ["--systems", "eager,fsdp2", "--steps", "3", "--rounds", "2", "--batch", "3"]

@@ -278,6 +278,7 @@ sys.exit(any(os.waitpid(child, 0)[1] for child in children))
 """
 
 
+@pytest.mark.nightly
 def test_forked_ranks(tmp_path: Path) -> None:
     """Ranks that are forks of a process that had a group of its own know nothing of that one."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -93,20 +93,22 @@ def _ten_lines(rank: int) -> None:
     assert list(step._next_forward._gathered.values()) == [torch.bfloat16] * 2
 
 
+@LATE  # test_other_shardings has mixed precision every day
 def test_ten_lines(two: Ranks) -> None:
     """A training loop of ten lines, in mixed precision, trains, and takes the all-gathers that it prefetches."""
     two.run(_ten_lines)
 
 
-def _regional(rank: int) -> None:
+def _regional(rank: int, which: slice) -> None:
     accumulating: dict[str, Any] = {"clip_norm": CLIP, "accumulate": 2}
     scaling = {"scaler": torch.amp.GradScaler("cpu", init_scale=2.0**10)}
-    for name, strategy, options in (
+    cases: list[tuple[str, str, dict[str, Any]]] = [
         ("mlp", "FULL_SHARD", accumulating),
-        ("mlp", "FULL_SHARD", {"update_in_backward": True}),
         ("tied", "SHARD_GRAD_OP", {"clip_norm": CLIP, **scaling}),
         ("frozen", "NO_SHARD", {}),
-    ):
+        ("mlp", "FULL_SHARD", {"update_in_backward": True}),
+    ]
+    for name, strategy, options in cases[which]:
         case, accumulate = MODELS[name], options.get("accumulate", 1)
         torch._dynamo.reset()
         models = [shard(case, strategy) for _ in range(2)]
@@ -121,9 +123,10 @@ def _regional(rank: int) -> None:
         _assert_equal_state(models, optimizers, number)
 
 
-def test_regional(two: Ranks) -> None:
+@pytest.mark.parametrize("which", [slice(3), pytest.param(slice(3, 4), marks=LATE)])
+def test_regional(two: Ranks, which: slice) -> None:
     """Block by block a step is that of the eager loop, bit for bit, under all strategies; it is compiled once."""
-    two.run(_regional)
+    two.run(_regional, which)
 
 
 def _follow(
@@ -448,7 +451,7 @@ def _sharded(rank: int, names: list[str], backend: str) -> None:
         optimizers = [adamw(model) for model in models]
         step = compile_step(models[0], optimizers[0], loss_of, CLIP, accumulate=2, backend=backend)
         loop = Loop(models[1], optimizers[1], CLIP, 2, backend)
-        for number in range(4):
+        for number in range(3):
             inputs, target = batch(CASE, number, 2)
             losses = step(inputs, target=target), loop(inputs, target)
             if backend == "aot_eager":
@@ -457,9 +460,7 @@ def _sharded(rank: int, names: list[str], backend: str) -> None:
         torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4, msg=f"{name}: {{}}".format)
 
 
-@pytest.mark.parametrize(
-    "names", [["SHARD_GRAD_OP", "NO_SHARD", "bf16"], pytest.param(list(SHARDINGS)[:-2], marks=LATE)]
-)
+@pytest.mark.parametrize("names", [["NO_SHARD", "bf16"], pytest.param(list(SHARDINGS)[:-2], marks=LATE)])
 def test_other_shardings(two: Ranks, names: list[str]) -> None:
     """Other strategies, precisions and devices: what cannot be updated or prefetched as a whole is as in the loop."""
     two.run(_sharded, names, "aot_eager")

@@ -168,7 +168,9 @@ def _kinds(rank: int, which: slice) -> None:
             both.accumulate("nss", 10)
 
 
-@pytest.mark.parametrize("which", [slice(1, 4, 2), pytest.param(slice(0, 5, 2), marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "which", [slice(1, 2), *(pytest.param(slice(*each), marks=pytest.mark.nightly) for each in ((3, 4), (0, 5, 2)))]
+)
 def test_kinds_of_parameters(two: Ranks, which: slice) -> None:
     """So it is with tied and frozen parameters and where gradients are reduced in another dtype (E-MP-20)."""
     two.run(_kinds, which)
@@ -183,6 +185,7 @@ def _hybrid(rank: int) -> None:
         both.accumulate("nss", 10)
 
 
+@pytest.mark.nightly
 def test_hybrid(four: Ranks) -> None:
     """So it is where shards are averaged over copies, by ourselves and after a hook (E-HOOK-7)."""
     four.run(_hybrid)
@@ -323,7 +326,7 @@ def _left_out(rank: int, forward: str, early: bool) -> None:
 
 
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("forward", ["eager", "compiled"])
+@pytest.mark.parametrize("forward", ["eager", pytest.param("compiled", marks=pytest.mark.nightly)])
 def test_a_rank_may_leave_out_a_backward(two: Ranks, forward: str, early: bool) -> None:
     """Ranks that kept nothing and ranks that did reduce alike: no hang, and the mean of what there is (E-ACC-2).
 

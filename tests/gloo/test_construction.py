@@ -28,7 +28,7 @@ from .training import (
 
 MLP = MODELS["mlp"]
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
-HOWS = ["eager", "aot_eager"]
+HOWS: list[Any] = ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)]
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def _train_odd(rank: int, how: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
 def test_parameters_of_odd_shapes_train(two: Ranks, how: str, strategy: str) -> None:
     """0-d parameters and empty ones train as unsharded (E-FLAT-11, 12)."""
     two.run(_train_odd, how, strategy)

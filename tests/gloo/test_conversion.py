@@ -59,7 +59,7 @@ def _convert(rank: int, how: str, strategy: str, to: str) -> None:
 
 @all_strategies
 @both_ways
-@pytest.mark.parametrize("to", ["clone", "double"])
+@pytest.mark.parametrize("to", ["double", pytest.param("clone", marks=pytest.mark.nightly)])
 def test_conversion(two: Ranks, how: str, strategy: str, to: str) -> None:
     """After `.to()` and its like, values, dtype and gradients follow, objects stay, and training goes on.
 

@@ -123,6 +123,7 @@ def _run(folder: Path, rows: list[tuple[str, str, str]]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.nightly
 def test_a_rank_fails(tmp_path: Path) -> None:
     """A rank is stopped, in forward or while it writes a checkpoint: the others raise when the group's timeout is over.
 

@@ -2,13 +2,14 @@
 
 import copy
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from joint import JointPasses
-from models import MODELS, MODULES, Case, squared_error, vectors
+from models import MODELS, MODULES, Case, mlp, squared_error, vectors
 from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
@@ -34,9 +35,13 @@ from .training import (
 HOWS = ["eager", "aot_eager"]
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 both_ways = pytest.mark.parametrize("how", HOWS)
+LATE = pytest.mark.nightly
+# Rows of the feature table and other tests here show the same of compiled models every day.
+compiled_late = pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=LATE)])
 all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 
 MLP = MODELS["mlp"]
+TWO = Case(lambda: mlp(2), vectors, squared_error)
 
 
 # --- parameters -------------------------------------------------------------------------------------------------------
@@ -47,12 +52,20 @@ def _train(rank: int, case: Case, how: str, strategy: str = "FULL_SHARD") -> Non
     follow(executor(model, how), reference, case)
 
 
+COMPILED = ("reads_child", "tied_blocks")  # every day
+
+
 def _train_module(rank: int, name: str, how: str) -> None:
     _train(rank, MODULES[name], how)
 
 
-@both_ways
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *((name, "eager") for name in MODULES),
+        *(pytest.param(name, "aot_eager", marks=() if name in COMPILED else LATE) for name in MODULES),
+    ],
+)
 def test_modules(two: Ranks, name: str, how: str) -> None:
     """Parameters are found wherever module code looks for them; tied ones get the sum of their gradients."""
     two.run(_train_module, name, how)
@@ -71,7 +84,7 @@ def _train_tied(rank: int, how: str, strategy: str) -> None:
 
 
 @all_strategies
-@both_ways
+@compiled_late
 def test_tied_embedding_and_head(two: Ranks, how: str, strategy: str) -> None:
     """One parameter under two names stays one, and its gradient is the unsharded one (E-VIEW-9, E-GRAD-3)."""
     two.run(_train_tied, how, strategy)
@@ -88,7 +101,7 @@ def _train_frozen(rank: int, how: str) -> None:
             assert torch.equal(param, before[name]), f"{name} is frozen and has changed"
 
 
-@both_ways
+@compiled_late
 def test_frozen(two: Ranks, how: str) -> None:
     """Frozen parameters keep `grad` None and their value; the others train as unsharded.
 
@@ -153,7 +166,7 @@ def _optimizer_first(rank: int, how: str) -> None:
         assert all(a is b for a, b in zip(model.parameters(), ours, strict=True)), "a parameter was replaced"
 
 
-@both_ways
+@compiled_late
 def test_optimizer_made_before(two: Ranks, how: str) -> None:
     """Every parameter object stays the same, so an optimizer made before `fully_shard` trains as one made after.
 
@@ -176,7 +189,7 @@ def _accumulate(rank: int, how: str, strategy: str) -> None:
 
 
 @all_strategies
-@both_ways
+@compiled_late
 def test_accumulation(two: Ranks, how: str, strategy: str) -> None:
     """Two backward passes leave the sum of their gradients (E-ACC-4, E-RED-4, 5)."""
     two.run(_accumulate, how, strategy)
@@ -193,7 +206,7 @@ def _forwards_first(rank: int, how: str, strategy: str, separate: bool) -> None:
     follow(run, reference, MLP)
 
 
-@pytest.mark.parametrize("separate", [True, False])
+@pytest.mark.parametrize("separate", [True, pytest.param(False, marks=LATE)])
 @all_strategies
 @both_ways
 def test_two_forwards_before_backward(two: Ranks, how: str, strategy: str, separate: bool) -> None:
@@ -230,7 +243,7 @@ def _evaluate_between(rank: int, how: str, strategy: str) -> None:
 
 
 @all_strategies
-@both_ways
+@compiled_late
 def test_evaluation_between_steps(two: Ranks, how: str, strategy: str) -> None:
     """A forward without gradients sees the parameters of that moment and leaves the next training step alone.
 
@@ -252,7 +265,7 @@ def _forward_only(rank: int, how: str, strategy: str, held: bool) -> None:
     follow(run, reference, MLP)
 
 
-@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("held", [True, pytest.param(False, marks=LATE)])
 @all_strategies
 @both_ways
 def test_forward_without_backward(two: Ranks, how: str, strategy: str, held: bool) -> None:
@@ -312,24 +325,29 @@ def _gradient_of_input(model: nn.Module, x: Tensor) -> Tensor:
     return torch.autograd.grad(model(x).sum(), x)[0]
 
 
-def _read_again(rank: int) -> None:
+READ_AGAIN = (
+    ("FULL_SHARD", False, _halve, "inputs"),
+    ("FULL_SHARD", False, _halve_one, "second"),
+    ("FULL_SHARD", True, _halve_what_is_stored, "first"),
+    ("SHARD_GRAD_OP", True, _halve, "first"),
+    ("NO_SHARD", False, _halve, "first"),
+    ("NO_SHARD", True, _halve_one, "only"),
+    ("NO_SHARD", False, _halve, "inputs"),
+    ("NO_SHARD", False, _halve_one, "eager between"),
+)
+READ_AGAIN_LATE = (
+    ("FULL_SHARD", False, _halve, "first"),
+    ("FULL_SHARD", True, _halve, "first"),
+    ("FULL_SHARD", True, _halve_what_is_stored, "only"),
+    ("NO_SHARD", True, _halve, "first"),
+)
+
+
+def _read_again(rank: int, cases: tuple[tuple[str, bool, Callable[[Any], None], str], ...]) -> None:
     """Each backward of graphs that gather again, between whose forwards parameters change."""
-    cases = (
-        ("FULL_SHARD", False, _halve, "first"),
-        ("FULL_SHARD", False, _halve, "inputs"),
-        ("FULL_SHARD", False, _halve_one, "second"),
-        ("FULL_SHARD", True, _halve, "first"),
-        ("FULL_SHARD", True, _halve_what_is_stored, "only"),
-        ("SHARD_GRAD_OP", True, _halve, "first"),
-        ("NO_SHARD", False, _halve, "first"),
-        ("NO_SHARD", True, _halve, "first"),
-        ("NO_SHARD", True, _halve_one, "only"),
-        ("NO_SHARD", False, _halve, "inputs"),
-        ("NO_SHARD", False, _halve_one, "eager between"),
-    )
     for strategy, frozen, change, order in cases:
         what = f"{strategy}, frozen {frozen}, {change.__name__}, {order}"
-        model, before = build(MLP), build(MLP)
+        model, before = build(TWO), build(TWO)
         model.requires_grad_(not frozen)
         for block in model.blocks:
             fully_shard(block, sharding_strategy=ShardingStrategy[strategy])
@@ -358,10 +376,11 @@ def _read_again(rank: int) -> None:
         torch.testing.assert_close(x.grad, _gradient_of_input(values, x), msg=what)
 
 
-def test_each_backward_compares_what_its_forward_has_read(two: Ranks) -> None:
+@pytest.mark.parametrize("cases", [READ_AGAIN, pytest.param(READ_AGAIN_LATE, marks=LATE)], ids=len)
+def test_each_backward_compares_what_its_forward_has_read(two: Ranks, cases: tuple) -> None:
     """Of compiled forwards between which parameters changed in place, frozen or not, each backward has the gradients of
     the values that its own forward had, or raises."""
-    two.run(_read_again)
+    two.run(_read_again, cases)
 
 
 def _side_by_side(rank: int, how: str, strategies: tuple[str, str]) -> None:
@@ -373,10 +392,10 @@ def _side_by_side(rank: int, how: str, strategies: tuple[str, str]) -> None:
 
 
 @both_ways
-def test_two_models(two: Ranks, how: str) -> None:
+@pytest.mark.parametrize("other", ["SHARD_GRAD_OP", pytest.param("NO_SHARD", marks=LATE)])
+def test_two_models(two: Ranks, how: str, other: str) -> None:
     """Models of one class with different strategies train side by side."""
-    two.run(_side_by_side, how, ("FULL_SHARD", "SHARD_GRAD_OP"))
-    two.run(_side_by_side, how, ("FULL_SHARD", "NO_SHARD"))
+    two.run(_side_by_side, how, ("FULL_SHARD", other))
 
 
 def _train_copy(rank: int, how: str, name: str, strategy: str) -> None:
@@ -394,7 +413,7 @@ def _train_copy(rank: int, how: str, name: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("name", ["mlp", "tied"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("tied", marks=LATE)])
 @both_ways
 def test_deepcopy(two: Ranks, how: str, name: str, strategy: str) -> None:
     """A copy of a sharded model is sharded, trains, and neither model moves the other."""
@@ -418,7 +437,7 @@ def _block_alone(rank: int, how: str, strategy: str) -> None:
 
 
 @all_strategies
-@both_ways
+@compiled_late
 def test_block_alone(two: Ranks, how: str, strategy: str) -> None:
     """A block may be run outside of its root, and the root afterwards."""
     two.run(_block_alone, how, strategy)
@@ -434,7 +453,7 @@ def _compile_regions(rank: int, where: str, strategy: str) -> None:
         follow(model, reference, MODELS["gpt"])
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", pytest.param("SHARD_GRAD_OP", marks=LATE)])
 @pytest.mark.parametrize("where", ["units", "inside units"])
 def test_compiled_regions(two: Ranks, where: str, strategy: str) -> None:
     """Units, or modules inside units, may be compiled while the rest stays eager; steps then compile nothing again."""
@@ -480,9 +499,14 @@ def _fail_eagerly(rank: int, failure: str, strategy: str, then: str) -> None:
     follow(executor(model, then), reference, MLP)
 
 
-@pytest.mark.parametrize("then", HOWS)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize(
+    ("failure", "then"),
+    [
+        *((failure, "eager") for failure in FAILURES),
+        *(pytest.param(failure, "aot_eager", marks=LATE) for failure in FAILURES),
+    ],
+)
 def test_exceptions(two: Ranks, failure: str, strategy: str, then: str) -> None:
     """After an exception in forward, in backward or between units, the next step computes the right numbers."""
     two.run(_fail_eagerly, failure, strategy, then)

@@ -85,7 +85,7 @@ def _train(rank: int, names: list[str], by_groups: bool) -> None:
             _assert_equal(*models, optimizers)
 
 
-@pytest.mark.parametrize("by_groups", [False, True])
+@pytest.mark.parametrize("by_groups", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_as_ordinary_steps(two: Ranks, by_groups: bool) -> None:
     """Parameters and state are those of ordinary steps: schedules, clipping, missing gradients, loaded state."""
     two.run(_train, list(OPTIMIZERS), by_groups)

@@ -255,7 +255,7 @@ def _train_mixed(rank: int, how: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 def test_several_dtypes_in_one_unit(two: Ranks, how: str, strategy: str) -> None:
     """A unit may have parameters of several dtypes: one flat parameter, one gather and one reduce for each.
 

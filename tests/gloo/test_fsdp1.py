@@ -465,13 +465,14 @@ def _like_torch(rank: int, shape: tuple[int, ...] | None) -> None:
     assert (here is None and rank > 0) or here == torch.tensor(3.0)
 
 
-@pytest.mark.parametrize("shape", [None, (2,)])
+@pytest.mark.parametrize("shape", [None, pytest.param((2,), marks=pytest.mark.nightly)])
 def test_values_of_sharded_state_dicts(two: Ranks, shape: tuple[int, ...] | None) -> None:
     """Types, metadata, rows and dtypes are those that torch's wrapper gives, with a mesh and without, offloaded or not,
     for a model and an optimizer; they load, also from torch's."""
     two.run(_like_torch, shape)
 
 
+@pytest.mark.nightly
 def test_values_of_sharded_state_dicts_under_hybrid(four: Ranks) -> None:
     """As with two ranks, on a mesh of replicas and shards."""
     four.run(_like_torch, (2, 2))

@@ -198,6 +198,7 @@ def test_from_meta(two: Ranks, tmp_path: Path) -> None:
     two.run(_compare, from_meta, tmp_path, 1e-5)
 
 
+@pytest.mark.nightly
 def test_hybrid(four: Ranks, tmp_path: Path) -> None:
     """Two replicas, gradients all-reduced in the last of three backward passes only: equal losses."""
     four.run(_compare, hybrid, tmp_path, 1e-5)

@@ -13,7 +13,7 @@ from fuzz.write import write_test
 
 from .ranks import Ranks
 
-FIRST, NEW, SAME_BITS = 0, 20, 5  # seeds
+FIRST, NEW, SAME_BITS = 0, 10, 3  # seeds
 
 
 def _compare(rank: int, cases: list[tuple[str, Case]], how: str = "eager") -> list[str]:

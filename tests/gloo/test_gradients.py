@@ -61,10 +61,13 @@ def _detect_anomaly(rank: int, strategy: str, blocks: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly")
-def test_detect_anomaly_waits_for_what_it_reads(two: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "blocks"),
+    [("FULL_SHARD", False), ("NO_SHARD", False), pytest.param("FULL_SHARD", True, marks=pytest.mark.nightly)],
+)
+def test_detect_anomaly_waits_for_what_it_reads(two: Ranks, strategy: str, blocks: bool) -> None:
     """It looks for NaN in gradients that are being reduced, which have no values yet."""
-    for strategy, blocks in (("FULL_SHARD", False), ("FULL_SHARD", True), ("NO_SHARD", False)):
-        two.run(_detect_anomaly, strategy, blocks)
+    two.run(_detect_anomaly, strategy, blocks)
 
 
 # --- which parameters have one ----------------------------------------------------------------------------------------

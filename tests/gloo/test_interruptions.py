@@ -111,6 +111,10 @@ TRAINED: dict[str, Callable[[], Trained]] = {
 }
 
 
+# A step with clipping and accumulation is one of `compile_step` too.
+REPEATED = ("compile_step", "compile_step, in backward")
+
+
 def _values_after(trained: Trained, *seeds: int) -> list[Tensor]:
     for seed in seeds:
         trained.model.zero_grad()
@@ -158,8 +162,13 @@ def _interrupt_again_and_again(name: str, number: int, begin: Callable[[], Train
         assert len(found) == len(clean) and all(map(torch.equal, found, clean)), f"{name}: call {at} of {calls}"
 
 
-@pytest.mark.parametrize("number", [12, pytest.param(300, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        *(pytest.param(name, 12, marks=pytest.mark.nightly if name in REPEATED else ()) for name in TRAINED),
+        *(pytest.param(name, 300, marks=pytest.mark.nightly) for name in TRAINED),
+    ],
+)
 def test_the_step_after_an_interruption(two: Ranks, name: str, number: int) -> None:
     """An exception at any call of the package in forward, backward, a summon or an update leaves a model whose next
     step is that of a clean one, bit for bit; or it raises and says that a checkpoint has to be loaded, which helps."""

@@ -1,6 +1,6 @@
 """Two ranks are killed at random moments of saves: each time training goes on from a complete checkpoint.
 
-4 times by default; `FSDP_COMPILE_TESTS=nightly` kills 50 times, `FSDP_COMPILE_KILLS=1000` as often as it says.
+50 times by default; `FSDP_COMPILE_KILLS=1000` kills as often as it says.
 """
 
 import json
@@ -13,10 +13,11 @@ import pytest
 
 import fsdp_compile
 
-KILLS = int(os.environ.get("FSDP_COMPILE_KILLS") or (50 if os.environ.get("FSDP_COMPILE_TESTS") == "nightly" else 4))
+KILLS = int(os.environ.get("FSDP_COMPILE_KILLS") or 50)
 LIMIT = 280 + 2 * KILLS  # seconds
 
 
+@pytest.mark.nightly  # test_resume.py kills a rank every day
 @pytest.mark.timeout(LIMIT + 20)
 def test_killed_saves(tmp_path: Path) -> None:
     """Both ranks load the same newest checkpoint, all values of one step, none older than what was seen before the

@@ -25,7 +25,7 @@ from .training import (
 MLP = MODELS["mlp"]
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
-both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager"])
+both_ways = pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

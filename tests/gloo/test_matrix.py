@@ -1,6 +1,6 @@
 """Options that may interact, in combinations that hypothesis draws, against one unsharded process that emulates them.
 
-20 combinations by default, and two of compiled ones; `FSDP_COMPILE_TESTS=nightly` draws 200.
+7 combinations on two ranks by default; `FSDP_COMPILE_TESTS=nightly` draws 200.
 """
 
 import os
@@ -24,7 +24,7 @@ from .training import OPTIMIZERS, PER_RANK, assert_same_parameters, build, execu
 
 STEPS = 5
 NIGHTLY = os.environ.get("FSDP_COMPILE_TESTS") == "nightly"
-EXAMPLES = 200 if NIGHTLY else 20
+EXAMPLES = 200 if NIGHTLY else 14
 COMPILERS = ["aot_eager", "inductor"] if NIGHTLY else ["aot_eager"]
 
 CASES: dict[str, Case] = {
@@ -144,6 +144,7 @@ def test_combinations_on_four(four: Ranks, options: Options) -> None:
     four.run(_train, options)
 
 
+@pytest.mark.nightly
 @settings(max_examples=EXAMPLES // 10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(options=combinations(hybrid=True), how=st.sampled_from(COMPILERS))
 def test_compiled_combinations(four: Ranks, options: Options, how: str) -> None:

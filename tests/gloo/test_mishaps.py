@@ -19,7 +19,9 @@ from .test_communication import _spied
 from .training import assert_same_gradients, executor, follow, mine, reference_and_model, shard, units, whole
 
 MLP = MODELS["mlp"]
-every_way = pytest.mark.parametrize("how", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+every_way = pytest.mark.parametrize(
+    "how", ["eager", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("aot_eager", "inductor"))]
+)
 
 
 class _OnesGradient(torch.autograd.Function):

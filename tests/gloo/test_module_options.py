@@ -104,7 +104,12 @@ def _as_torch(_rank: int, name: str) -> None:
             torch.testing.assert_close(mine_, other, rtol=1e-5, atol=1e-6, msg=lambda text, how=how: f"{how}: {text}")
 
 
-@pytest.mark.parametrize("name", CHOICES)
+DAILY = ("_divide", "_memory")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.nightly) for name in CHOICES]
+)
 def test_as_torch(two: Ranks, name: str) -> None:
     """Two accumulated backward passes and two steps give the gradients and parameters of FSDP2, eager and compiled."""
     two.run(_as_torch, name)
@@ -175,7 +180,7 @@ def _defer(_rank: int, how: str) -> None:
     follow(model, reference, MLP)
 
 
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 def test_deferred_all_reduce(four: Ranks, how: str) -> None:
     """Each of three backward passes reduces within its replica, the last one all-reduces the sum: the mean over all.
 

@@ -141,6 +141,7 @@ def _print(rank: int) -> list[str]:
     return texts
 
 
+@pytest.mark.nightly
 def test_all_ranks_print_the_same_graphs(four: Ranks) -> None:
     """But for the names of groups, as under hybrid sharding, nothing in a graph depends on the rank."""
     first, *others = four.run(_print)

@@ -28,14 +28,14 @@ def _train(rank: int, name: str, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly if name in ("gpt", "conv", "mlp") else ()) for name in MODELS]
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name != "tied" else ()) for name in MODELS]
 )
 def test_one_compilation(two: Ranks, name: str) -> None:
     """Twenty steps need one full graph."""
     two.run(_train, name, "aot_eager")
 
 
-@pytest.mark.nightly  # every day in test_parity.py
+@pytest.mark.nightly
 def test_one_compilation_with_inductor(two: Ranks) -> None:
     """So they do with Inductor."""
     two.run(_train, "mlp", "inductor")
@@ -74,9 +74,8 @@ def _graphs(rank: int, name: str, how: str) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize(
-    ("name", "how"), [pytest.param("frozen", "inductor", marks=pytest.mark.nightly), ("mlp", "backend")]
-)
+@pytest.mark.nightly  # ranks compare their graphs: test_check_ranks.py has this every day
+@pytest.mark.parametrize(("name", "how"), [("frozen", "inductor"), ("mlp", "backend")])
 def test_all_ranks_print_the_same_graphs(two: Ranks, name: str, how: str) -> None:
     """Joint, forward and backward graphs hold nothing that depends on the rank, after any pass."""
     first, *others = two.run(_graphs, name, how)

@@ -75,8 +75,16 @@ def _step_inside(rank: int, attach: str, how: str, strategy: str, first: bool, o
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
-@pytest.mark.parametrize("attach", ATTACH)
+@pytest.mark.parametrize(
+    ("attach", "how"),
+    [
+        *((attach, "eager") for attach in ATTACH),
+        *(
+            pytest.param(attach, "aot_eager", marks=() if attach == "hooks" else pytest.mark.nightly)
+            for attach in ATTACH
+        ),
+    ],
+)
 def test_optimizer_in_backward(two: Ranks, attach: str, how: str, strategy: str, first: bool) -> None:
     """Optimizers attached to parameters, before sharding or after it, step with reduced gradients within backward.
 
@@ -171,7 +179,7 @@ def _scale_half(rank: int, how: str) -> None:
     assert MLP.loss(model, mine(MLP, 1)) < before * 2
 
 
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 def test_float16_with_loss_scaling(two: Ranks, how: str) -> None:
     """The scale comes down from where float16 overflows until steps happen; ranks agree at each step (E-CLIP-3)."""
     two.run(_scale_half, how)
@@ -187,7 +195,7 @@ def _shard_with_a_live_graph(rank: int, how: str) -> None:
     assert pending.requires_grad
 
 
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 def test_a_graph_from_before_sharding(two: Ranks, how: str) -> None:
     """A graph of the unsharded model that is still alive does not disturb gradients of the sharded one."""
     two.run(_shard_with_a_live_graph, how)

@@ -238,7 +238,11 @@ def _alike(rank: int, how: str, grad: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "grad"), [("eager", True), pytest.param("aot_eager", True, marks=pytest.mark.nightly), ("inductor", False)]
+    ("how", "grad"),
+    [
+        ("eager", True),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in (("aot_eager", True), ("inductor", False))),
+    ],
 )
 def test_what_is_alike_is_not_mixed_up(two: Ranks, how: str, grad: bool) -> None:
     """One rank runs another unit, graph or model of the same sizes, or leaves out a backward: all ranks raise and none

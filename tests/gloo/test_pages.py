@@ -13,7 +13,7 @@ import pytest
 import fsdp_compile
 
 ROOT = Path(__file__).parents[2]
-DAILY = ("quick_start",)
+RUN = ("quick_start", "debugging", "sharded_tensors", "whole_step", "checkpoints", "explain", "from_fsdp2")
 ALONE = ("explain",)  # its script needs one process
 # Each of their blocks runs or says why it does not.
 COMPLETE = ("reproducibility", "quick_start", "whole_step", "checkpoints", "explain", "debugging", "frameworks")
@@ -29,37 +29,30 @@ def free_port() -> str:
         return str(server.getsockname()[1])
 
 
-def run_pages(names: tuple[str, ...], ranks: int, cache: Path, tmp_path: Path) -> None:
-    """Run the Python of pages, one after the other, and then their commands."""
+def run_page(name: str, ranks: int, cache: Path, tmp_path: Path) -> None:
+    """Run the Python of a page, and then its commands."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": str(Path(fsdp_compile.__file__).parents[1]),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
     }
-    arguments = []
-    for name in names:
-        (tmp_path / name).mkdir()
-        arguments += [str(page_of(name)), str(tmp_path / name), free_port()]
+    folder = tmp_path / name
+    folder.mkdir()
+    arguments = [str(page_of(name)), str(folder), free_port()]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     run = subprocess.run([*launcher, pages.__file__, *arguments], env=environment, cwd=tmp_path, capture_output=True,
                          text=True, timeout=550)  # fmt: skip
     errors = [line for line in run.stderr.splitlines() if re.match(r"\[rank\d\]:", line)]
     assert run.returncode == 0, "\n".join(errors) or run.stderr[-4000:]
-    for name in names:
-        pages.run_commands(page_of(name), tmp_path / name, environment)
-
-
-def test_the_code_of_pages_runs(folder: Path, tmp_path: Path) -> None:
-    """As its reader would run it, on two ranks, and rank 0 prints what the page shows."""
-    run_pages(DAILY, 2, folder, tmp_path)
+    pages.run_commands(page_of(name), folder, environment)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("page", ["debugging", "sharded_tensors", "whole_step", "checkpoints", "explain", "from_fsdp2"])
+@pytest.mark.parametrize("page", RUN)
 def test_the_code_of_a_page_runs(page: str, folder: Path, tmp_path: Path) -> None:
-    """The same for pages that compile, or trace a model, for longer."""
-    run_pages((page,), 1 if page in ALONE else 2, folder, tmp_path)
+    """As its reader would run it, on two ranks, and rank 0 prints what the page shows."""
+    run_page(page, 1 if page in ALONE else 2, folder, tmp_path)
 
 
 @pytest.mark.parametrize("page", COMPLETE)

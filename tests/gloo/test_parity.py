@@ -71,21 +71,21 @@ def test_eager_on_two(two: Ranks, name: str) -> None:
     _check(two, name, "eager")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LATE if name != "tied" else ()) for name in MODELS])
 def test_eager_on_four(four: Ranks, name: str) -> None:
     """Four eager ranks end where one unsharded process does."""
     _check(four, name, "eager")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=LATE if name in ("gpt", "mlp", "tied", "conv") else ()) for name in MODELS]
-)
+@LATE  # a row of the feature table runs Inductor every day
+@pytest.mark.parametrize("name", MODELS)
 def test_inductor_on_two(two: Ranks, name: str) -> None:
     """Two ranks that run plain `torch.compile` end where one unsharded process does."""
     _check(two, name, "inductor")
 
 
-@pytest.mark.parametrize("name", ["mlp", *(pytest.param(name, marks=LATE) for name in MODELS if name != "mlp")])
+@LATE
+@pytest.mark.parametrize("name", MODELS)
 def test_inductor_on_four(four: Ranks, name: str) -> None:
     """Four ranks that run plain `torch.compile` end where one unsharded process does."""
     _check(four, name, "inductor")
@@ -105,12 +105,14 @@ def test_other_strategies(two: Ranks, how: str, name: str, strategy: str) -> Non
     _check(two, name, how, strategy)
 
 
+@LATE
 def test_backend(two: Ranks) -> None:
     """The backend `fsdp_compile` computes what plain `torch.compile` does."""
     _check(two, "mlp", "backend")
 
 
-@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", pytest.param("NO_SHARD", marks=LATE)])
+@LATE
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
 def test_inductor_with_other_strategies(two: Ranks, strategy: str) -> None:
     """Inductor's graphs without a second gather, and without any, train the same."""
     _check(two, "mlp", "inductor", strategy)

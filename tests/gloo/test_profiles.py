@@ -72,7 +72,7 @@ def _compiled(rank: int) -> None:
     assert all(not unit.endswith("elements") for _, _, unit, *_ in ranges)
 
 
-@pytest.mark.parametrize("step", [_eager, _compiled])
+@pytest.mark.parametrize("step", [_eager, pytest.param(_compiled, marks=pytest.mark.nightly)])
 def test_a_step_has_ranges_with_units_and_directions(two: Ranks, step: object) -> None:
     """Each phase of each unit is a range, nested as the phases are; so is each collective in generated code."""
     two.run(step)

@@ -189,7 +189,7 @@ def _example(rank: int, folder: Path, steps: int, resume: bool, compiled: bool) 
     return run.losses
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_the_example_resumes_bit_for_bit(two: Ranks, tmp_path: Path, compiled: bool) -> None:
     """Stopped after 4 of 7 steps, the example goes on with the losses, weights, moments, schedule, batches and random
     numbers that it would have had, bit for bit."""

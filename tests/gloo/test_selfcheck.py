@@ -157,7 +157,11 @@ def _needing(hook: Any) -> Any:
     ("hook", "found"),
     [
         (lambda *_: KEPT.append(torch.empty(1000)), "a step leaves 4,000 bytes behind"),
-        (lambda *_: (torch.empty(4_000_000), None)[1], "bytes are alive at most, expected "),
+        pytest.param(
+            lambda *_: (torch.empty(4_000_000), None)[1],
+            "bytes are alive at most, expected ",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_memory_that_is_kept_or_needed(hook: Any, found: str) -> None:
@@ -176,6 +180,7 @@ def _raises(training: Any, model: Any) -> Any:
     raise ValueError("no such model")
 
 
+@pytest.mark.nightly
 def test_systems_side_by_side() -> None:
     """One of ours that trains otherwise than FSDP2 makes the row fail; FSDP2's own failure is said, and no more."""
     eager, other = systems.SYSTEMS["eager"], systems.SYSTEMS["fsdp2"]

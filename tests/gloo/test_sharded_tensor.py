@@ -29,7 +29,7 @@ SHAPES = [(7, 5), (5,), (3, 4), (6, 9), (1,), (33,), (2, 3, 4), (), (8, 16), (0,
 Params = list[Any]
 
 
-@pytest.fixture(params=[2, 3])
+@pytest.fixture(params=[pytest.param(2, marks=pytest.mark.nightly), 3])  # three cut in more places
 def ranks(request: pytest.FixtureRequest, two: Ranks, three: Ranks) -> Ranks:
     return two if request.param == 2 else three
 

@@ -95,8 +95,7 @@ CASES: dict[str, Weights] = {
     "negative": Weights(Negative, ((BF16, 2_048),), maxima=(16,)),
     "negative zero": Weights(partial(OneWeight, _signs), ((U8, 1_024), (U8, 2_048))),  # backward needs a mask,
 }
-DAILY = {"with a norm", "checkpointed", "odd sizes", "float8 with a norm", "float8 of bfloat16", "two levels", "NaN"}
-DAILY |= {"blocks of 16"}
+DAILY = {"odd sizes", "float8 of bfloat16", "two levels", "NaN"}
 
 
 def _train(case: Weights, backend: Any, steps: int = STEPS) -> list[Tensor]:
@@ -169,13 +168,8 @@ def _in_two_stages(rank: int, name: str) -> None:
     assert _bytes(after.forward) < _bytes(before.forward)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "float8 with a norm",
-        *(pytest.param(n, marks=pytest.mark.nightly) for n in ("with a norm", "rows", "blocks of 16")),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["float8 with a norm", "with a norm", "rows", "blocks of 16"])
 def test_two_stages(four: Ranks, name: str) -> None:
     """Where shards are gathered in two stages, so is what is computed on them."""
     four.run(_in_two_stages, name)

@@ -333,7 +333,7 @@ def _through_file(state: Any) -> Any:
     return buffer
 
 
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 def test_training_goes_on_bit_for_bit(two: Ranks, how: str) -> None:
     """What each rank saved of sharded state dicts with `torch.save` continues the run, eager or compiled."""
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):

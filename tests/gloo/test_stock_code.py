@@ -84,7 +84,8 @@ def _penalty(rank: int, on_all: bool, policy: Any, dtype: torch.dtype, strategy:
 def _penalties(rank: int) -> None:
     for how in ("eager", "aot_eager"):
         _penalty(rank, False, {_Block}, torch.bfloat16, "FULL_SHARD", how)
-        _penalty(rank, False, {_Block}, torch.float32, "NO_SHARD", how)
+        if how == "eager":
+            _penalty(rank, False, {_Block}, torch.float32, "NO_SHARD", how)
         _penalty(rank, True, None, torch.float32, "SHARD_GRAD_OP", how)
         _penalty(rank, True, {_Block}, torch.float32, "FULL_SHARD", how)
 
@@ -128,7 +129,7 @@ _TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 }
 
 
-def _transform(rank: int, strategy: str, frozen: bool, how: str) -> None:
+def _transform(rank: int, strategy: str, frozen: bool, how: str, names: tuple[str, ...]) -> None:
     reference = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Sequential(nn.Linear(7, 7), nn.Tanh()), nn.Linear(7, 3))
     reference[2].requires_grad_(not frozen)
     reference[0].weight.requires_grad_(not frozen)
@@ -137,7 +138,7 @@ def _transform(rank: int, strategy: str, frozen: bool, how: str) -> None:
         fully_shard(unit, sharding_strategy=ShardingStrategy[strategy], auto_wrap_policy=None)
     x = torch.linspace(-1, 1, 8).view(2, 4)
     for name, transform in _TRANSFORMS.items():
-        if how != "eager" and name not in ("jvp", "grad", "vmap", "training through vmap"):
+        if name not in names:
             continue
         torch._dynamo.reset()
         run = torch.compile(transform, backend=how) if how != "eager" else transform
@@ -147,16 +148,19 @@ def _transform(rank: int, strategy: str, frozen: bool, how: str) -> None:
             each.zero_grad()
 
 
-def _transforms(rank: int) -> None:
+def _transforms(rank: int, compiled: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     for strategy, frozen in (("FULL_SHARD", False), ("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("NO_SHARD", True)):
-        _transform(rank, strategy, frozen, "eager")
-    _transform(rank, "FULL_SHARD", False, "aot_eager")
+        _transform(rank, strategy, frozen, "eager", tuple(_TRANSFORMS))
+    _transform(rank, "FULL_SHARD", False, "aot_eager", compiled)
 
 
-def test_transforms(two: Ranks) -> None:
+@pytest.mark.parametrize(
+    "compiled", [("grad", "training through vmap"), pytest.param(("jvp", "vmap"), marks=pytest.mark.nightly)]
+)
+def test_transforms(two: Ranks, compiled: tuple[str, ...]) -> None:
     """`torch.func` transforms a sharded model, or a function that calls it, as an unsharded one."""
-    two.run(_transforms)
+    two.run(_transforms, compiled)
 
 
 # --- forward on the instance ------------------------------------------------------------------------------------------

@@ -58,10 +58,8 @@ def figures(run: list[dict[str, float]], key: str) -> list[float]:
     return [step[key] for step in run]
 
 
-every_script = pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "lora_checkpointing" else pytest.mark.nightly) for name in SCRIPTS],
-)
+pytestmark = pytest.mark.nightly  # test_fsdp2_scripts.py compares scripts with torch's every day
+every_script = pytest.mark.parametrize("name", SCRIPTS)
 
 
 @pytest.fixture(scope="module")

@@ -116,6 +116,10 @@ def test_each_rank_keeps_its_part(two: Ranks) -> None:
     two.run(_fill_with_rank)
 
 
+CHANGES = ("in place", "data", "copy through data", "objects")
+DAILY = ("copy through data", "objects")  # compiled
+
+
 def _edit(rank: int, how: str, strategy: str, change: str) -> None:
     reference, model = reference_and_model(MLP, strategy)
     run = executor(model, how)
@@ -137,8 +141,16 @@ def _edit(rank: int, how: str, strategy: str, change: str) -> None:
 
 
 @all_strategies
-@both_ways
-@pytest.mark.parametrize("change", ["in place", "data", "copy through data", "objects"])
+@pytest.mark.parametrize(
+    ("change", "how"),
+    [
+        *((change, "eager") for change in CHANGES),
+        *(
+            pytest.param(change, "aot_eager", marks=() if change in DAILY else pytest.mark.nightly)
+            for change in CHANGES
+        ),
+    ],
+)
 def test_edits_are_kept(two: Ranks, how: str, strategy: str, change: str) -> None:
     """Edits in place, new data and new parameters all train on, eagerly and compiled (E-SUM-5, E-SUM-8, E-WB-3)."""
     two.run(_edit, how, strategy, change)

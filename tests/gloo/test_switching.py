@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from models import MODELS, Case, Residual, Stack, squared_error, vectors
 from torch import Tensor, nn
@@ -104,6 +105,7 @@ def _recipes(rank: int) -> None:
             torch._dynamo.reset()  # in mid-training
 
 
+@pytest.mark.nightly
 def test_optimizers(two: Ranks) -> None:
     """Under every kind of optimizer a compiled model trains as an eager one, bit for bit, across `torch._dynamo.reset`:
     foreach, fused, compiled, clipped under a schedule, with loss scaling, inside backward."""

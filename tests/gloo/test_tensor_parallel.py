@@ -267,7 +267,9 @@ def _train_experts(rank: int, how: str) -> None:
         _step_equally(whole, model, optimizers)
 
 
-@pytest.mark.parametrize("how", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "how", ["eager", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("aot_eager", "inductor"))]
+)
 def test_experts(four: Ranks, how: str) -> None:
     """Experts split over two ranks and sharded over the other two train as on one process; all else over all four."""
     four.run(_train_experts, how)
