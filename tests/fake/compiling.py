@@ -64,7 +64,7 @@ def small() -> nn.Sequential:
 
 BUILD: dict[str, Callable[[], torch.nn.Module]] = {
     "mlp": lambda: mlp(blocks=5),
-    "gpt": lambda: GPT(layers=3),
+    "gpt": lambda: GPT(layers=2),
     "recomputed": lambda: checkpointed("around"),
 }
 CASES = {**MODELS, "recomputed": MODELS["mlp"]}  # what to feed them

@@ -33,17 +33,17 @@ def test_without_our_passes_what_is_gathered_stays_and_a_warning_says_so(backend
         torch.compile(fully_shard(mlp()), backend=backend)(torch.randn(2, 7))
 
 
-EACH_TWO = {  # each value with each value of another parameter; the other triples are nightly
-    ("eager", "FULL_SHARD", True), ("blocks", "FULL_SHARD", False), ("module", "FULL_SHARD", True),
-    ("eager", "NO_SHARD", False), ("blocks", "NO_SHARD", True), ("module", "NO_SHARD", False),
-}  # fmt: skip
+DAILY = {("eager", "FULL_SHARD", True), ("blocks", "FULL_SHARD", False), ("module", "NO_SHARD", True)}
 TRIPLES = [
-    pytest.param(*each, marks=() if each in EACH_TWO else pytest.mark.nightly)
-    for each in product(("eager", "blocks", "module"), ("FULL_SHARD", "NO_SHARD"), (True, False))
+    pytest.param(*each, marks=() if each in DAILY else pytest.mark.nightly)
+    for each in (
+        *product(("eager", "blocks", "module"), ("FULL_SHARD", "NO_SHARD"), (True, False)),
+        ("inductor", "FULL_SHARD", True),
+    )
 ]
 
 
-@pytest.mark.parametrize(("how", "strategy", "syncs"), [*TRIPLES, ("inductor", "FULL_SHARD", True)])
+@pytest.mark.parametrize(("how", "strategy", "syncs"), TRIPLES)
 def test_compiled_autograd_is_refused(how: str, strategy: str, syncs: bool) -> None:
     """Backward raises, also under no_sync, and the next one is as if that step had not been."""
     torch._dynamo.reset()

@@ -116,7 +116,7 @@ def test_two_gathers_and_one_reduce(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["around", "products", *(pytest.param(late, marks=pytest.mark.nightly) for late in ("tied", "budget and wrapper"))],
+    ["products", *(pytest.param(late, marks=pytest.mark.nightly) for late in ("around", "tied", "budget and wrapper"))],
 )
 def test_kept_parameters_are_gathered_once(name: str) -> None:
     """Under SHARD_GRAD_OP a region that is recomputed reads the parameters that forward gathered."""

@@ -61,7 +61,11 @@ def sizes(program: Program) -> list[tuple[str, int]]:
     return [("gather" if each.is_gather else "reduce", len(sent(each))) for each in calls]
 
 
-@pytest.mark.parametrize("precision", [None, MixedPrecision(torch.bfloat16, torch.float32)], ids=["f32", "bf16"])
+@pytest.mark.parametrize(
+    "precision",
+    [pytest.param(None, marks=pytest.mark.nightly), MixedPrecision(torch.bfloat16, torch.float32)],
+    ids=["f32", "bf16"],
+)
 @pytest.mark.usefixtures("launches_several")
 def test_generated_code_launches_what_the_plan_does(plans: list[Plan], precision: MixedPrecision | None) -> None:
     """One call for each launch of the plan, in its order, of as many units; each unit waited for; no byte is moved."""

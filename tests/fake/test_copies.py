@@ -18,7 +18,6 @@ DAILY = {
     ("tied", "default"),
     ("frozen", "default"),
     ("mha", "default"),
-    ("tied_ends", "default"),
     ("mlp", "backend"),
     ("conv", "backend"),
 }
@@ -89,7 +88,7 @@ def test_convolutions_copy_their_own_gradients_and_nothing_else(name: str, backe
     [
         (torch.bfloat16, torch.float32),
         pytest.param(torch.bfloat16, torch.bfloat16, marks=pytest.mark.nightly),
-        (torch.float16, torch.float16),
+        pytest.param(torch.float16, torch.float16, marks=pytest.mark.nightly),
     ],
 )
 def test_mixed_precision_casts_as_it_writes(compute: torch.dtype, reduce: torch.dtype) -> None:
@@ -118,6 +117,7 @@ def test_mixed_precision_casts_as_it_writes(compute: torch.dtype, reduce: torch.
     assert [step.is_wait for step in backward.steps][-2:] == [True, False]  # the last mean
 
 
+@pytest.mark.nightly
 def test_the_count_sees_copies() -> None:
     """Without the pass that makes gradients placeable, the same count finds copies: it can fail."""
     torch.manual_seed(0)
@@ -128,7 +128,7 @@ def test_the_count_sees_copies() -> None:
     assert programs(lambda: case.loss(model, inputs))[1].parameter_moves()
 
 
-@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", pytest.param("NO_SHARD", marks=pytest.mark.nightly)])
 def test_other_strategies_copy_nothing(strategy: str) -> None:
     """Parameters that stay unsharded are not copied; gradients are reduced in the buffer that they are written into."""
     torch.manual_seed(0)

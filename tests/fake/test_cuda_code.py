@@ -62,7 +62,7 @@ def compiled(name: str, option: str) -> tuple[list[Plan], tuple[Program, Program
     return [plan for _, plan in graphs.values()], both
 
 
-@pytest.mark.parametrize("option", ["rule", "slow", "far"])
+@pytest.mark.parametrize("option", ["rule", "slow", pytest.param("far", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", NAMES)
 def test_generated_code_follows_the_plan(name: str, option: str) -> None:
     """Collectives and waits stand in the plan's order; what it launches together is one call."""
@@ -85,6 +85,7 @@ def test_nothing_moves_parameters_or_gradients(name: str) -> None:
     assert forward.parameter_moves() == backward.parameter_moves() == []
 
 
+@pytest.mark.nightly
 def test_the_count_sees_copies() -> None:
     """Without the pass that makes gradients placeable Triton kernels copy them, and the count says so."""
     _, (_, backward) = compiled("mlp", "no packs")

@@ -148,12 +148,12 @@ def trained(make: Make, steps: int, between: Callable[[Side, int], Any] = lambda
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_equal_bit_for_bit(name: str) -> None:
-    """20 steps of each class are those on each parameter, from the first one on, and all of them are flat."""
+    """Ten steps of each class are those on each parameter, from the first one on, and all of them are flat."""
 
     def all_are_flat(side: Side, number: int) -> None:
         assert side.flat == (len(side.params) if side.is_flat and number else 0)
 
-    trained(OPTIMIZERS[name], 20, all_are_flat)
+    trained(OPTIMIZERS[name], 10, all_are_flat)
 
 
 # --- what users do between backward and step --------------------------------------------------------------------------

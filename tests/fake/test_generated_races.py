@@ -25,8 +25,9 @@ HYBRID_SHARD = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, **HYBRID}
 LOW = MixedPrecision(torch.bfloat16)
 LATE = pytest.mark.nightly
 CASES = [
-    ("slow", {}, False), ("far", {}, False), ("no_sync", {}, True), ("hybrid", HYBRID_SHARD, False),
-    ("kept", {"reshard_after_forward": False}, False),
+    ("slow", {}, False), ("no_sync", {}, True), ("hybrid", HYBRID_SHARD, False),
+    pytest.param("far", {}, False, marks=LATE),
+    pytest.param("kept", {"reshard_after_forward": False}, False, marks=LATE),
     pytest.param("two stages", {"reshard_after_forward": 2}, False, marks=LATE),
     pytest.param("hybrid, no_sync", HYBRID_SHARD, True, marks=LATE),
     pytest.param("bfloat16", {"mixed_precision": LOW}, False, marks=LATE),

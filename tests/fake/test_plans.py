@@ -12,7 +12,7 @@ from itertools import chain, pairwise
 import pytest
 import torch
 from compiling import BUILD, CASES, compiled, planned, printed_graphs
-from generated import launches, programs
+from generated import launches
 from models import mlp, routed
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_inductor_cache
@@ -79,7 +79,7 @@ def test_ends_of_a_model_are_sent_apart(plans: dict[str, Plan]) -> None:
     Both belong to the model's own unit, which finds them wherever it reads them.
     """
     model = fully_shard(_Tokens())
-    programs(lambda: torch.compile(model, backend=fsdp_compile_backend, fullgraph=True)(torch.arange(4)).sum())
+    torch.compile(model, backend=fsdp_compile_backend, fullgraph=True)(torch.arange(4)).sum().backward()
     gathered = [name for each in plans["forward"].of("gather") for name in each.units]
     reduced = [name for each in plans["backward"].of("reduce") for name in each.units]
     assert gathered == ["root", "blocks.0", "blocks.1", "root:2"]
@@ -186,7 +186,7 @@ def refusal(budget: int | None) -> str | None:
     options = {"link": SLOW, "budget": budget}
     model = torch.compile(fully_shard(mlp(blocks=2)), backend=fsdp_compile_backend, options=options)
     try:
-        programs(lambda: CASES["mlp"].loss(model, CASES["mlp"].batch(1, 4)))
+        CASES["mlp"].loss(model, CASES["mlp"].batch(1, 4)).backward()
     except Exception as error:
         return str(error)
     return None
@@ -227,8 +227,8 @@ def kept_of(plans: dict[str, Plan], options: dict[str, object]) -> int:
     model = fully_shard(BUILD["mlp"](), reshard_after_forward="auto")
     torch._dynamo.reset()
     with fresh_inductor_cache():
-        programs(lambda: CASES["mlp"].loss(torch.compile(model, backend=fsdp_compile_backend, options=options),
-                                           CASES["mlp"].batch(1, 1)))  # fmt: skip
+        run = torch.compile(model, backend=fsdp_compile_backend, options=options)
+        CASES["mlp"].loss(run, CASES["mlp"].batch(1, 1)).backward()
     return 6 - len(plans["backward"].of("gather"))
 
 

@@ -6,6 +6,7 @@ find what is wrong.
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -168,16 +169,17 @@ Case = tuple[dict[str, Any], Callable[[nn.Module], None]]
 HYBRID_SHARD = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, **HYBRID}
 TWO_STAGES = {"reshard_after_forward": 2}
 NO_LIMIT = {"limit_all_gathers": False}
-CASES: list[Case] = [
+COMBINED = (_train, _evaluates, _twice_alive, _accumulates, _fails_in_forward, _fails_in_backward, _unshards)
+DAILY: list[Case] = [
     *(({"backward_prefetch": when, "forward_prefetch": forward, "limit_all_gathers": limit}, _train)
       for when in (None, *BackwardPrefetch) for forward, limit in ((True, when is None), (False, when is not None))),
-    *((options, trains) for options in ({}, HYBRID_SHARD, TWO_STAGES | NO_LIMIT, OFFLOAD, OFFLOAD | HYBRID_SHARD)
-      for trains in (_train, _evaluates, _twice_alive, _accumulates, _fails_in_forward, _fails_in_backward, _unshards)),
+    *product((TWO_STAGES | NO_LIMIT, OFFLOAD | HYBRID_SHARD), COMBINED),
     (OFFLOAD | TWO_STAGES, _train), ({}, _replaces), (HYBRID_SHARD, _defers),
     (OFFLOAD | HYBRID_SHARD, _defers), ({}, _gives_event), ({}, _hooks),
     ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, _accumulates),
     ({"sharding_strategy": ShardingStrategy.NO_SHARD, "mixed_precision": LOW}, _accumulates),
 ]  # fmt: skip
+LATE: list[Case] = [*product(({}, HYBRID_SHARD, OFFLOAD), COMBINED)]
 
 
 def _watch(options: dict[str, Any], trains: Callable[[nn.Module], None]) -> Record:
@@ -189,9 +191,10 @@ def _watch(options: dict[str, Any], trains: Callable[[nn.Module], None]) -> Reco
     return record
 
 
-def test_settings_and_failures_do_not_race() -> None:
+@pytest.mark.parametrize("cases", [DAILY, pytest.param(LATE, marks=pytest.mark.nightly)], ids=["daily", "late"])
+def test_settings_and_failures_do_not_race(cases: list[Case]) -> None:
     """Prefetch and limits, offload, hybrid, two stages; with accumulation, evaluation, failures, two forwards alive."""
-    records = [(options, trains, _watch(options, trains)) for options, trains in CASES]
+    records = [(options, trains, _watch(options, trains)) for options, trains in cases]
     assert [(o, t.__name__, record.races[:3]) for o, t, record in records if record.races] == []
 
 

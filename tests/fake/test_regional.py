@@ -8,7 +8,7 @@ import pytest
 import torch
 from compiling import Recorder, printed_graphs
 from expecttest import assert_expected_inline
-from generated import programs
+from generated import kernels_not_built, programs
 from models import MODELS, Residual, mlp, squared_error, vectors
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -57,7 +57,7 @@ def test_a_block_in_the_place_of_the_root_is_one_graph() -> None:
 def graphs() -> dict[str, str]:
     """The last graph of forward and of backward of a block."""
     torch._dynamo.reset()
-    with printed_graphs() as printed, inductor_config.patch(force_disable_caches=True):
+    with printed_graphs() as printed, inductor_config.patch(force_disable_caches=True), kernels_not_built():
         squared_error(compiled_blocks(mlp(2, width=3, hidden=5)), vectors(1, 4)).backward()
     last = [graph.split("\n", 1)[1] for graph in printed if "after pack_in_place" in graph]
     return dict(zip(("forward", "backward"), last, strict=True))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from compiling import CASES, cached, compiled, pairs
 from generated import Program, Step, programs
-from models import MODELS
+from models import mlp
 from overwriting import Mirrored, Scaled, awkward
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -80,9 +80,12 @@ def test_sums_with_the_residual_stay_fused() -> None:
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: compiled("mlp", "inductor", ShardingStrategy.SHARD_GRAD_OP),
-        lambda: compiled("mlp", fsdp_compile_backend, options={"disable": ("reuse_gathered",)}),
-        lambda: _compiled(MODELS["mlp"].build(), mixed_precision=MixedPrecision(torch.bfloat16, torch.float32)),
+        lambda: _compiled(mlp(2), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
+        pytest.param(
+            lambda: compiled("mlp", fsdp_compile_backend, options={"disable": ("reuse_gathered",)}),
+            marks=pytest.mark.nightly,
+        ),
+        lambda: _compiled(mlp(2), mixed_precision=MixedPrecision(torch.bfloat16, torch.float32)),
     ],
     ids=["unsharded since forward", "disabled", "of another dtype"],
 )

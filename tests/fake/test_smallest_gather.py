@@ -17,21 +17,20 @@ from fsdp_compile import fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 
 
-def trained(make: Callable[[], nn.Module], **disable: Any) -> JointPasses:
-    """What the passes make of two modules, each a unit."""
+def trained(*make: Callable[[], nn.Module], **disable: Any) -> JointPasses:
+    """What the passes make of modules, each a unit."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = nn.Sequential(make(), make())
-    fully_shard(model, auto_wrap_policy={type(model[0])})
+    model = nn.Sequential(*(each() for each in make))
+    fully_shard(model, auto_wrap_policy=set(map(type, model)))
     backend = JointPasses(**disable)
     torch.compile(model, backend=backend, fullgraph=True)(torch.randn(4, D)).square().mean().backward()
     return backend
 
 
-@pytest.mark.parametrize("kind", UNMOVED)
-def test_what_does_not_follow_from_a_parameter_alone(kind: type[OneWeight]) -> None:
+def test_what_does_not_follow_from_a_parameter_alone() -> None:
     """Sums, random operators, buffers, two parameters, views of a segment: the graph is the one without the pass."""
-    assert trained(kind).texts == trained(kind, disable=("smallest_gather",)).texts
+    assert trained(*UNMOVED).texts == trained(*UNMOVED, disable=("smallest_gather",)).texts
 
 
 class Scheduled(OneWeight):
@@ -86,10 +85,11 @@ TRANSFORMATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", TRANSFORMATIONS)
 def test_nothing_of_a_parameter_is_saved(how: str) -> None:
     """Whatever a weight is transformed into, nothing of its size lives from forward to backward."""
-    saved = trained(lambda: OneWeight(TRANSFORMATIONS[how])).saved
+    saved = trained(*[lambda: OneWeight(TRANSFORMATIONS[how])] * 2).saved
     assert all(shape.numel() < D * D for shape in saved), saved
 
 
@@ -127,7 +127,10 @@ def code_for_cuda(*make: Callable[[], nn.Module], autocast: bool = False) -> tup
         return programs(loss)
 
 
-@pytest.mark.parametrize(("make", "dtype"), [(Block, "bfloat16"), (Float8Block, "uint8"), (ScaledBlock, "uint8")])
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [(Block, "bfloat16"), pytest.param(Float8Block, "uint8", marks=pytest.mark.nightly), (ScaledBlock, "uint8")],
+)
 def test_products_read_what_was_gathered(make: type[nn.Module], dtype: str) -> None:
     """One launch gathers a unit; products and kernels read views of its buffer, and nothing only moves parameters."""
     forward, backward = code_for_cuda(make, make, autocast=make is Block)

@@ -1,6 +1,7 @@
 """Gathers in two stages: how shards are numbered, and what the generated code sends to whom (rank 1 of 4, n = 2)."""
 
 import re
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -26,6 +27,7 @@ def test_numbers_of_shards(peers: int, neighbours: int) -> None:
     assert shard_order([NamedGroup("all", 4)]) == ()
 
 
+@cache
 def _compiled(backend: str) -> tuple[nn.Module, Program, Program]:
     model = fully_shard(mlp(blocks=BLOCKS), reshard_after_forward=2)
     run = torch.compile(model, fullgraph=True, backend=BACKENDS[backend])
@@ -41,7 +43,7 @@ def _sent(program: Program) -> list[tuple[str, str, int, str]]:
     return [(kind, unit, int(nbytes) // 4, groups[int(group)]) for kind, unit, nbytes, group in found]
 
 
-@pytest.mark.parametrize("backend", ["default", pytest.param("backend", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("backend", ["backend", pytest.param("default", marks=pytest.mark.nightly)])
 def test_bytes_on_each_axis(backend: str) -> None:
     """Forward sends each shard to the peers and a half to the neighbours; backward asks the neighbours alone, for
     blocks and not for the root, and reduces the whole among them and its half among the peers."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from generated import Program, programs
 from models import MODELS, AnyLength, cross_entropy, text
+from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 from fsdp_compile import fully_shard
@@ -20,11 +21,8 @@ LINK = {"link": "h100-ib400", "device": "h100"}
 LENGTHS = (7, 9, 3, 5, 8, 2, 4, 6, 9, 3, 8, 7)
 
 
-@pytest.mark.parametrize("how", [pytest.param("dynamic", marks=pytest.mark.nightly), "marked"])
-def test_one_graph_with_gradients_in_place(how: str) -> None:
-    """Twelve lengths run one forward and one backward. Nothing is copied; gradients are computed into their places, and
-    each of them as early as in a graph of one length.
-    """
+def compiled(how: str) -> tuple[nn.Module, Program, Program]:
+    """The model, and the programs of forward and backward with which it trained on twelve lengths."""
     model = fully_shard(AnyLength())
     run = torch.compile(model, fullgraph=True, dynamic=how == "dynamic" or None, backend=backend(**LINK))
 
@@ -38,6 +36,21 @@ def test_one_graph_with_gradients_in_place(how: str) -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
         _, codes = run_and_get_code(train)
     forward, backward = map(Program, codes)
+    return model, forward, backward
+
+
+def test_one_graph_with_gradients_in_place() -> None:
+    """Twelve lengths run one forward and one backward. Nothing is copied; gradients are computed into their places."""
+    _, forward, backward = compiled("marked")
+    assert forward.parameter_moves() == backward.parameter_moves() == []
+    assert backward.reused() and backward.products_into_packs()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["dynamic", "marked"])
+def test_gradients_are_computed_as_early_as_in_a_graph_of_one_length(how: str) -> None:
+    """Collectives, waits and products have the same order, and as many buffers are used again."""
+    model, forward, backward = compiled(how)
     assert forward.parameter_moves() == backward.parameter_moves() == []
     torch._dynamo.reset()
     fixed = torch.compile(model, fullgraph=True, dynamic=False, backend=backend(**LINK))

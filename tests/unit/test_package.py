@@ -25,14 +25,16 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-def loaded_after(statements: str) -> set[str]:
-    """Names of the modules that are loaded in a process that has run `statements`."""
-    return set(json.loads(run("-c", f"import json, sys\n{statements}\nprint(json.dumps(list(sys.modules)))")))
+def loaded_after(*statements: str) -> list[set[str]]:
+    """Names of the modules that are loaded in a process when it has run each of `statements`."""
+    script = "".join(f"{each}\nprint(json.dumps(list(sys.modules)))\n" for each in statements)
+    return [set(json.loads(line)) for line in run("-c", f"import json, sys\n{script}").splitlines()]
 
 
 def test_import_is_light() -> None:
     """`import fsdp_compile` loads neither Inductor nor `torch.testing`, and nothing else of torch either."""
-    assert not [name for name in loaded_after("import fsdp_compile") if name.split(".")[0] == "torch"]
+    (loaded,) = loaded_after("import fsdp_compile")
+    assert not [name for name in loaded if name.split(".")[0] == "torch"]
 
 
 def test_names_load_no_passes() -> None:
@@ -40,17 +42,19 @@ def test_names_load_no_passes() -> None:
 
     Dynamo itself loads some of Inductor, and torch.distributed.fsdp some of `torch.testing`.
     """
-    loaded = loaded_after("from fsdp_compile import FSDPModule, FullyShardedDataParallel, fully_shard")
+    before, loaded = loaded_after(
+        "import torch._dynamo, torch.distributed.fsdp",
+        "from fsdp_compile import FSDPModule, FullyShardedDataParallel, fully_shard",
+    )
     assert "fsdp_compile.api" in loaded
     assert not [name for name in loaded if name.startswith(("fsdp_compile.passes", "fsdp_compile.explain."))]
     assert not {"torch._inductor.compile_fx", "torch._inductor.graph"} & loaded
-    ours = loaded - loaded_after("import torch._dynamo, torch.distributed.fsdp")
-    assert not [name for name in ours if name.startswith(("torch._inductor", "torch.testing"))]
+    assert not [name for name in loaded - before if name.startswith(("torch._inductor", "torch.testing"))]
 
 
 def test_numbers_load_no_torch() -> None:
     """Torch is not loaded where numbers alone are computed: by plans, costs, and options of the command line."""
-    loaded = loaded_after(
+    (loaded,) = loaded_after(
         "import contextlib, io, fsdp_compile.passes.plan.schedule\n"
         "from fsdp_compile.cli import main\n"
         "with contextlib.redirect_stdout(io.StringIO()): main(['explain', '--hardware', 'list'])"
@@ -106,7 +110,7 @@ def test_help(command: list[str]) -> None:
     """`--help` has an example for each command, and imports nothing that takes time."""
     printed = run("-m", "fsdp_compile", *command, "--help")
     assert "example" in printed and "  fsdp-compile " in printed
-    loaded = loaded_after(
+    (loaded,) = loaded_after(
         "import contextlib, io\nfrom fsdp_compile.cli import main\n"
         f"with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()): main({[*command, '--help']})"
     )

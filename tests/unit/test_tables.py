@@ -40,6 +40,7 @@ def test_reported_runs_with_the_constants_that_are_shipped():
     assert [each.prediction.parameters for each in answers] == [int(row["params"]) for row in read_rows(REPORTED)]
 
 
+@pytest.mark.nightly
 def test_leave_one_out():
     """Constants fitted to 26 runs predict the 27th: the mean error is at most 8 %, its 90th percentile 15 %."""
     made, speeds = cases()
