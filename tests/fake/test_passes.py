@@ -1,8 +1,6 @@
 """The pipeline: passes by name, foreign passes and foreign graphs, cache keys, and what the forward may save."""
 
 import logging
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -357,24 +355,6 @@ def test_a_backward_on_another_thread_gets_our_passes() -> None:
         thread.start()
         thread.join()
     assert any(graph.startswith("--- backward graph after pin_order") for graph in graphs)
-
-
-def test_passes_are_loaded_by_the_first_trace() -> None:
-    """fully_shard loads neither our passes nor the compiling half of Inductor; tracing a sharded model does."""
-    script = """if True:
-        import sys, torch, torch.distributed as dist
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-        from fsdp_compile import fully_shard
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-        model = fully_shard(torch.nn.Linear(3, 2))
-        loaded = [name for name in sys.modules if name.startswith(("fsdp_compile.passes", "torch._inductor.graph"))]
-        assert not loaded, loaded
-        torch.compile(model, backend="eager")(torch.ones(4, 3))
-        from torch._inductor import config
-        assert type(config.joint_custom_post_pass).__name__ == "Pipeline"
-    """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_key_changes_with_all_that_decides_code() -> None:

@@ -37,18 +37,34 @@ def test_import_is_light() -> None:
     assert not [name for name in loaded if name.split(".")[0] == "torch"]
 
 
-def test_names_load_no_passes() -> None:
-    """`fully_shard` can be imported without the passes, the planner and the part of Inductor that compiles.
+SHARD = """
+from torch.testing._internal.distributed.fake_pg import FakeStore
+torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+model = fully_shard(torch.nn.Linear(3, 2))
+"""
+TRACE = """
+torch.compile(model, backend="eager")(torch.ones(4, 3))
+assert type(torch._inductor.config.joint_custom_post_pass).__name__ == "Pipeline"
+"""
 
-    Dynamo itself loads some of Inductor, and torch.distributed.fsdp some of `torch.testing`.
+
+def test_passes_are_loaded_by_the_first_trace() -> None:
+    """`fully_shard` is imported and called without the passes, the planner and the part of Inductor that compiles.
+
+    Dynamo itself loads some of Inductor, and torch.distributed.fsdp some of `torch.testing`. Tracing loads the passes.
     """
-    before, loaded = loaded_after(
+    before, loaded, sharded, traced = loaded_after(
         "import torch._dynamo, torch.distributed.fsdp",
         "from fsdp_compile import FSDPModule, FullyShardedDataParallel, fully_shard",
+        SHARD,
+        TRACE,
     )
     assert "fsdp_compile.api" in loaded
-    assert not [name for name in loaded if name.startswith(("fsdp_compile.passes", "fsdp_compile.explain."))]
-    assert not {"torch._inductor.compile_fx", "torch._inductor.graph"} & loaded
+    assert not [name for name in loaded if name.startswith("fsdp_compile.explain.")]
+    for each in (loaded, sharded):
+        assert not [name for name in each if name.startswith(("fsdp_compile.passes", "torch._inductor.graph"))]
+        assert "torch._inductor.compile_fx" not in each
+    assert "fsdp_compile.passes.inductor" in traced
     assert not [name for name in loaded - before if name.startswith(("torch._inductor", "torch.testing"))]
 
 
