@@ -516,12 +516,13 @@ TRANSFORMED: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
+LATE = ("scaled by a buffer", "rounded")  # of a trained weight
 FROZEN_DAILY = ("of low rank",)
 
 
 @pytest.mark.parametrize(
     ("name", "trains"),
-    [(name, True) for name in TRANSFORMED]
+    [pytest.param(name, True, marks=pytest.mark.nightly if name in LATE else ()) for name in TRANSFORMED]
     + [pytest.param(n, False, marks=() if n in FROZEN_DAILY else pytest.mark.nightly) for n in TRANSFORMED],
 )
 def test_what_is_computed_from_weights_is_not_saved(name: str, trains: bool) -> None:

@@ -26,7 +26,7 @@ def compiled_blocks(model: nn.Module, **options: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", ["gpt", "mlp"])
+@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.nightly), "mlp"])
 def test_equal_blocks_share_one_graph(name: str) -> None:
     """Six blocks need as many graphs as two."""
     counts = []

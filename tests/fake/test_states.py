@@ -73,7 +73,7 @@ SUMMONS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", pytest.param("NO_SHARD", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", SUMMONS)
 def test_an_interrupted_summon(name: str, strategy: str) -> None:
     """An exception at any call of the package within a summon leaves idle units with sharded parameters, gradients and
