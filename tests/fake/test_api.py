@@ -389,7 +389,9 @@ def test_mesh_of_one_dimension() -> None:
     assert unit.flats[0].layout.world_size == WORLD_SIZE and unit.rank == RANK
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(  # the feature table and tests/gloo compile ties
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name.startswith("tied") else ()) for name in MODULES]
+)
 def test_unusual_modules_trace_as_one_graph(name: str) -> None:
     """Parameter containers, MultiheadAttention, readers of a child's parameters and ties: no graph breaks."""
     case = MODULES[name]

@@ -97,7 +97,7 @@ def collectives(case: Case, strategy: str = "FULL_SHARD", budget: float | None =
     return gathers[0], gathers[1], backward.count("= reduce_scatter_tensor(")
 
 
-EVERY_DAY = ("reentrant", "nested", "gathered", "budget and wrapper")
+EVERY_DAY = ("reentrant", "gathered", "budget and wrapper")
 
 
 @pytest.mark.parametrize(

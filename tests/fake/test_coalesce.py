@@ -86,6 +86,7 @@ def test_gloo_launches_one_by_one(plans: list[Plan]) -> None:
     assert all(len(step.units) == 1 for plan in plans for step in plan.steps)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("launches_several")
 def test_units_of_two_dtypes_are_not_launched_together(plans: list[Plan]) -> None:
     """Where units differ in what one call has to have in common, the plan launches each by itself."""

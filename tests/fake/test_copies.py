@@ -17,7 +17,6 @@ BACKENDS = {"default": "inductor", "backend": fsdp_compile_backend}
 DAILY = {
     ("tied", "default"),
     ("frozen", "default"),
-    ("mha", "default"),
     ("mlp", "backend"),
     ("conv", "backend"),
 }

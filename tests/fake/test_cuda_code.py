@@ -62,7 +62,9 @@ def compiled(name: str, option: str) -> tuple[list[Plan], tuple[Program, Program
     return [plan for _, plan in graphs.values()], both
 
 
-@pytest.mark.parametrize("option", ["rule", "slow", pytest.param("far", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "option", ["rule", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("slow", "far"))]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_generated_code_follows_the_plan(name: str, option: str) -> None:
     """Collectives and waits stand in the plan's order; what it launches together is one call."""

@@ -73,6 +73,7 @@ def small() -> Model:
 SETTING = Setting(8, 2, 128, hardware="h100")
 
 
+@pytest.mark.nightly
 def test_a_batch_by_substitution_is_a_fresh_trace(small):
     """The work of batch 5 from those of batches 2 and 3 equals, number by number, what tracing batch 5 gives."""
     setting = replace(SETTING, checkpointing="selective op")
@@ -196,6 +197,7 @@ def test_what_does_not_fit_and_what_would():
     assert made.best.tokens_per_second >= max(each.tokens_per_second for each in made.alternatives if each.fits) * 0.999
 
 
+@pytest.mark.nightly
 def test_float32_on_a_gpu_is_warned_of(small):
     """float32 leaves the matrix units of a GPU unused, which a prediction says; the CPU has none."""
     gpu, cpu = predict_step(

@@ -25,7 +25,8 @@ HYBRID_SHARD = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, **HYBRID}
 LOW = MixedPrecision(torch.bfloat16)
 LATE = pytest.mark.nightly
 CASES = [
-    ("slow", {}, False), ("no_sync", {}, True), ("hybrid", HYBRID_SHARD, False),
+    ("slow", {}, False), ("no_sync", {}, True),
+    pytest.param("hybrid", HYBRID_SHARD, False, marks=LATE),
     pytest.param("far", {}, False, marks=LATE),
     pytest.param("kept", {"reshard_after_forward": False}, False, marks=LATE),
     pytest.param("two stages", {"reshard_after_forward": 2}, False, marks=LATE),

@@ -326,7 +326,7 @@ def test_nothing_else_in_the_process_changes() -> None:
     assert before[1] == after[1]
 
 
-@pytest.mark.parametrize("backend", ["inductor", fsdp_compile_backend])
+@pytest.mark.parametrize("backend", ["inductor", pytest.param(fsdp_compile_backend, marks=pytest.mark.nightly)])
 def test_nobody_else_moves_our_collectives(backend: Any) -> None:
     """Inductor's own ways to move, fuse and replace collectives are off in forward and backward of sharded models,
     also if the process, or the options of this compilation, switch them on; and in all that `backend="fsdp_compile"`
@@ -443,12 +443,12 @@ _BUDGET = partial(_WHOLE, backend=fsdp_compile_backend, options={**LINK, "budget
     ("build", "compile_it", "expected"),
     [
         (lambda: fully_shard(mlp(2)), _WHOLE, (3, 2)),
-        (lambda: fully_shard(mlp(2), auto_wrap_policy=None), _WHOLE, (1, 0)),
+        pytest.param(lambda: fully_shard(mlp(2), auto_wrap_policy=None), _WHOLE, (1, 0), marks=pytest.mark.nightly),
         (lambda: nn.Sequential(*map(fully_shard, _layers())), _WHOLE, (2, 0)),
         (lambda: fully_shard(mlp(2)), _BUDGET, (3, 3)),
         (lambda: fully_shard(nn.Sequential(*_layers()), auto_wrap_policy={nn.Linear}), _WHOLE, (2, 1)),
         (lambda: fully_shard(_BrokenApart([Residual(11, 23) for _ in range(2)])), torch.compile, (1, 1)),
-        (_compiled_one_by_one, lambda model: model, (1, 1)),
+        pytest.param(_compiled_one_by_one, lambda model: model, (1, 1), marks=pytest.mark.nightly),
     ],
     ids=["a model", "one unit", "roots side by side", "a budget", "blocks alone", "graph breaks", "block by block"],
 )

@@ -232,6 +232,7 @@ def kept_of(plans: dict[str, Plan], options: dict[str, object]) -> int:
     return 6 - len(plans["backward"].of("gather"))
 
 
+@pytest.mark.nightly
 def test_auto_keeps_by_measured_times(
     plans: dict[str, Plan], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,7 +129,11 @@ def code_for_cuda(*make: Callable[[], nn.Module], autocast: bool = False) -> tup
 
 @pytest.mark.parametrize(
     ("make", "dtype"),
-    [(Block, "bfloat16"), pytest.param(Float8Block, "uint8", marks=pytest.mark.nightly), (ScaledBlock, "uint8")],
+    [
+        pytest.param(Block, "bfloat16", marks=pytest.mark.nightly),
+        pytest.param(Float8Block, "uint8", marks=pytest.mark.nightly),
+        (ScaledBlock, "uint8"),
+    ],
 )
 def test_products_read_what_was_gathered(make: type[nn.Module], dtype: str) -> None:
     """One launch gathers a unit; products and kernels read views of its buffer, and nothing only moves parameters."""

@@ -43,6 +43,7 @@ def _sent(program: Program) -> list[tuple[str, str, int, str]]:
     return [(kind, unit, int(nbytes) // 4, groups[int(group)]) for kind, unit, nbytes, group in found]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["backend", pytest.param("default", marks=pytest.mark.nightly)])
 def test_bytes_on_each_axis(backend: str) -> None:
     """Forward sends each shard to the peers and a half to the neighbours; backward asks the neighbours alone, for

@@ -99,6 +99,7 @@ def test_a_plan_holds_for_all_sizes() -> None:
     assert seen == ["forward", "backward"]
 
 
+@pytest.mark.nightly
 def test_a_plan_says_for_which_sizes(caplog: pytest.LogCaptureFixture) -> None:
     """Above the steps stand the size, its range, and seconds and bytes as expressions in it."""
     with caplog.at_level(logging.DEBUG, plan_log.name):

@@ -198,6 +198,7 @@ def _part_of_the_world(rank: int) -> None:
     assert len(texts) == 1 and all(each == texts for each in found)
 
 
+@pytest.mark.nightly
 def test_only_ranks_of_the_groups_take_part(four: Ranks) -> None:
     """Groups that share no rank may run different graphs; with hybrid sharding all ranks have one text."""
     four.run(_part_of_the_world)

@@ -119,7 +119,7 @@ def _freeze_later(rank: int, how: str) -> None:
         follow(run, reference, MLP)
 
 
-@both_ways
+@compiled_late
 def test_freezing_between_steps(two: Ranks, how: str) -> None:
     """A layer may be frozen and thawed in mid-training."""
     two.run(_freeze_later, how)
@@ -208,7 +208,7 @@ def _forwards_first(rank: int, how: str, strategy: str, separate: bool) -> None:
 
 @pytest.mark.parametrize("separate", [True, pytest.param(False, marks=LATE)])
 @all_strategies
-@both_ways
+@compiled_late
 def test_two_forwards_before_backward(two: Ranks, how: str, strategy: str, separate: bool) -> None:
     """Two forwards may wait for backward at once, for one backward or for two in any order (E-BWD-7, E-RED-1)."""
     two.run(_forwards_first, how, strategy, separate)
@@ -226,7 +226,7 @@ def _backward_twice(rank: int, how: str, strategy: str) -> None:
 
 
 @all_strategies
-@both_ways
+@compiled_late
 def test_two_backwards_of_one_forward(two: Ranks, how: str, strategy: str) -> None:
     """A graph that is retained may be run backward again (E-FIN-7)."""
     two.run(_backward_twice, how, strategy)
@@ -267,7 +267,7 @@ def _forward_only(rank: int, how: str, strategy: str, held: bool) -> None:
 
 @pytest.mark.parametrize("held", [True, pytest.param(False, marks=LATE)])
 @all_strategies
-@both_ways
+@compiled_late
 def test_forward_without_backward(two: Ranks, how: str, strategy: str, held: bool) -> None:
     """A forward whose backward does not come leaves nothing stale: the next one sees parameters changed in place.
 
@@ -391,7 +391,7 @@ def _side_by_side(rank: int, how: str, strategies: tuple[str, str]) -> None:
             follow(run, reference, MLP, steps=1, first_seed=seed)
 
 
-@both_ways
+@compiled_late
 @pytest.mark.parametrize("other", ["SHARD_GRAD_OP", pytest.param("NO_SHARD", marks=LATE)])
 def test_two_models(two: Ranks, how: str, other: str) -> None:
     """Models of one class with different strategies train side by side."""
@@ -414,7 +414,7 @@ def _train_copy(rank: int, how: str, name: str, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("name", ["mlp", pytest.param("tied", marks=LATE)])
-@both_ways
+@compiled_late
 def test_deepcopy(two: Ranks, how: str, name: str, strategy: str) -> None:
     """A copy of a sharded model is sharded, trains, and neither model moves the other."""
     two.run(_train_copy, how, name, strategy)

@@ -207,6 +207,7 @@ def _converge(rank: int, compares: bool) -> None:
         assert errors["float8"] < errors["bfloat16"] * 2, errors
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("compares", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_feedback_reaches_the_optimum(two: Ranks, compares: bool) -> None:
     """Where ranks' gradients are large and their mean is small, training ends near the optimum only with feedback."""

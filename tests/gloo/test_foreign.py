@@ -344,6 +344,7 @@ def _other_collective(rank: int) -> None:
         torch.compile(model, backend="fsdp_compile", options={"disable": LOWERING})(torch.randn(4, 8))
 
 
+@pytest.mark.nightly
 def test_ranks_that_differ(two: Ranks) -> None:
     """Ranks with different graphs raise before they communicate, as with this package's own sharding: of what is
     ordered, and of what is left in place beside it.

@@ -188,6 +188,7 @@ def _compare(_rank: int, script: Callable[..., list[float]], folder: Path, toler
         assert ours == pytest.approx(theirs, rel=tolerance), f"{how}: {ours} against {theirs}"
 
 
+@pytest.mark.nightly
 def test_block_by_block(two: Ranks, tmp_path: Path) -> None:
     """Units block by block, bfloat16 with float32 outputs, autocast, accumulation, clipping: equal losses."""
     two.run(_compare, block_by_block, tmp_path, 1e-2)

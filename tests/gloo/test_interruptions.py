@@ -111,8 +111,8 @@ TRAINED: dict[str, Callable[[], Trained]] = {
 }
 
 
-# A step with clipping and accumulation is one of `compile_step` too.
-REPEATED = ("compile_step", "compile_step, in backward")
+# Their compiled forwards and backwards are those of "compiled".
+REPEATED = ("compile_step", "compile_step, clipped, accumulated", "compile_step, in backward")
 
 
 def _values_after(trained: Trained, *seeds: int) -> list[Tensor]:

@@ -62,7 +62,7 @@ def _check(ranks: Ranks, name: str, how: str, strategy: str = "FULL_SHARD") -> N
         assert all(difference <= tolerance for difference in worst.values()), worst
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=LATE if n in ("mlp", "gpt", "conv") else ()) for n in MODELS])
 def test_eager_on_two(two: Ranks, name: str) -> None:
     """Two eager ranks end where one unsharded process does, with SGD and with AdamW.
 

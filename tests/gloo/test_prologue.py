@@ -72,6 +72,7 @@ def _count(rank: int) -> None:
     assert refresh.call_count == 1
 
 
+@pytest.mark.nightly
 def test_units_are_looked_at_once_a_step(two: Ranks) -> None:
     """Each unit of what is compiled is looked at once before each compiled forward, whoever is compiled, without a
     graph break or a second compilation; and not a second time where nothing is compiled."""

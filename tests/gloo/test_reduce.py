@@ -89,6 +89,7 @@ LATE = [(c, r, h) for h in (False, True) for c, r in ((SINGLE, SINGLE), (BRAIN, 
         if (c, r, h) not in EVERY_DAY]  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("compute", "dtype", "hybrid"),
     [*EVERY_DAY, *(pytest.param(*each, marks=pytest.mark.nightly) for each in LATE)],

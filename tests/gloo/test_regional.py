@@ -251,6 +251,7 @@ def test_blocks_that_share_a_unit(two: Ranks) -> None:
     two.run(_share)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "cases",
     [(("around", {}),), pytest.param((("frozen", {"mixed_precision": BF16}), ("tied", {})), marks=LATE)],
@@ -347,7 +348,9 @@ def _watch(rank: int, strategy: str) -> tuple[list[int], list[int]]:
     return _per_unit(model, calls, "gather"), _per_unit(model, calls, "reduce")
 
 
-@pytest.mark.parametrize(("strategy", "gathers"), [("FULL_SHARD", [1, 2]), ("SHARD_GRAD_OP", [1, 1])])
+@pytest.mark.parametrize(
+    ("strategy", "gathers"), [("FULL_SHARD", [1, 2]), pytest.param("SHARD_GRAD_OP", [1, 1], marks=LATE)]
+)
 def test_gathered_memory_and_collectives(two: Ranks, strategy: str, gathers: list[int]) -> None:
     """The eager runtime frees between forward and backward what a compiled block has saved (I4), and reduces once."""
     assert two.run(_watch, strategy) == [(gathers, [1, 1])] * 2
@@ -388,6 +391,7 @@ def _order(rank: int) -> None:
     assert_bitwise(models[1], models[2], "whole")
 
 
+@pytest.mark.nightly
 def test_order_of_calls_and_other_ways_to_run(two: Ranks) -> None:
     """Blocks may be compiled before or after sharding, run eagerly all the same, or be traced in one graph."""
     two.run(_order)

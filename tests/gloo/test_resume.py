@@ -142,6 +142,7 @@ def _goes_on_with_other_flats(rank: int, root: Path) -> None:
             train(loaded, OPTIMIZERS["adamw"](loaded.parameters()), range(1))
 
 
+@pytest.mark.nightly
 def test_other_flat_parameters(two: Ranks, tmp_path: Path) -> None:
     """Where both ends are large and side by side, each has a flat parameter; it trains as unsharded, and a checkpoint
     of one division loads into another."""

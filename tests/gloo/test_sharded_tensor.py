@@ -824,6 +824,7 @@ def _compiled(rank: int) -> None:
     assert counter.frame_count == 1, counter.frame_count
 
 
+@pytest.mark.nightly
 def test_compiled(ranks: Ranks) -> None:
     """torch.compile of an optimizer's step and of clipping makes one graph each, once."""
     ranks.run(_compiled)

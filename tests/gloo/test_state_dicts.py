@@ -655,6 +655,7 @@ def _local_through_dcp(rank: int, folder: str, saving: bool) -> None:
         same(found, {name: known_tensor(name, tuple(value.shape), 0) for name, value in found.items()})
 
 
+@pytest.mark.nightly
 def test_local_state_dicts_through_dcp(two: Ranks, four: Ranks, tmp_path: Path) -> None:
     """LOCAL values go through `dcp.save` and `dcp.load`: each rank gets its own, at any world size, in any units."""
     two.run(_local_through_dcp, str(tmp_path / "two"), True)

@@ -56,6 +56,7 @@ def _vary(rank: int, name: str, how: str, dynamic: bool | None) -> None:
         torch.testing.assert_close(local(ours.grad), local(theirs.grad), rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "how", "dynamic"),
     [
@@ -91,6 +92,7 @@ def _switch_modes(rank: int) -> None:
             assert_bitwise(model, eager, f"round {seed}")
 
 
+@pytest.mark.nightly
 def test_grad_and_training_modes(two: Ranks) -> None:
     """Graphs with and without gradients, for training and evaluation, live side by side."""
     two.run(_switch_modes)

@@ -147,7 +147,7 @@ def _swap_averages(rank: int, strategy: str, how: str) -> None:
     follow(run, reference, MLP)
 
 
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 @all_strategies
 def test_averages_swapped_in_by_data(two: Ranks, strategy: str, how: str) -> None:
     """Averages assigned to `param.data` for an evaluation leave the data that was saved before as it was (E-WB-3)."""

@@ -138,6 +138,7 @@ def test_formats() -> None:
     assert set(FORMATS) == set(TARGETS)
 
 
+@pytest.mark.nightly
 def test_graphs_of_other_shardings_find_what_they_call() -> None:
     """Who only compiles with our backend, and shards nothing, has the bodies of the operators that passes insert."""
     script = """if True:
