@@ -223,7 +223,7 @@ class ShardBinding:
         self.is_sharded = splitter.is_sharded
         self._specs = [param.spec for param in params if isinstance(param, ShardedTensor)]
         trains = any(param.requires_grad for param in params)
-        self.scattered: list[Any] = [None] * len(self.params)  # of plain parameters: their last reduced gradients
+        self.scattered: list[Any] = []  # for `average_plain_gradients`: which gradients were reduced last
         self.sentinel = torch.empty(0, requires_grad=trains)  # a leaf beside the parameters that nobody asks for
         self._sentinel_node = get_gradient_edge(self.sentinel).node if trains else None
         self._end = shard.storage_offset() + shard.numel()  # where a plain parameter without elements lies
@@ -294,7 +294,8 @@ class ShardBinding:
         if not self.is_sharded:
             slices = zip(self.splitter.split(grad), self.params, strict=True)
             parts = [part if param.requires_grad else None for part, param in slices]
-            self.scattered = [None if part is None else _identity(part) for part in parts]
+            if self.scattered:
+                self.scattered = [None if part is None else _identity(part) for part in parts]
             return parts
         with without_torch_function():
             trains = list(map(_REQUIRES_GRAD, self.params))
@@ -368,8 +369,9 @@ def average_plain_gradients(binding: ShardBinding, ranks: ShardRanks) -> list[Re
         if grad is None or binding is None or _identity(grad) == binding.scattered[index]:
             return None
         check_first_order(binding.names[index], grad)
-        return ranks.average(grad.to_dense() if grad.is_sparse else grad.contiguous())
+        return ranks.average(grad.to_dense() if grad.is_sparse else grad)
 
+    binding.scattered = [None] * len(binding.params)
     trained = [index for index, param in enumerate(binding.params) if param.requires_grad]
     return [binding.params[index].register_hook(unserializable_hook(partial(average, index))) for index in trained]
 

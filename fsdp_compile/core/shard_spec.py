@@ -176,9 +176,14 @@ class ShardRanks:
         return self._meshes[key]
 
     def average(self, value: Tensor) -> Tensor:
-        """The mean of `value`, plain, over all data-parallel ranks: those of this group and their replicas."""
-        mean = collectives.all_reduce(value, self.group, "avg")
-        return mean if self.replicas is None else collectives.all_reduce(mean, self.replicas, "avg")
+        """The mean of `value`, plain, over all data-parallel ranks: those of this group and their replicas.
+
+        Of an expanded dimension, one element is sent.
+        """
+        distinct = value[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())]
+        mean = collectives.all_reduce(distinct.contiguous(), self.group, "avg")
+        mean = mean if self.replicas is None else collectives.all_reduce(mean, self.replicas, "avg")
+        return mean.expand(value.shape)
 
 
 @dataclass(frozen=True)

@@ -119,9 +119,9 @@ def averaged_in_backward(tensors: list[Any]) -> list[Any] | None:
     """The operands of an autograd formula with plain ones averaged over all ranks; None if that would be wrong."""
     if torch.is_grad_enabled() or not executes_formula() or not gives_gradients_of_leaves(ShardedTensor, tensors):
         return None
-    spec = next(each.spec for each in tensors if type(each) is ShardedTensor)
+    ranks = next(each.spec.ranks for each in tensors if type(each) is ShardedTensor)
     return [
-        _average(spec, each) if isinstance(each, Tensor) and not is_sharded(each) and each.is_floating_point() else each
+        ranks.average(each) if isinstance(each, Tensor) and not is_sharded(each) and each.is_floating_point() else each
         for each in tensors
     ]
 
@@ -162,13 +162,7 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Tensor | None:
             "create_graph=True is not supported for a parameter that is used outside of its unit's forward: "
             "derivatives of second order are not averaged over ranks"
         )
-    return ShardedTensor(spec.local_of(_average(spec, plain(gradient))).clone(), spec)
-
-
-def _average(spec: ShardSpec, gradient: Tensor) -> Tensor:
-    # Of an expanded dimension, one element is sent.
-    distinct = gradient[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in gradient.stride())]
-    return spec.ranks.average(distinct.contiguous()).expand(gradient.shape)
+    return ShardedTensor(spec.local_of(spec.ranks.average(plain(gradient))).clone(), spec)
 
 
 # --- gathering --------------------------------------------------------------------------------------------------------

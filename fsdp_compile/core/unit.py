@@ -201,8 +201,8 @@ class Unit:
         self.settings = settings
         group, shards, reshard_after_forward, replicas, stages = settings.placement
         self._take_groups(group, replicas, stages)
-        is_sharded = shards > 1 or settings.same_bits
-        self.rank = dist.get_rank(group) if is_sharded else 0
+        self.is_sharded = shards > 1 or settings.same_bits  # ranks store different parts; False under NO_SHARD
+        self.rank = dist.get_rank(group) if self.is_sharded else 0
         self.device = device or sections[0][0][1].device
         # Whether unsharded parameters are freed between forward and backward; None: an eager step frees them, the plan
         # of a compiled one decides.
@@ -212,12 +212,11 @@ class Unit:
         # Pinned, copies from and to other devices run beside the host (E-OFF-3).
         pin = settings.offload and settings.pin_memory and not on_meta and self.device.type != "cpu"
         replica_group = self.replica_group and self.replica_group.name
-        places = (self.group_name, shards if is_sharded else self.group_size, self.rank, replica_group)
-        self._ranks = ShardRanks(*places, settings.same_bits, settings.groups.mesh)
-        # Those that parameters are sharded over; None under NO_SHARD.
-        self.ranks = self._ranks if is_sharded else None
-        order = shard_order(self.stages) if is_sharded else ()
-        self.flats = tuple(FlatParam(section, self._ranks, is_sharded, order, stored, pin) for section in sections)
+        places = (self.group_name, shards if self.is_sharded else self.group_size, self.rank, replica_group)
+        # That parameters are sharded over, or that each have all of them.
+        self.ranks = ranks = ShardRanks(*places, settings.same_bits, settings.groups.mesh)
+        order = shard_order(self.stages) if self.is_sharded else ()
+        self.flats = tuple(FlatParam(part, ranks, self.is_sharded, order, stored, pin) for part in sections)
         self.params = [param for flat in self.flats for param in flat.params]  # indexed in this order everywhere
         self.path = self.flats[0].path  # for errors; from the first forward on the path of the unit's module
         distributions = tuple(spec.tensor_parallel for spec in self.specs)  # over other ranks beside
@@ -360,7 +359,7 @@ class Unit:
         Graphs hold the names of groups: the next call compiles again, unless the names are the same.
         """
         self._take_groups(group, replicas, stages)
-        self._ranks.set_groups(self.group_name, self.replica_group and self.replica_group.name)
+        self.ranks.set_groups(self.group_name, self.replica_group and self.replica_group.name)
         self.update_dtypes()
 
     def _take_groups(self, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None, stages: Stages | None) -> None:
@@ -385,11 +384,6 @@ class Unit:
     def data_parallel_size(self) -> int:
         """Over how many ranks gradients are averaged (E-PG-10)."""
         return self.group_size * (1 if self.replicas is None else self.replicas.size())
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether ranks store different parts of the parameters; False under NO_SHARD."""
-        return self.ranks is not None
 
     @property
     def has_frozen(self) -> bool:

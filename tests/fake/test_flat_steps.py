@@ -146,14 +146,15 @@ def trained(make: Make, steps: int, between: Callable[[Side, int], Any] = lambda
     return sides
 
 
+@pytest.mark.parametrize("steps", [10, pytest.param(20, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_equal_bit_for_bit(name: str) -> None:
-    """Ten steps of each class are those on each parameter, from the first one on, and all of them are flat."""
+def test_equal_bit_for_bit(name: str, steps: int) -> None:
+    """All steps of each class are those on each parameter, from the first one on, and all of them are flat."""
 
     def all_are_flat(side: Side, number: int) -> None:
         assert side.flat == (len(side.params) if side.is_flat and number else 0)
 
-    trained(OPTIMIZERS[name], 10, all_are_flat)
+    trained(OPTIMIZERS[name], steps, all_are_flat)
 
 
 # --- what users do between backward and step --------------------------------------------------------------------------

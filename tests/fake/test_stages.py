@@ -44,7 +44,7 @@ def _sent(program: Program) -> list[tuple[str, str, int, str]]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("backend", ["backend", pytest.param("default", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("backend", ["backend", "default"])
 def test_bytes_on_each_axis(backend: str) -> None:
     """Forward sends each shard to the peers and a half to the neighbours; backward asks the neighbours alone, for
     blocks and not for the root, and reduces the whole among them and its half among the peers."""

@@ -132,7 +132,7 @@ def _unequal(rank: int, options: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("activations", ["auto", *(pytest.param(each, marks=LATE) for each in ("recompute", "keep"))])
+@pytest.mark.parametrize("activations", ["auto", "recompute", "keep"])
 def test_ranks_with_other_batches_follow_one_choice(two: Ranks, activations: str) -> None:
     """Units that stay unsharded, and what is computed again, are chosen by the first rank for all of them."""
     first, second = two.run(_unequal, {"activations": activations, "link": "custom:1e-6,1e9"})

@@ -31,7 +31,6 @@ COMPARED = 4  # steps whose gradients are compared: later ones start from parame
 CURVE = 1e-3  # relative, on every loss of every step
 BY_NAME = {row.name: row for row in ROWS}
 # The other rows' graphs are built of the same operators: that aot_eager runs them as eager does is shown every day.
-# Inductor with sizes that change is test_traced's.
 EVERY_DAY = ("accumulation under `no_sync`",)
 BY_INDUCTOR = frozenset(BY_NAME if NIGHTLY else EVERY_DAY)
 

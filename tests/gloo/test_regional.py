@@ -252,11 +252,7 @@ def test_blocks_that_share_a_unit(two: Ranks) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "cases",
-    [(("around", {}),), pytest.param((("frozen", {"mixed_precision": BF16}), ("tied", {})), marks=LATE)],
-    ids=len,
-)
+@pytest.mark.parametrize("cases", [(("around", {}),), (("frozen", {"mixed_precision": BF16}), ("tied", {}))], ids=len)
 def test_graphs_wait_for_what_they_read(two: Ranks, cases: tuple[tuple[str, dict[str, Any]], ...]) -> None:
     """A compiled block computes with values, wherever its parameters were gathered from the second call on.
 

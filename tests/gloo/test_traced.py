@@ -60,8 +60,8 @@ def _vary(rank: int, name: str, how: str, dynamic: bool | None) -> None:
 @pytest.mark.parametrize(
     ("name", "how", "dynamic"),
     [
-        pytest.param("gpt", "aot_eager", True, marks=pytest.mark.nightly),
-        pytest.param("gpt", "aot_eager", None, marks=pytest.mark.nightly),
+        ("gpt", "aot_eager", True),
+        ("gpt", "aot_eager", None),
         ("mlp", "inductor", True),
     ],
 )
