@@ -312,7 +312,7 @@ def _post_forward(module: Any, opened: list[UnshardedUnit], inputs: Any, output:
     """Prepare for backward, and free what it will gather again."""
     if current_transform() is not None:
         for gathered in opened:
-            gathered.is_differentiated = True
+            gathered.is_held = True
         with outside_of_transforms():
             return _post_forward(module, opened, inputs, output)
     _hide(module, opened, completed=True)

@@ -169,8 +169,8 @@ class UnshardedUnit:
         recomputed_in: the backward pass in which a recomputed forward last read the open parameters, or -1.
         is_lent: whether backward last opened it for a recomputed forward, and has not reached its own outputs since.
         prefetched: whether a backward pass has begun to gather again and nothing has read the parameters yet.
-        is_differentiated: whether something has saved the parameters that no hook tells of: a graph that a backward
-            pass made (`create_graph`), or a transform of `torch.func`. Their buffers go with what has saved them.
+        is_held: whether something holds the parameters that no hook tells of: a graph that a backward pass made, a
+            transform of `torch.func`, or an output that lies in their buffers. These go with what holds them.
         readers: who else reads the parameters in that backward pass.
         reader: the compiled forward that reads flat parameters, if there are several; or None.
         awaits: whether its graph has waited for flat parameters, as its backward does then.
@@ -200,7 +200,7 @@ class UnshardedUnit:
         self.reader: Callable[..., Any] | None = None
         self.awaits = False
         self.reduced: dict[FlatParam, Tensor | None] = {}
-        self.as_flats = self.can_free = self.prefetched = self.is_differentiated = self.in_root_forward = False
+        self.as_flats = self.can_free = self.prefetched = self.is_held = self.in_root_forward = False
         self.is_lent = self.of_several = False
         self.backward_pass, self.recomputed_in, self.readers = -1, -1, Reader.NOBODY
         reused = self._take_kept()
@@ -371,7 +371,7 @@ class UnshardedUnit:
                 self._keep()
             return
         self.unit.awaiting_backward[self] = None
-        if self.is_differentiated:
+        if self.is_held:
             return
         self.can_free = self._hook_outputs(inputs, output)
         if self.unit.has_frozen or not self.unit.trains:
@@ -385,14 +385,13 @@ class UnshardedUnit:
         False if the buffers must stay: an output lies in one, or may have tensors inside that cannot be hooked.
         """
         memory = {buffer.storage.data_ptr() for buffer in self.buffers}
-        lies_in_buffer = False
         for leaf in leaves_of(output):
             if not isinstance(leaf, Tensor):
                 if self.opaque is None and not isinstance(leaf, WITHOUT_TENSORS):
                     self.opaque = type(leaf)
                 continue
-            if leaf.layout is torch.strided and not lies_in_buffer:
-                lies_in_buffer = any(part.untyped_storage().data_ptr() in memory for part in inner_tensors(leaf))
+            if leaf.layout is torch.strided and not self.is_held:
+                self.is_held = any(part.untyped_storage().data_ptr() in memory for part in inner_tensors(leaf))
             if leaf.grad_fn is None:  # an autograd leaf is an input passed through
                 continue
             leaf.register_hook(self._before_backward)
@@ -403,7 +402,7 @@ class UnshardedUnit:
                 given = [each for each in leaves_of(inputs) if isinstance(each, Tensor)]
                 if all((each if each._base is None else each._base).grad_fn is not node for each in given):
                     node.register_prehook(self._before_backward)
-        return self.opaque is None and not lies_in_buffer
+        return self.opaque is None and not self.is_held
 
     def _hook_inputs(self, inputs: Any) -> None:
         """Frozen parameters are read until the unit's inputs have their gradients."""
@@ -427,7 +426,7 @@ class UnshardedUnit:
     @never_compile
     def _before_backward(self, _grad: Any) -> None:
         self.is_lent = False
-        self.is_differentiated |= torch.is_grad_enabled()
+        self.is_held |= torch.is_grad_enabled()
         if self.backward_pass != current_backward():
             with collectives.profiled("pre", self.unit.path):
                 self.reopen()
@@ -527,7 +526,7 @@ class UnshardedUnit:
         if not (backward_keeps_graph() or self.is_lent):  # else its own backward may follow
             self.unit.awaiting_backward.pop(self, None)
         self.hide()
-        if self.is_differentiated:
+        if self.is_held:
             return
         keeps = self.unit.keep_unsharded and not self.unit.reshard_after_backward
         if keeps and not any(buffer.is_free for buffer in self.buffers):

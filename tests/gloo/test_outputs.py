@@ -123,6 +123,47 @@ def test_outputs(two: Ranks, kind: str, strategy: str) -> None:
     two.run(_return, kind, strategy)
 
 
+class _ReturnsParameters(nn.Module):
+    """Returns parameters of its own and of a block in `kind`: themselves, views of them, or views in a structure."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.block, self.scale = kind, nn.Linear(7, 7), nn.Parameter(torch.ones(3, 7))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        results = [self.scale, self.block.weight]
+        x = self.block(x) * self.scale[1]
+        if self.kind == "views":
+            results = [self.scale[1:], self.block.weight.t()]
+        return x, {"deep": results} if self.kind == "structure" else results
+
+
+def _read_after_backward(rank: int, kind: str, strategy: str) -> None:
+    """Both models read what they have returned after backward, before the step."""
+    case = Case(lambda: _ReturnsParameters(kind), vectors, squared_error)
+    reference, model = reference_and_model(case, strategy)
+    optimizers = [OPTIMIZERS["momentum"](each.parameters()) for each in (model, reference)]
+    for seed in range(3):
+        read = []
+        for each, (x, _) in ((model, mine(case, seed)), (reference, whole(case, seed))):
+            out, results = each(x)
+            first, second = results["deep"] if kind == "structure" else results
+            (out.pow(2).mean() + first.pow(3).sum() + second.pow(3).sum()).backward()
+            read += [[result.detach().clone() for result in (first, second)]]
+        torch.testing.assert_close(*read)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_parameters(model, reference)
+
+
+@sharded
+@pytest.mark.parametrize("kind", ["themselves", "views", "structure"])
+def test_returned_parameters_can_be_read_after_backward(two: Ranks, kind: str, strategy: str) -> None:
+    """Parameters that a forward returns keep their values, and their memory, for as long as the caller holds them."""
+    two.run(_read_after_backward, kind, strategy)
+
+
 def _count_gathers(rank: int, kind: str) -> None:
     model = fully_shard(_Outer(kind), auto_wrap_policy={_Returns})
     with _spied() as calls, warnings.catch_warnings(record=True) as warned:
