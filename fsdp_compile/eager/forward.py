@@ -162,6 +162,7 @@ def gathering(forward: Callable[..., Any]) -> Callable[..., Any]:
     return gathered_forward
 
 
+@torch.compiler.disable
 def gather_around_own_forward(module: nn.Module) -> None:
     """Gather the module's units around a `forward` that was set on `module` itself instead of its class."""
     own: Any = vars(module)["forward"]

@@ -178,13 +178,25 @@ def _defer(_rank: int, how: str) -> None:
     model.reset_iter_state()  # drops what waits
     model.set_requires_all_reduce(True)
     follow(model, reference, MLP)
+    for each in (model, reference):
+        each.zero_grad()
+    for module in _sharded(model):
+        module.set_gradient_divide_factor(2.0)
+    for micro in range(2):
+        model.set_requires_all_reduce(micro == 1)
+        backward(step, MLP, mine(MLP, micro))
+        backward(reference, MLP, whole(MLP, micro))
+    for param in reference.parameters():
+        param.grad.mul_(2)  # the mean of four ranks is divided by four
+    assert_same_gradients(model, reference)
 
 
 @pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 def test_deferred_all_reduce(four: Ranks, how: str) -> None:
     """Each of three backward passes reduces within its replica, the last one all-reduces the sum: the mean over all.
 
-    A 2-D mesh alone asks for hybrid sharding, as in FSDP2.
+    What waits is not divided yet, also if a factor divides gradients. A 2-D mesh alone asks for hybrid sharding, as in
+    FSDP2.
     """
     four.run(_defer, how)
 

@@ -212,6 +212,30 @@ def test_forward_set_on_the_instance(two: Ranks, strategy: str) -> None:
             two.run(_own_forward, how, when, strategy)
 
 
+def _own_forward_breaks(rank: int) -> None:
+    reference, model = _net(), _net()
+    fully_shard(model[0])
+    fully_shard(model)
+    inner = model[0].forward
+
+    def saved_on_cpu(x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():  # Dynamo does not trace it
+            return inner(x)
+
+    model[0].forward = saved_on_cpu  # type: ignore[assignment]  # what is tested
+    model.compile(backend="aot_eager")
+    batch = torch.randn(4, 7, generator=seeded(1))
+    for each in (reference, model):
+        each(batch).square().mean().backward()
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), other.grad)
+
+
+def test_forward_set_on_a_block_breaks_the_graph(two: Ranks) -> None:
+    """A block's own `forward` that Dynamo cannot trace runs outside of the compiled model's graphs, gathered."""
+    two.run(_own_forward_breaks)
+
+
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 

@@ -117,6 +117,7 @@ ATTACKS: dict[str, Callable[[Path, Path], None]] = {
     "a path of another type": lambda at, mark: edit(at, moved(relative_path=7)),
     "a negative offset": lambda at, mark: edit(at, moved(offset=-1)),
     "a length of another type": lambda at, mark: edit(at, moved(length="many")),
+    "half a tensor": lambda at, mark: edit(at, moved(length=24)),
     "no location": lambda at, mark: edit(at, lambda m: m.storage_data.clear()),
     "a huge tensor": lambda at, mark: edit(at, tensor(size=HUGE, chunks=[HUGE_CHUNK])),
     "a negative shape": lambda at, mark: edit(at, tensor(size=torch.Size([-4, 3]))),
