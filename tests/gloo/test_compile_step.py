@@ -244,10 +244,17 @@ def _between(rank: int) -> None:
     with models[0].no_sync(), pytest.raises(RuntimeError, match="are not synchronized"):
         step(inputs, target=target)
     assert torch.equal(step(inputs, target=target), loop(inputs, target))
+    loss = loss_of(models[0](inputs), target)
+    step(inputs, target=target)
+    with pytest.raises(RuntimeError, match="was changed in place between forward and backward"):
+        loss.backward()
 
 
 def test_between_steps(two: Ranks) -> None:
-    """Evaluation, accumulation by the user and edits of parameters between steps do what they do in the loop."""
+    """Evaluation, accumulation by the user and edits of parameters between steps do what they do in the loop.
+
+    Backward of a forward from before a step raises, as without sharding.
+    """
     two.run(_between)
 
 

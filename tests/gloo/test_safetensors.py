@@ -166,6 +166,8 @@ def _loaded_between_steps(rank: int, folder: Path) -> None:
     checkpoint.load_safetensors(model, folder)
     assert backward(model, case, mine(case, 0)) == backward(build(case), case, mine(case, 0))
     with summon_full_params(model), pytest.raises(ValueError, match="leave summon_full_params"):
+        checkpoint.save_safetensors(model, folder)
+    with summon_full_params(model), pytest.raises(ValueError, match="leave summon_full_params"):
         checkpoint.load_safetensors(model, folder)
 
 
