@@ -20,9 +20,9 @@ PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 FILES = 129
 BUDGET = {
-    PACKAGE: 33_287,
+    PACKAGE: 33_297,
     f"{PACKAGE}/*.py": 3_962,
-    f"{PACKAGE}/core": 5_483,
+    f"{PACKAGE}/core": 5_493,
     f"{PACKAGE}/comm": 1_700,
     f"{PACKAGE}/construct": 1_287,
     f"{PACKAGE}/eager": 3_775,

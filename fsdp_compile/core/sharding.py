@@ -195,7 +195,10 @@ def _swapped_class(
     mixin: Any,
     constants: tuple[str, ...],
 ) -> type[nn.Module]:
-    namespace: dict[str, Any] = {lookup.name: _property(_FIND, asdict(lookup)) for lookup in lookups}
+    namespace: dict[str, Any] = {
+        lookup.name: _property(_FIND, asdict(lookup)).setter(functools.partial(_take_place, lookup.name))
+        for lookup in lookups
+    }
     namespace |= {name: _property(_FIND_STORED, {"name": name}) for name in stored}
     for name, inner in together:
         tensors = ", ".join(f"module.{each}" for each in inner)
@@ -285,6 +288,13 @@ def _property(code: str, literals: dict[str, Any]) -> property:
     scope: dict[str, Any] = {"find_closed": find_closed}
     exec(code.format(**literals), scope)
     return property(scope["find"])
+
+
+def _take_place(name: str, module: nn.Module, value: Any) -> None:
+    """Let `value` be a plain attribute in the place of a parameter that was removed, as `prune` and others set one."""
+    cls: Any = type(module)
+    _swap(module, tuple(e for e in cls._fsdp_lookups if e.name != name), cls._fsdp_mixin, cls._fsdp_traced_constants)
+    setattr(module, name, value)
 
 
 class ShownParameters(dict[str, Any]):

@@ -131,7 +131,7 @@ class CheckParams:
             if gathers_itself or dynamo_is_active():  # else the eager runtime gathers, which checks too
                 _prepare(self)
             if "forward" in vars(self):
-                gather_around_own_forward(self)  # type: ignore[arg-type]  # a mixin of modules
+                gather_around_own_forward(self)
         else:
             while_tracing(_check_before_runs)
         return super().__call__(*args, **kwargs)  # type: ignore[misc]  # a mixin of modules

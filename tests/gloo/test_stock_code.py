@@ -15,6 +15,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate as repli
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 
 from fsdp_compile import fully_shard
 from fsdp_compile.core.unit import unit_of
@@ -234,6 +235,35 @@ def _own_forward_breaks(rank: int) -> None:
 def test_forward_set_on_a_block_breaks_the_graph(two: Ranks) -> None:
     """A block's own `forward` that Dynamo cannot trace runs outside of the compiled model's graphs, gathered."""
     two.run(_own_forward_breaks)
+
+
+# --- tensors in the place of parameters -------------------------------------------------------------------------------
+
+
+def _take_a_place(rank: int) -> None:
+    reference, model = _net(), fully_shard(_net())
+    x = torch.randn(4, 7, generator=seeded(1))
+    for each in (reference, model):
+        del each[0].weight, each[2].weight, each[2].bias
+        each[0].weight, each[2].weight, each[2].bias = torch.full((5, 7), 0.1), torch.ones(3, 5), None
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        for each, forward in ((reference, reference), (model, run)):
+            each.zero_grad()
+            forward(x).square().mean().backward()
+        torch.testing.assert_close(model[0].bias.grad.full_tensor(), reference[0].bias.grad)
+        torch.testing.assert_close(run(x), reference(x))
+    del reference[0].weight, model[0].weight  # a parameter again
+    reference[0].weight = model[0].weight = nn.Parameter(torch.ones(5, 7), requires_grad=False)
+    torch.testing.assert_close(model(x), reference(x))
+    pruned = fully_shard(_net())
+    prune.random_unstructured(pruned[0], "weight", 0.5)
+    with pytest.raises(ValueError, match=r"parameter 0.weight_orig was added after fully_shard"):
+        pruned(x)
+
+
+def test_tensors_in_the_place_of_parameters(two: Ranks) -> None:
+    """A removed parameter's name may become a plain attribute; pruning after sharding is refused by name."""
+    two.run(_take_a_place)
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------
