@@ -20,12 +20,12 @@ PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 FILES = 129
 BUDGET = {
-    PACKAGE: 33_297,
+    PACKAGE: 33_299,
     f"{PACKAGE}/*.py": 3_962,
-    f"{PACKAGE}/core": 5_493,
+    f"{PACKAGE}/core": 5_502,
     f"{PACKAGE}/comm": 1_700,
     f"{PACKAGE}/construct": 1_287,
-    f"{PACKAGE}/eager": 3_775,
+    f"{PACKAGE}/eager": 3_768,
     f"{PACKAGE}/optim": 1_656,
     f"{PACKAGE}/passes": 8_588,
     f"{PACKAGE}/state_dict": 1_264,

@@ -6,9 +6,9 @@ nn.Parameter a   nn.Parameter b ...      what the optimizer has: views into the 
                |
         autograd_shard                   the flat shard, differentiable: the input of gathers and of graphs
                |
-     DeferredGradient (applied once)     backward: the same gradient, reduced outside of the graph
+     DeferredGradient (applied once)     backward: the sum of what was reduced outside of graphs, complete
                |
-           deferred                      a scalar, another input of graphs that do not reduce
+           deferred                      a scalar, the input of eager forwards and of graphs that do not reduce
 """
 
 import operator
@@ -127,6 +127,7 @@ _reducing: dict[int, list["GradientReduction"]] = {}  # what the backward passes
 def _end_backward(backward: int) -> None:
     for reduction in _reducing.pop(backward, ()):
         reduction.backwards.discard(backward)
+        reduction.results = [each for each in reduction.results if each[0] != backward]  # of a pass that has failed
 
 
 @dataclass(eq=False)
@@ -146,7 +147,7 @@ class GradientReduction:
     # Reduces the gradients that were accumulated under no_sync, zeros if there are none, and returns this rank's slice;
     # None until no_sync has been in force for the first time.
     reduce_accumulated: Callable[[], Tensor] | None = None
-    results: list[tuple[int, Tensor]] = field(default_factory=list)  # by backward pass: what a graph has deferred
+    results: list[tuple[int, Tensor]] = field(default_factory=list)  # by backward pass, for `DeferredGradient`
     awaits_reduce: bool = False  # no_sync was in force since the last reduce, on all ranks: some may have accumulated
     # Whether `flat_gradient`, 1-D, takes what would become gradients of the parameters, which stay None: who sets this
     # updates them next (step.py).
@@ -192,11 +193,18 @@ class GradientReduction:
                 wait_for_copy, self.wait_for_copy = self.wait_for_copy, None
                 wait_for_copy()
 
+    def defer(self, grad: Tensor | None) -> bool:
+        """Leave `grad`, `[shard_numel]` perhaps still being reduced, to `DeferredGradient`; whether there is one."""
+        if grad is not None:
+            self.results.append((current_backward(), grad))
+        return grad is not None
+
     def take_results(self) -> Tensor | None:
         """The sum of `results` of the running backward pass, `[shard_numel]`, complete; None if all was accumulated."""
-        grads = [grad for backward, grad in self.results if backward == current_backward()]
-        self.results.clear()
-        self.wait_on_host()  # autograd may add to it at once: the gradient of another forward
+        now = current_backward()
+        grads = [grad for backward, grad in self.results if backward == now]
+        self.results = [each for each in self.results if each[0] != now]  # of a pass around a reentrant checkpoint's
+        self.wait_on_host()
         return sum(grads[1:], grads[0]) if grads else None
 
 
@@ -413,9 +421,10 @@ class ScatterGradients(torch.autograd.Function):
 
 
 class DeferredGradient(torch.autograd.Function):
-    """Connects a traced graph that does not reduce to the shard (ops.py, Note [Why markers are operators]).
+    """Connects to the shard what reduces outside of graphs: eager forwards, and graphs that leave it to their runtime.
 
-    The gradient that arrives here only says that gradients were deferred; their sum is in the reduction.
+    The gradient that arrives here only says that there are some; they are in the reduction, perhaps in flight. Autograd
+    would add to them at once where the shard has another gradient in that pass, as from a graph that reduces.
     """
 
     @staticmethod

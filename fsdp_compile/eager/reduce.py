@@ -25,7 +25,6 @@ from fsdp_compile.core._torch import (
     allreduce_hook,
     bf16_compress_hook,
     call_after_backward,
-    current_backward,
     fp16_compress_hook,
     reduce_scatter_hook,
 )
@@ -148,7 +147,7 @@ def reduce_or_accumulate(
     settle_after_backward(unit)
     packed = join_accumulated(unit, flat, packed)
     reduction, offload, options = flat.reduction, unit.settings.offload, unit.options
-    added_by_autograd = reduction.begin_in_backward()  # a second forward of the unit: autograd adds the two at once
+    reduction.begin_in_backward()
     reduction.wait()
     reduction.full_precision = full_precision
     if unit.comm_hook is not None or offload:  # else the collective holds `packed` until compute has waited
@@ -192,8 +191,6 @@ def reduce_or_accumulate(
     reduction.finish = finish if update is None else finish_and_update
     if update is not None:
         call_after_backward(reduction.wait)
-    elif added_by_autograd:
-        reduction.wait_on_host()
     unit.reduces_in_flight.add(reduction, unit.path, options.reduces_in_flight)
     return result if update is None else None
 
@@ -355,8 +352,7 @@ def _defer_reduce(packed: Tensor, flat_param_id: Tensor, layout: str, owned: boo
     full_precision = packed.dtype != unit.sent_dtype(flat)
     mine = packed if owned else packed.clone()
     reduced = reduce_or_accumulate(unit, flat, mine, NO_STREAMS, full_precision)
-    if reduced is not None:
-        flat.reduction.results.append((current_backward(), reduced))
+    flat.reduction.defer(reduced)
     return packed.new_zeros((), dtype=torch.float32)
 
 
@@ -367,7 +363,7 @@ def _update_shard(grad: Tensor, flat_param_id: Tensor, at_once: bool = False) ->
     if at_once and reduction.update is not None:
         reduction.update(grad)
     else:
-        reduction.results.append((current_backward(), grad.clone() if at_once else grad))
+        reduction.defer(grad.clone() if at_once else grad)
     return grad.new_zeros((), dtype=torch.float32)
 
 
@@ -392,7 +388,6 @@ def _join_accumulated_by_id(packed: Tensor, flat_param_id: Tensor) -> Tensor:
     flat.reduction.awaits_reduce &= not unit.syncs
     settle_after_backward(unit)
     again = flat.reduction.begin_in_backward()
-    flat.reduction.wait_on_host()  # of the unit's own eager forward, if that has come first: autograd adds the two
     if again and unit.settings.same_bits:
         raise RuntimeError(
             f"unit {unit.path} runs more than once in a compiled forward, which reduction_order='tree' cannot add up; "

@@ -54,18 +54,18 @@ _VERSION = operator.attrgetter("_version")
 
 
 class UnshardParams(torch.autograd.Function):
-    """From the shards of flat parameters that train to their unsharded parameters.
+    """From flat parameters that train to their unsharded parameters.
 
     Backward frees these, packs their gradients and starts to reduce them. With `as_flats` the unsharded parameters are
     flat: a compiled graph splits them and packs their gradients.
     """
 
     @staticmethod
-    def forward(ctx: Any, gathered: "UnshardedUnit", flats: list[FlatParam], *shards: Tensor) -> tuple[Tensor, ...]:
-        """Return the unsharded parameters of `flats`, whose shards are `shards`, or flat ones `[layout.numel]`."""
+    def forward(ctx: Any, gathered: "UnshardedUnit", flats: list[FlatParam], *deferred: Tensor) -> tuple[Tensor, ...]:
+        """Return the unsharded parameters of `flats`, or flat ones `[layout.numel]`; `deferred`: those of `flats`."""
         ctx.set_materialize_grads(False)
         ctx.unit, ctx.flats, ctx.gathered = gathered.unit, flats, weakref.ref(gathered)
-        ctx.as_flats = gathered.as_flats
+        ctx.as_flats, ctx.signals = gathered.as_flats, [each.detach() for each in deferred]
         ctx.streams, ctx.full_precision = gathered.streams, gathered.full_precision
         buffers = [buffer for buffer in gathered.buffers if buffer.flat in flats]
         if gathered.as_flats:
@@ -82,7 +82,7 @@ class UnshardParams(torch.autograd.Function):
     @once_differentiable
     @never_compile
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # as the results of forward
-        """Return the gradients of the shards, 1-D `[shard_numel]`, being reduced."""
+        """Leave the shards' gradients, being reduced, to `DeferredGradient`; return a scalar where there is one."""
         check_engine(ctx.flats[0].names[0])
         with collectives.profiled("post", ctx.unit.path):
             gathered = ctx.gathered()
@@ -98,10 +98,8 @@ class UnshardParams(torch.autograd.Function):
                 shard_grads = [reduced[flat] for flat in ctx.flats]
             else:
                 shard_grads = reduce_gradients(ctx.unit, ctx.flats, grads, ctx.streams, ctx.full_precision)
-            if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():  # autograd reads them at once
-                for flat in ctx.flats:
-                    flat.reduction.wait_on_host()
-            return (None, None, *shard_grads)
+            left = zip(ctx.flats, shard_grads, ctx.signals, strict=True)
+            return (None, None, *[signal if flat.reduction.defer(grad) else None for flat, grad, signal in left])
 
 
 # Note [Graphs that wait for gathers]
@@ -262,8 +260,8 @@ class UnshardedUnit:
         if self.reader is None or self.unit.awaited_by is not reader:
             self.wait()
         trained = [flat for flat in self.unit.flats if flat.trains and torch.is_grad_enabled()]
-        shards = [flat.autograd_shard for flat in trained]
-        differentiable = iter(UnshardParams.apply(self, trained, *shards) if trained else ())
+        deferred = [flat.deferred for flat in trained]
+        differentiable = iter(UnshardParams.apply(self, trained, *deferred) if trained else ())
         self.views: list[Tensor] = []
         starts = []
         for buffer in self.buffers:

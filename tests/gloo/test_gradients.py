@@ -1,6 +1,8 @@
 """What stands in `.grad` when: for used, unused and frozen parameters, and what cannot be added to."""
 
 import copy
+import itertools
+from contextlib import ExitStack
 from functools import partial
 from time import sleep
 from typing import Any
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from torch.distributed.optim import _apply_optimizer_in_backward
 
-from fsdp_compile import FullyShardedDataParallel, fully_shard, summon_full_params
+from fsdp_compile import FSDPModule, FullyShardedDataParallel, fully_shard, summon_full_params
 from fsdp_compile.core import sharded_tensor
 from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient
 
@@ -58,6 +60,95 @@ def _detect_anomaly(rank: int, strategy: str, blocks: bool) -> None:
                 backward(model, MODELS["gpt"], mine(MODELS["gpt"], 1))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+class _Mixed(nn.Module):
+    """A compiled model that runs a second time where Dynamo does not compile it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = MLP.build()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stack(x) + torch.compiler.disable(self.stack)(x)
+
+
+def _compiled_and_eager(rank: int, strategy: str, backend: str, options: dict[str, Any], every: int) -> None:
+    def sharded(model: nn.Module) -> nn.Module:
+        for block in model.blocks:
+            if not isinstance(block, FSDPModule):
+                fully_shard(block, sharding_strategy=ShardingStrategy[strategy], **options)
+        return fully_shard(model, sharding_strategy=ShardingStrategy[strategy], **options)
+
+    def models() -> list[nn.Module]:
+        one, other = build(MLP), build(MLP, 1)
+        other.blocks[0] = one.blocks[0]  # a unit of two models
+        return [one, other]
+
+    expected, found = models(), list(map(sharded, models()))
+    compiled = [torch.compile(model, backend=backend) for model in found]
+    pairs = {
+        "one model, compiled first": [(0, compiled[0]), (0, found[0])],
+        "one model, eager first": [(0, found[0]), (0, compiled[0])],
+        "two models, compiled first": [(0, compiled[0]), (1, found[1])],
+        "two models, eager first": [(0, found[0]), (1, compiled[1])],
+        "thrice": [(0, compiled[0]), (0, found[0]), (1, compiled[1])],
+    }
+    # A graph from before the first no_sync does not ask for what was accumulated.
+    for (what, runs), passes in itertools.product(list(pairs.items())[::every], ([True], [False, True])):
+        for syncs in passes:
+            losses = [MLP.loss(expected[which], whole(MLP, 10 + at)) for at, (which, _) in enumerate(runs)]
+            torch.stack(losses).sum().backward()
+            with ExitStack() as stack:
+                for model in found if not syncs else ():
+                    stack.enter_context(model.no_sync())
+                losses = [MLP.loss(run, mine(MLP, 10 + at)) for at, (_, run) in enumerate(runs)]
+                for loss in losses:  # the reduces of rank 0 are in flight for a while
+                    loss.register_hook(lambda grad: sleep(0.05 * rank))
+                torch.stack(losses).sum().backward()
+        for model, reference in zip(found, expected, strict=True):
+            try:
+                assert_same_gradients(model, reference)
+            except AssertionError as error:
+                raise AssertionError(what) from error
+            for each in (model, reference):
+                each.zero_grad()
+    if every > 1:
+        return
+    reference, model = _Mixed(), _Mixed()
+    model.load_state_dict(reference.state_dict())
+    sharded(model.stack)
+    for each, run, batch in ((reference, reference, whole), (model, torch.compile(model, backend=backend), mine)):
+        MLP.loss(run, batch(MLP, 3)).backward()
+        each.zero_grad()
+        MLP.loss(run, batch(MLP, 4)).backward()
+    assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "backend", "options", "every"),
+    [
+        ("FULL_SHARD", "aot_eager", {}, 3),
+        *(
+            pytest.param(strategy, backend, options, 1, marks=pytest.mark.nightly)
+            for strategy, backend, options in (
+                ("FULL_SHARD", "aot_eager", {}),
+                ("SHARD_GRAD_OP", "aot_eager", {}),
+                ("NO_SHARD", "aot_eager", {}),
+                ("FULL_SHARD", "aot_eager", {"cpu_offload": CPUOffload(offload_params=True)}),
+                ("FULL_SHARD", "inductor", {}),
+            )
+        ),
+    ],
+)
+def test_one_backward_of_compiled_and_eager_forwards(
+    two: Ranks, strategy: str, backend: str, options: dict[str, Any], every: int
+) -> None:
+    """A unit that runs compiled and eagerly, and whose gradients come in one backward, has the sum of both.
+
+    The eager one's may still be reduced when autograd has the compiled one's.
+    """
+    two.run(_compiled_and_eager, strategy, backend, options, every)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly")
