@@ -76,13 +76,14 @@ NEAREST = {
                            f"tests/gloo/test_compiled_accumulation.py tests/gloo/test_unaveraged.py "
                            f"tests/gloo/test_features.py {_RUNTIME}",
     "eager/forward.py": f"tests/fake/test_regional.py {_RUNTIME} tests/gloo/test_precision.py "
-                        "tests/gloo/test_regional.py tests/gloo/test_interruptions.py",
+                        "tests/gloo/test_regional.py tests/gloo/test_interruptions.py tests/fake/test_backends.py",
     "eager/unsharded.py": f"tests/fake/test_regional.py {_RUNTIME} tests/gloo/test_kept_unsharded.py "
                           "tests/gloo/test_interruptions.py tests/gloo/test_outputs.py",
     "eager/writeback.py": "tests/gloo/test_writeback.py tests/gloo/test_fsdp2_scripts.py::test_values_assigned_on_meta",
     "optim/segments.py": "tests/fake/test_flat_steps.py tests/gloo/test_flat_step.py",
     "optim/flat.py": "tests/fake/test_flat_steps.py tests/gloo/test_flat_step.py tests/gloo/test_optimizers.py "
-                     "tests/gloo/test_compile_step.py tests/gloo/test_update_in_backward.py",
+                     "tests/gloo/test_compile_step.py tests/gloo/test_update_in_backward.py "
+                     "tests/gloo/test_same_bits.py",
     "optim/in_backward.py": "tests/unit/test_update_in_backward.py tests/gloo/test_update_in_backward.py",
     "comm/comparison.py": "tests/gloo/test_compare_ranks.py tests/gloo/test_check_ranks.py",
     "passes/graph/lifetimes.py": "tests/unit/test_lifetimes.py tests/fake/test_plans.py tests/fake/test_activations.py",

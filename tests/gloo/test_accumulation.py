@@ -198,6 +198,40 @@ def _step_too_early(rank: int, strategy: str) -> None:
     follow(model, reference, MLP)
 
 
+def _fused_step_before_backward(rank: int) -> None:
+    model = shard(MLP, "NO_SHARD")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    backward(model, MLP, mine(MLP, 1))
+    loss = MLP.loss(model, mine(MLP, 2))
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="was changed in place between forward and backward"):
+        loss.backward()
+
+
+def test_backward_after_a_fused_step(two: Ranks) -> None:
+    """A fused step, which counts no version of plain parameters, is a change: backward of an older forward raises."""
+    two.run(_fused_step_before_backward)
+
+
+def _assign_gradients(rank: int) -> None:
+    reference, model = reference_and_model(MLP)
+    ones = [torch.ones(param.shape) for param in reference.parameters()]
+    with model.no_sync():
+        backward(model, MLP, mine(MLP, 1))
+        for param, grad in zip(model.parameters(), ones, strict=True):
+            param.grad = grad.clone()
+    backward(model, MLP, mine(MLP, 2))
+    for param, grad in zip(reference.parameters(), ones, strict=True):
+        param.grad = grad
+    backward(reference, MLP, whole(MLP, 2))
+    assert_same_gradients(model, reference)
+
+
+def test_gradients_assigned_while_accumulating(two: Ranks) -> None:
+    """A plain tensor in full shape that is assigned to `.grad` under `no_sync` replaces what this rank accumulated."""
+    two.run(_assign_gradients)
+
+
 @all_strategies
 def test_steps_without_reduce_are_refused(two: Ranks, strategy: str) -> None:
     """An optimizer refuses to step with gradients that no reduce has seen; other models' do not mind (E-GRAD-9)."""

@@ -393,6 +393,9 @@ def _optimizers(rank: int) -> None:
         fill(plain, reference)
         fill(model, optimizer)
         expected = rekey_optim_state_dict(reference.state_dict(), OptimStateKeyType.PARAM_NAME, plain, optim=reference)
+        groups = [{"params": group["params"]} for group in reference.param_groups]
+        by_input = rekey_optim_state_dict(reference.state_dict(), OptimStateKeyType.PARAM_NAME, plain, groups)
+        assert by_input["param_groups"] == expected["param_groups"], name
         with state_dict_type(model, FULL):
             found = optim_state_dict(model, optimizer)
         assert found["param_groups"] == expected["param_groups"], name
