@@ -258,7 +258,7 @@ def find_closed(module: Any, name: str, slot: int, index: int) -> Tensor | None:
     if torch.compiler.is_compiling() and torch.is_grad_enabled():
         unit: Unit = module._fsdp_units[slot]
         if unit.summoned is None and unit.in_flat(index)[0].trains and name in module._fsdp_parameters:
-            return unit.traced_unshard(full_precision=True, is_beside=True)[index]
+            return unit.traced_unshard(full_precision=True)[index]
     try:
         param: nn.Parameter | None = module._fsdp_parameters[name]
     except KeyError:

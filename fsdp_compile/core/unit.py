@@ -465,19 +465,15 @@ class Unit:
 
     # --- parameters ---------------------------------------------------------------------------------------------------
 
-    def traced_unshard(self, full_precision: bool = False, is_beside: bool = False) -> list[Tensor]:
-        """Record the all-gather of all flat parameters; return the unsharded parameters, differentiable.
-
-        With `is_beside` for a use beside the unit's own forward, which may be eager: the reduces know of each other.
-        """
+    def traced_unshard(self, full_precision: bool = False) -> list[Tensor]:
+        """Record the all-gather of all flat parameters; return the unsharded parameters, differentiable."""
         while_tracing(check_finished_graph)
         params: list[Tensor] = []
         constants = self._traced_in_full_precision if full_precision else self._traced
         for flat, (spec, layout) in zip(self.flats, constants, strict=True):
             if flat.autograd_shard is None:
                 raise AssertionError(f"forward needs sharded parameters, and {self} shows full ones: leave that")
-            has_id = is_beside or self.delivery is not GradientDelivery.REDUCE
-            flat_param_id = flat.flat_param_id if has_id else None
+            flat_param_id = flat.flat_param_id if self.delivery is not GradientDelivery.REDUCE else None
             updates = self.delivery is GradientDelivery.REDUCE_AND_UPDATE
             deferred = flat.deferred if self.delivery is GradientDelivery.DEFER or updates else None
             spec = spec + OF_ROOT if self.of_root else spec

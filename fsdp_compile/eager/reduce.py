@@ -147,7 +147,7 @@ def reduce_or_accumulate(
     settle_after_backward(unit)
     packed = join_accumulated(unit, flat, packed)
     reduction, offload, options = flat.reduction, unit.settings.offload, unit.options
-    reduction.begin_in_backward()
+    _begin(unit, flat)
     reduction.wait()
     reduction.full_precision = full_precision
     if unit.comm_hook is not None or offload:  # else the collective holds `packed` until compute has waited
@@ -193,6 +193,15 @@ def reduce_or_accumulate(
         call_after_backward(reduction.wait)
     unit.reduces_in_flight.add(reduction, unit.path, options.reduces_in_flight)
     return result if update is None else None
+
+
+def _begin(unit: Unit, flat: FlatParam) -> None:
+    """Note that the running backward pass reduces; RuntimeError if it has before and sums have an order."""
+    if flat.reduction.begin_in_backward() and unit.settings.same_bits:
+        raise RuntimeError(
+            f"unit {unit.path} runs more than once before a backward, compiled, which reduction_order='tree' cannot "
+            f"add up; compile what runs once, and call this unit's module uncompiled"
+        )
 
 
 def set_sync(unit: Unit, syncs: bool) -> None:
@@ -387,10 +396,5 @@ def _join_accumulated_by_id(packed: Tensor, flat_param_id: Tensor) -> Tensor:
     unit = managed[0]
     flat.reduction.awaits_reduce &= not unit.syncs
     settle_after_backward(unit)
-    again = flat.reduction.begin_in_backward()
-    if again and unit.settings.same_bits:
-        raise RuntimeError(
-            f"unit {unit.path} runs more than once in a compiled forward, which reduction_order='tree' cannot add up; "
-            f"compile what runs once, and call this unit's module uncompiled"
-        )
+    _begin(unit, flat)
     return join_accumulated(unit, flat, packed)

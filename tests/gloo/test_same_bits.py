@@ -187,6 +187,12 @@ def _refusals(rank: int) -> None:
         with pytest.raises(RuntimeError, match="was changed inside no_sync"):
             backward()
     trained.zero_grad()
+    compiled = torch.compile(trained, backend="aot_eager")
+    for runs in ((compiled, trained), (trained, compiled), (compiled, compiled)):
+        losses = [case.loss(run, case.batch(rank, 2)) for run in runs]
+        with pytest.raises(RuntimeError, match="runs more than once before a backward, compiled"):
+            torch.stack(losses).sum().backward()
+        trained.zero_grad()
     forward = trained.blocks[0].forward
     trained.blocks[0].forward = lambda x: activations.checkpoint(forward, x, use_reentrant=True)
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
