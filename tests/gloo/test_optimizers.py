@@ -73,15 +73,18 @@ def _step_inside(rank: int, attach: str, how: str, strategy: str, first: bool, o
         assert_same_parameters(model, reference)
 
 
-@pytest.mark.parametrize("first", [False, True])
+DAILY = ("hooks", False)
+
+
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize(
-    ("attach", "how"),
+    ("attach", "how", "first"),
     [
-        *((attach, "eager") for attach in ATTACH),
+        *((attach, "eager", first) for attach in ATTACH for first in (False, True)),
         *(
-            pytest.param(attach, "aot_eager", marks=() if attach == "hooks" else pytest.mark.nightly)
+            pytest.param(attach, "aot_eager", first, marks=() if (attach, first) == DAILY else pytest.mark.nightly)
             for attach in ATTACH
+            for first in (False, True)
         ),
     ],
 )

@@ -67,14 +67,14 @@ def _replace(rank: int, name: str, strategy: str, change: str, how: str) -> None
 REPEATED = (("mlp", "SHARD_GRAD_OP", "eager"), ("tied", "FULL_SHARD", "eager"), ("mlp", "NO_SHARD", "aot_eager"))
 
 
-@pytest.mark.parametrize("change", ["data", "objects"])
 @pytest.mark.parametrize(
-    ("name", "strategy", "how"),
-    [("mlp", strategy, "eager") for strategy in ("FULL_SHARD", "NO_SHARD")]
-    + [("tied", "FULL_SHARD", "aot_eager")]
-    + [pytest.param(*each, marks=pytest.mark.nightly) for each in REPEATED],
+    ("name", "strategy", "how", "change"),
+    [("mlp", strategy, "eager", change) for strategy in ("FULL_SHARD", "NO_SHARD") for change in ("data", "objects")]
+    + [("tied", "FULL_SHARD", "aot_eager", "data")]
+    + [pytest.param("tied", "FULL_SHARD", "aot_eager", "objects", marks=pytest.mark.nightly)]
+    + [pytest.param(*each, change, marks=pytest.mark.nightly) for each in REPEATED for change in ("data", "objects")],
 )
-def test_replaced_parameters(two: Ranks, name: str, strategy: str, change: str, how: str) -> None:
+def test_replaced_parameters(two: Ranks, name: str, strategy: str, how: str, change: str) -> None:
     """New data and new parameters of the right size are taken over by the next forward and train on.
 
     E-WB-1, E-WB-2, E-WB-3, E-WB-4; a shared one that is replaced in all its places stays shared (E-WB-7).
