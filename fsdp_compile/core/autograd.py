@@ -40,11 +40,11 @@ from fsdp_compile.core.shard_spec import ShardRanks
 from fsdp_compile.core.sharded_rules import has_hooks
 from fsdp_compile.core.sharded_tensor import FlatGradient, ShardedTensor, set_grad
 
-# Note [Why reduces are waited for in the backward of the flat shard]
-# The engine runs what was recorded last first. `ScatterGradients` is applied when a model is sharded, before any
-# forward, so in every backward pass its backward runs after the backward of all layers: reduces that were started
-# meanwhile have had all of that time, and nobody can read `.grad` before. Applied once and outside of every traced
-# graph, it is also where numbers that depend on the rank can stay: a graph takes and returns the shard as a whole.
+# Note [Why reduces are waited for behind the flat shard]
+# The engine runs what was recorded last first. Both functions are applied when a model is sharded, before any forward,
+# so in every backward pass their backwards run after the backward of all layers: reduces that were started meanwhile
+# have had all of that time, and nobody can read `.grad` before. Applied once and outside of every traced graph, they
+# are also where numbers that depend on the rank can stay: a graph takes and returns the shard as a whole.
 
 # Note [Nothing behind the flat shard refers to its unit]
 # autograd_shard -> its autograd node -> the parameters' gradient accumulators is a chain of C++ references, which
