@@ -62,8 +62,9 @@ class Step(Printed):
 
     Attributes:
         syncs: for each backward pass whether it reduces; the last one does.
-        forwards: how a backward pass is made: "one" forward; the loss of "two" forwards; the losses of two forwards,
-            each backward "apart", or the first one last ("crossed"); "eval": another one under no_grad before backward.
+        forwards: how a backward pass is made: "one" forward; the loss of "two" forwards, the first one uncompiled if
+            "mixed"; the losses of two forwards, each backward "apart", or the first one last ("crossed"); "eval":
+            another one under no_grad before backward.
         gates: whether modules with the gate "step" run.
         before: what happens before the step, a key of `edits.EDITS`.
         clip: whether gradients are clipped.
@@ -149,7 +150,7 @@ def _in_order(case: Case, how: str) -> Case:
         return replace(node, kind=kind, checkpoint=checkpoint, children=tuple(map(of_node, node.children)), **once)
 
     def of_step(step: Step) -> Step:
-        forwards = {"apart": "two", "crossed": "two"}.get(step.forwards, step.forwards)
+        forwards = {"apart": "two", "crossed": "two", "mixed": "two"}.get(step.forwards, step.forwards)
         forwards = "one" if how != "eager" and forwards == "two" else forwards
         syncs = of_accumulation.get(step.syncs, step.syncs)
         return replace(step, syncs=syncs, forwards=forwards, keeps_grads=False)
@@ -277,7 +278,7 @@ def _step(rng: random.Random) -> Step:
     before = rng.choice(EDITS) if rng.random() < 0.4 else rng.choice(FAILURES) if rng.random() < 0.1 else ""
     return Step(
         syncs=rng.choice(((True,), (True,), (False, True), (False, False, True), (True, True))),
-        forwards=rng.choice(("one", "one", "one", "two", "apart", "crossed", "eval")),
+        forwards=rng.choice(("one", "one", "one", "two", "mixed", "apart", "crossed", "eval")),
         gates=rng.random() < 0.8,
         before=before,
         clip=rng.random() < 0.3,

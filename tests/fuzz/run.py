@@ -259,20 +259,20 @@ class Comparison:
                     module.syncs = syncs
             batches = [self._batch(number, 2 * index + part, rank, model) for part in range(2)]
             with sync(syncs):
-                seen += self._backward(step.forwards, run, *batches, scale)
+                seen += self._backward(step.forwards, [model if step.forwards == "mixed" else run, run], batches, scale)
             seen += [x.grad.double() / scale for x in batches if x.grad is not None]
         return seen
 
     def _backward(
-        self, forwards: str, run: Callable[[Tensor], Any], a: Tensor, b: Tensor, scale: float
+        self, forwards: str, runs: list[Callable[[Tensor], Any]], batches: list[Tensor], scale: float
     ) -> list[Tensor]:
         with self.autocast():
-            first = loss_of(run(a))
+            first = loss_of(runs[0](batches[0]))
             if forwards == "eval":
                 with torch.no_grad():
-                    run(b)
-            losses = [first, loss_of(run(b))] if forwards in ("two", "apart", "crossed") else [first]
-        if forwards == "two":
+                    runs[1](batches[1])
+            losses = [first] if forwards in ("one", "eval") else [first, loss_of(runs[1](batches[1]))]
+        if forwards in ("two", "mixed"):
             ((losses[0] * losses[1] + losses[1]) * scale).backward()
         else:
             for loss in reversed(losses) if forwards == "crossed" else losses:
