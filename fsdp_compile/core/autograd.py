@@ -194,7 +194,7 @@ class GradientReduction:
                 wait_for_copy()
 
     def defer(self, grad: Tensor | None) -> bool:
-        """Leave `grad`, `[shard_numel]` perhaps still being reduced, to `DeferredGradient`; whether there is one."""
+        """Leave `grad`, `[shard_numel]`, perhaps in flight, to `DeferredGradient`; return whether there is one."""
         if grad is not None:
             self.results.append((current_backward(), grad))
         return grad is not None

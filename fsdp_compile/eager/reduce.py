@@ -199,8 +199,8 @@ def _begin(unit: Unit, flat: FlatParam) -> None:
     """Note that the running backward pass reduces; RuntimeError if it has before and sums have an order."""
     if flat.reduction.begin_in_backward() and unit.settings.same_bits:
         raise RuntimeError(
-            f"unit {unit.path} runs more than once before a backward, compiled, which reduction_order='tree' cannot "
-            f"add up; compile what runs once, and call this unit's module uncompiled"
+            f"unit {unit.path} runs more than once before a backward and is compiled, which reduction_order='tree' "
+            f"cannot add up; compile what runs once, and call this unit's module uncompiled"
         )
 
 
