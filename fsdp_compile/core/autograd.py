@@ -404,7 +404,6 @@ class ScatterGradients(torch.autograd.Function):
             return (None, None, None, *[None] * len(binding.params))
         check_first_order(binding.names[0], grad)
         reduction = binding.reduction
-        reduction.wait_on_host()
         if reduction.reduce_accumulated is not None and current_backward() not in reduction.backwards:
             grad = grad + reduction.reduce_accumulated()  # the graph was traced before the first no_sync: on all ranks
         binding.check_bound()

@@ -136,7 +136,7 @@ class FlatParam:
             self._bound_shard = scatter.apply(shard, self.binding, self.binding.sentinel, *self.params)
             # Where one piece of code runs units of several sizes, Dynamo would take the size for a variable.
             keep_size_static(self._bound_shard)
-            self.deferred = DeferredGradient.apply(self._bound_shard, self.binding)  # for graphs that do not reduce
+            self.deferred = DeferredGradient.apply(self._bound_shard, self.binding)  # of reduces outside of graphs
         # `shard`, differentiable; None while parameters are shown in full.
         self.autograd_shard: Tensor | None = self._bound_shard
         self.trains = self._bound_shard.requires_grad  # whether any parameter trained when it was bound

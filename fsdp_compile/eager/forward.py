@@ -130,7 +130,8 @@ class CheckParams:
             gathers_itself = self._compiled_call_impl is not None and self._fsdp.is_root
             if gathers_itself or dynamo_is_active():  # else the eager runtime gathers, which checks too
                 _prepare(self)
-            if "forward" in vars(self):
+            own = vars(self).get("forward")
+            if own is not None and not hasattr(own, "gathers"):
                 gather_around_own_forward(self)
         else:
             while_tracing(_check_before_runs)
@@ -166,8 +167,6 @@ def gathering(forward: Callable[..., Any]) -> Callable[..., Any]:
 def gather_around_own_forward(module: nn.Module) -> None:
     """Gather the module's units around a `forward` that was set on `module` itself instead of its class."""
     own: Any = vars(module)["forward"]
-    if hasattr(own, "gathers"):
-        return
     is_method = isinstance(own, MethodType) and own.__self__ is module
     function = own.__func__ if is_method else lambda self, *args, **kwargs: own(*args, **kwargs)
     vars(module)["forward"] = MethodType(gathering(function), module)

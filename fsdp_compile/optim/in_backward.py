@@ -101,17 +101,15 @@ class UpdateInBackward:
             return
         by_param = {id(param): flat for flat in self._flats for param in flat.params}
         shards: dict[Any, FlatParam] = {}
-        of_graphs: set[Any] = set()  # nodes between a shard and graphs that do not return its gradient
         for flat in self._flats:
             if flat.trains and flat.autograd_shard is not None and flat.deferred is not None:
-                of_graphs.add(flat.deferred.grad_fn)
                 shards |= {flat.autograd_shard.grad_fn: flat, flat.deferred.grad_fn: flat}
         readers: dict[FlatParam, Any] = {}
         work = [loss.grad_fn]
         seen = set(work)
         while work:
             node = work.pop()
-            for following, _ in node.next_functions if node is not None and node not in of_graphs else ():
+            for following, _ in node.next_functions if node is not None else ():
                 known = shards.get(following) or by_param.get(id(getattr(following, "variable", None)))
                 if known is not None and readers.setdefault(known, node) is not node:
                     raise ValueError(
