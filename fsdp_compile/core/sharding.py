@@ -9,11 +9,13 @@ the property `_parameters`, which all methods of `nn.Module` that list parameter
 Classes are cached by (original class, where each parameter is found, forward, constants of a traced forward), so equal
 blocks share one class and one compiled graph, and different models share no code object: Dynamo counts recompilations
 for each, and stops at a limit. What belongs to an instance, its units, lives in its `__dict__`.
+
+A place whose parameter was removed has no property until a parameter is back: the class is swapped again.
 """
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -158,7 +160,7 @@ def add_lookups(module: nn.Module, params: dict[str, tuple[Unit, int]], mixin: t
         if unit not in units:
             units.append(unit)
         lookups.append(Lookup(name, units.index(unit), index))
-        unit.locations.add(index, stored_parameters(module), name)
+        unit.locations.add(index, module, stored_parameters(module), name)
     module.__dict__["_fsdp_units"] = tuple(units)
     constants = getattr(type(module), "_fsdp_traced_constants", ())
     _swap(module, tuple(lookups), getattr(type(module), "_fsdp_mixin", mixin), constants)
@@ -176,40 +178,67 @@ def swap_class(module: nn.Module, mixin: Any) -> None:
 
 def _swap(module: nn.Module, lookups: tuple[Lookup, ...], mixin: type, constants: tuple[str, ...]) -> None:
     names = tuple((name, tuple(inner_names(name, recipe))) for name, recipe in recipes_of(module).items())
-    found = {lookup.name for lookup in lookups}
+    found = _names_in_units(module, lookups)
     stored = (
         () if READS_SHOWN_PARAMETERS or not lookups else tuple(n for n in stored_parameters(module) if n not in found)
     )
-    swapped = _swapped_class(original_class(module), lookups, names, stored, mixin, constants)  # type: ignore[arg-type]  # a cached function
+    swapped = _swapped_class(original_class(module), lookups, found, names, stored, mixin, constants)  # type: ignore[arg-type]  # a cached function
     module.__class__ = swapped
     if lookups:
         _store_parameters(module, module.__dict__["_parameters"])
+
+
+def _names_in_units(module: nn.Module, lookups: tuple[Lookup, ...]) -> frozenset[str]:
+    """The names in `lookups` under which `module` stores a parameter of a unit: not where it was removed, or another
+    tensor was put into its place.
+    """
+    stored = stored_parameters(module)
+    held = ((lookup.name, stored.get(lookup.name)) for lookup in lookups)
+    return frozenset(name for name, param in held if param is not None and unit_of(param) is not None)
+
+
+def record_locations(unit: Unit) -> None:
+    """Record what modules hold in the places of the unit's parameters, and let them find there what they hold."""
+    unit.locations.record()
+    for module in unit.locations.modules():
+        _look_up_again(module)
+
+
+@torch.compiler.disable
+def _look_up_again(module: nn.Module) -> None:
+    """Let `module` find in units what it stores now, after parameters were removed or put back."""
+    cls: Any = type(module)
+    if _names_in_units(module, cls._fsdp_lookups) != cls._fsdp_found:
+        _swap(module, cls._fsdp_lookups, cls._fsdp_mixin, cls._fsdp_traced_constants)
 
 
 @functools.cache
 def _swapped_class(
     original: type[nn.Module],
     lookups: tuple[Lookup, ...],
+    found: frozenset[str],
     together: tuple[tuple[str, tuple[str, ...]], ...],
     stored: tuple[str, ...],
     mixin: Any,
     constants: tuple[str, ...],
 ) -> type[nn.Module]:
+    in_units = tuple(lookup for lookup in lookups if lookup.name in found)
     namespace: dict[str, Any] = {
         lookup.name: _property(_FIND, asdict(lookup)).setter(functools.partial(_take_place, lookup.name))
-        for lookup in lookups
+        for lookup in in_units
     }
     namespace |= {name: _property(_FIND_STORED, {"name": name}) for name in stored}
     for name, inner in together:
         tensors = ", ".join(f"module.{each}" for each in inner)
         namespace[name] = _property(_PUT_TOGETHER, {"name": name, "tensors": tensors})
     if lookups:
-        namespace["_parameters"] = _shown_parameters(lookups)
+        namespace["_parameters"] = _shown_parameters(lookups, found)
     if lookups and issubclass(original, nn.RNNBase):
         namespace |= RNN_WITHOUT_LIST
-    namespace |= {"_fsdp_original": original, "_fsdp_lookups": lookups, "_fsdp_mixin": mixin}
-    namespace |= {"_fsdp_traced_constants": constants, "__new__": staticmethod(functools.partial(_new, original))}
-    namespace |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    namespace |= {"_fsdp_original": original, "_fsdp_lookups": lookups, "_fsdp_found": found}
+    namespace |= {"_fsdp_mixin": mixin, "_fsdp_traced_constants": constants}
+    namespace |= {"__new__": staticmethod(functools.partial(_new, original)), "__doc__": original.__doc__}
+    namespace |= {"__module__": original.__module__, "__qualname__": original.__qualname__}
     if not hasattr(mixin, "wrap_forward"):
         return type(original.__name__, (mixin, original), namespace)
     namespace["forward"] = mixin.wrap_forward(original.forward)
@@ -292,14 +321,13 @@ def _property(code: str, literals: dict[str, Any]) -> property:
 
 def _take_place(name: str, module: nn.Module, value: Any) -> None:
     """Let `value` be a plain attribute in the place of a parameter that was removed, as `prune` and others set one."""
-    cls: Any = type(module)
-    _swap(module, tuple(e for e in cls._fsdp_lookups if e.name != name), cls._fsdp_mixin, cls._fsdp_traced_constants)
+    _look_up_again(module)
     setattr(module, name, value)
 
 
 class ShownParameters(dict[str, Any]):
     """`_parameters` of a module whose parameters are gathered: full ones in the place of those that are stored.
-    What is set or deleted here is set or deleted there too.
+    What is set or deleted here is set or deleted there too, and the module's code finds it (`functional_call`).
     """
 
     def __init__(self, module: Any, shown: dict[str, Any]) -> None:
@@ -307,12 +335,49 @@ class ShownParameters(dict[str, Any]):
         self.module = module  # not what it stores, all of which Dynamo would make inputs of the graph
 
     def __setitem__(self, name: str, value: Any) -> None:
+        self.module._fsdp_parameters[name] = _stored_for(self.module, name, value)
         super().__setitem__(name, value)
-        self.module._fsdp_parameters[name] = value
+        _look_up_again(self.module)
 
     def __delitem__(self, name: str) -> None:
         super().__delitem__(name)
         del self.module._fsdp_parameters[name]
+        _look_up_again(self.module)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """As `dict.pop`."""
+        if name not in self and default:
+            return default[0]
+        value = self[name]
+        del self[name]
+        return value
+
+    popitem, clear = MutableMapping.popitem, MutableMapping.clear  # by the methods above
+    update, setdefault = MutableMapping.update, MutableMapping.setdefault
+
+
+@torch.compiler.disable
+def _stored_for(module: Any, name: str, value: Any) -> Any:
+    """What `module` stores for `value`, which its forward puts into the place `name`: for the full parameter that was
+    found there, the parameter. RuntimeError for a new one that trains: its gradient would be this rank's alone.
+    """
+    for lookup in type(module)._fsdp_lookups:
+        if lookup.name == name and value is not None:
+            unit: Unit = module._fsdp_units[lookup.slot]
+            if unit.unsharded_params is not None and value is unit.unsharded_params[lookup.index]:
+                return unit.params[lookup.index]
+            if isinstance(value, nn.Parameter) and value.requires_grad and unit_of(value) is None:
+                raise RuntimeError(changed_in_forward([unit.names[lookup.index]]))
+    return value
+
+
+def changed_in_forward(names: Sequence[str]) -> str:
+    """The error of a forward that changed parameters."""
+    return (
+        f"forward changed parameter {' or '.join(names)} of its own unit, and the change would be lost: module code "
+        f"reads a copy that was gathered; change the parameter outside of forward, use a buffer instead, or name it in "
+        f"ignored_params"
+    )
 
 
 def stored_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -338,14 +403,17 @@ def _readable(unit: Unit) -> list[Tensor] | None:
     return unit.unsharded_params if runs else None
 
 
-def _shown_parameters(lookups: tuple[Lookup, ...]) -> property:
-    """The property `_parameters` of a class with `lookups`, which are literals as in `_FIND`."""
-    code = "def show(module):\n    shown = {}\n"
+def _shown_parameters(lookups: tuple[Lookup, ...], found: frozenset[str]) -> property:
+    """The property `_parameters` of a class with `lookups`, which are literals as in `_FIND`. While a unit is gathered
+    it is a `ShownParameters`, also where none of the module's parameters are `found` there.
+    """
+    code = "def show(module):\n    shown = None\n"
     for slot in sorted({lookup.slot for lookup in lookups}):
-        items = ", ".join(f"{each.name!r}: views[{each.index}]" for each in lookups if each.slot == slot)
+        here = [each for each in lookups if each.slot == slot and each.name in found]
+        items = ", ".join(f"{each.name!r}: views[{each.index}]" for each in here)
         code += f"    views = readable(module._fsdp_units[{slot}])\n"
-        code += f"    if views is not None:\n        shown.update({{{items}}})\n"
-    code += "    stored = module._fsdp_parameters\n    if not shown:\n        return stored\n"
+        code += f"    if views is not None:\n        shown = (shown or {{}}) | {{{items}}}\n"
+    code += "    stored = module._fsdp_parameters\n    if shown is None:\n        return stored\n"
     code += "    return Shown(module, {name: shown[name] if name in shown else stored[name] for name in stored})\n"
     scope: dict[str, Any] = {"readable": _readable, "Shown": ShownParameters}
     exec(code, scope)

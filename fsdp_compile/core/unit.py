@@ -121,12 +121,18 @@ class ParameterLocations:
 
     def __init__(self, params: int) -> None:
         self.of: list[list[Location]] = [[] for _ in range(params)]
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # weak: these refer to the unit
         self.record()
 
-    def add(self, index: int, parameters: dict[str, nn.Parameter | None], name: str) -> None:
-        """Record that `parameters`, a module's `_parameters`, holds parameter `index` under `name`."""
+    def add(self, index: int, module: nn.Module, parameters: dict[str, nn.Parameter | None], name: str) -> None:
+        """Record that `parameters`, as `module` stores them, hold parameter `index` under `name`."""
         self.of[index].append((parameters, name))
+        self._modules.add(module)
         self.record()
+
+    def modules(self) -> list[nn.Module]:
+        """The modules that hold the parameters."""
+        return list(self._modules)
 
     def record(self) -> None:
         """Record what modules hold now, to compare with later."""

@@ -5,7 +5,7 @@ compare_units    before the first forward that communicates: one line for each u
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists
 from fsdp_compile.comm.waits import state_of
-from fsdp_compile.core._torch import leaves_of, replicated_params
+from fsdp_compile.core._torch import leaves_of, plain_within, replicated_params
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharding import join_registries, original_class, sharding_of, units_gathered_below
 from fsdp_compile.core.unit import Unit
@@ -130,22 +130,17 @@ def compare_units(module: Any, settings: str, compiled: bool) -> bool:
     return True
 
 
-def changed_in_forward(names: Sequence[str]) -> str:
-    """The error of a forward that changed parameters."""
-    return (
-        f"forward changed parameter {' or '.join(names)} of its own unit, and the change would be lost: module code "
-        f"reads a copy that was gathered; change the parameter outside of forward, use a buffer instead, or name it in "
-        f"ignored_params"
-    )
+_REGISTRIES = ("_parameters", "_fsdp_parameters", "_modules")
 
 
 def warn_of_kept_views(module: nn.Module, memory: Set[int]) -> None:
     """Warn of attributes of modules below `module` that lie in `memory`, addresses of what was gathered for it."""
     for each in module.modules():
         for name, value in vars(each).items():
-            if not isinstance(value, Tensor | list | tuple | dict) or name in ("_parameters", "_modules"):
+            if not isinstance(value, Tensor | list | tuple | dict) or name in _REGISTRIES:
                 continue
-            plain = (leaf for leaf in leaves_of(value) if type(leaf) is Tensor and leaf.layout is torch.strided)
+            plain = (plain_within(leaf) for leaf in leaves_of(value) if type(leaf) is Tensor)
+            plain = (leaf for leaf in plain if type(leaf) is Tensor and leaf.layout is torch.strided)
             if any(leaf.untyped_storage().data_ptr() in memory for leaf in plain):
                 warn_caller(
                     f"{original_class(each).__name__} keeps a view of gathered parameters as {name}: its memory may be "

@@ -23,9 +23,9 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.comm.waits import state_of
 from fsdp_compile.core._torch import call_after_backward, current_backward
 from fsdp_compile.core.settings import Settings, warn_caller
-from fsdp_compile.core.sharding import units_gathered_below
+from fsdp_compile.core.sharding import changed_in_forward, units_gathered_below
 from fsdp_compile.core.unit import Phase, ReduceQueue, Unit
-from fsdp_compile.eager.checks import changed_in_forward, check_root, compare_units, groups_of, warn_of_kept_views
+from fsdp_compile.eager.checks import check_root, compare_units, groups_of, warn_of_kept_views
 from fsdp_compile.eager.order import Order
 from fsdp_compile.eager.reduce import abandon_gradients
 from fsdp_compile.eager.streams import Device, Streams, UnshardedBuffer

@@ -23,7 +23,7 @@ from fsdp_compile.core.flat_collectives import all_gather_flat
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.shard_spec import ShardSpec
 from fsdp_compile.core.sharded_tensor import ShardedTensor
-from fsdp_compile.core.sharding import ModuleSharding, own_units, units_used_below
+from fsdp_compile.core.sharding import ModuleSharding, own_units, record_locations, units_used_below
 from fsdp_compile.core.unit import Phase, Unit, check_idle
 from fsdp_compile.eager.unsharded import free_for_next_forward
 from fsdp_compile.eager.writeback import (
@@ -211,7 +211,7 @@ class Summoned:
             flat.use_sharded()
         if self.shows_grads:
             set_grads(unit.params, self.saved)
-        unit.locations.record()
+        record_locations(unit)
         unit.enter(Phase.SHARDED)
         unit.summoned, self._is_shown = None, False
 

@@ -32,9 +32,9 @@ from fsdp_compile.core._torch import (
 from fsdp_compile.core.autograd import check_engine
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import alias, inner_tensors
+from fsdp_compile.core.sharding import changed_in_forward
 from fsdp_compile.core.unit import Phase, Unit
 from fsdp_compile.eager.accumulate import settle_after_backward
-from fsdp_compile.eager.checks import changed_in_forward
 from fsdp_compile.eager.reduce import reduce_gradients, reduce_packed
 from fsdp_compile.eager.streams import NO_STREAMS, KeptUnsharded, Streams, UnshardedBuffer
 from fsdp_compile.eager.writeback import equal_bits, refresh
@@ -336,8 +336,8 @@ class UnshardedUnit:
     def find_changed(self) -> list[str]:
         """The names of parameters that lost the values that were gathered, as far as this rank stores them.
 
-        Finds what version counters do not count: writes through `.data`, and parameters that forward replaced. Reads
-        the unit's shard once and waits for the device once for each parameter.
+        Finds what version counters do not count: writes through `.data`. Reads the unit's shard once and waits for the
+        device once for each parameter.
         """
         if self.as_flats:
             return []
@@ -355,10 +355,7 @@ class UnshardedUnit:
                 there = mine.reshape(-1).to(device=view.device, dtype=buffer.full.dtype)
                 if here is None or here.dtype != there.dtype or not equal_bits(here, there):
                     changed.append(name)
-        for name, param, places in zip(self.unit.names, self.unit.params, self.unit.locations.of, strict=True):
-            if any((held := parameters.get(key)) is not None and held is not param for parameters, key in places):
-                changed.append(name)
-        return list(dict.fromkeys(changed))
+        return changed
 
     def end_forward(self, inputs: Any, output: Any, keep: bool) -> None:
         """Prepare for backward; free the buffers unless `keep` or backward could not fill them again."""

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
+from fsdp_compile.core.sharding import record_locations
 from fsdp_compile.core.unit import Unit, unit_of
 
 
@@ -62,18 +63,19 @@ def refresh(unit: Unit) -> bool:
         flat.note_trained()
         # What was gathered before is out of date.
         torch.autograd.graph.increment_version([flat.params[index] for index in values])
-    unit.locations.record()
+    record_locations(unit)
     return any(changed)
 
 
 def replaced_objects(unit: Unit) -> dict[int, nn.Parameter]:
     """The parameters, by index, that modules hold in place of those of the unit. Raises as `refresh` does.
 
-    Places that were deleted or set to None do not count.
+    Places that were deleted or set to None, or that have another tensor (`functional_call`), do not count: module code
+    finds there what it would find without sharding.
     """
     new: dict[int, nn.Parameter] = {}
     for index, (param, locations) in enumerate(zip(unit.params, unit.locations.of, strict=True)):
-        held = [each for parameters, name in locations if (each := parameters.get(name)) is not None]
+        held = [each for parameters, name in locations if isinstance(each := parameters.get(name), nn.Parameter)]
         if param.is_meta:  # one place with values is enough, and the others get them
             held = [each for each in held if each is not param] or held
         if all(each is param for each in held):
@@ -83,10 +85,9 @@ def replaced_objects(unit: Unit) -> dict[int, nn.Parameter]:
                 f"parameter {unit.names[index]}: expected one object in all {len(locations)} places that share it, "
                 f"found it replaced in some of them; assign the same nn.Parameter to each"
             )
-        is_param, is_distributed = isinstance(held[0], nn.Parameter), isinstance(held[0], DTensor)
-        if not is_param or is_distributed or unit_of(held[0]) is not None:
-            kind = "DTensor" if is_distributed else type(held[0]).__name__
-            what = "one that is sharded already" if is_param and not is_distributed else f"a {kind}"
+        is_distributed = isinstance(held[0], DTensor)
+        if is_distributed or unit_of(held[0]) is not None:
+            what = "a DTensor" if is_distributed else "one that is sharded already"
             raise RuntimeError(f"parameter {unit.names[index]}: expected a plain nn.Parameter in its place, found "
                                f"{what}; copy the values into the parameter, or assign them in full")  # fmt: skip
         new[index] = held[0]

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
-from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 
-from fsdp_compile import fully_shard
+from fsdp_compile import FSDPModule, fully_shard
+from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.unit import unit_of
 
 from .ranks import Ranks
@@ -264,6 +266,70 @@ def _take_a_place(rank: int) -> None:
 def test_tensors_in_the_place_of_parameters(two: Ranks) -> None:
     """A removed parameter's name may become a plain attribute; pruning after sharding is refused by name."""
     two.run(_take_a_place)
+
+
+def _call_with_others(rank: int, how: str) -> None:
+    x = torch.randn(4, 7, generator=seeded(1))
+    results = []
+    for model in (_net(), fully_shard(_net())):
+        run: Any = torch.compile(model, backend=how) if isinstance(model, FSDPModule) and how != "eager" else model
+        full = {name: torch.full(param.shape, 0.1, requires_grad=True) for name, param in model.named_parameters()}
+        functional_call(run, full, (x,)).square().mean().backward()  # all of them
+        found = [value.grad for value in full.values()]
+        functional_call(run, {"0.weight": full["0.weight"]}, (x,)).square().mean().backward()  # the others train
+        found += [full["0.weight"].grad, *(param.grad for param in model.parameters())]
+        model.zero_grad()
+        scaled = {name: param * 2 for name, param in model.named_parameters()}
+        if how == "eager":
+            functional_call(run, scaled, (x,)).square().mean().backward()
+            found += [param.grad for param in model.parameters()]
+            pairs = {name: torch.stack([value, value * 2]).detach() for name, value in full.items()}
+            call = partial(functional_call, model, args=(x,))
+            found += [vmap(call)(pairs), *grad(lambda values, call=call: call(values).square().sum())(full).values()]
+        results.append([*found, run(x)])
+    for expected, mine in zip(*results, strict=True):
+        full = mine.full_tensor() if isinstance(mine, ShardedTensor) else mine
+        if expected is None:  # of a parameter that nobody used
+            assert full is None or not full.any()
+        else:
+            torch.testing.assert_close(full, expected)
+
+
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+def test_functional_call_with_other_tensors(two: Ranks, how: str) -> None:
+    """`torch.func.functional_call` computes with the tensors that it is given, which get their gradients."""
+    two.run(_call_with_others, how)
+
+
+class _Adapts(nn.Module):
+    """Computes with parameters that its forward has changed by a step of gradient descent, as MAML does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(7, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        params = dict(self.body.named_parameters())
+        loss = functional_call(self.body, params, (x,)).square().sum()
+        grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
+        adapted = {name: param - 0.1 * g for (name, param), g in zip(params.items(), grads, strict=True)}
+        return self.head(functional_call(self.body, adapted, (x,)) + self.body(x))
+
+
+def _adapt(rank: int) -> None:
+    x = torch.randn(4, 7, generator=seeded(1))
+    reference, model = _Adapts(), fully_shard(_Adapts())
+    for each in (reference, model):
+        for _ in range(2):
+            each(x).square().mean().backward()
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), other.grad)
+
+
+def test_functional_call_within_forward(two: Ranks) -> None:
+    """A forward may call a module of its unit with tensors that it computed from the parameters."""
+    two.run(_adapt)
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------

@@ -1,14 +1,17 @@
 """Parameters that users replace between steps: taken over, or refused."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS
-from torch import nn
+import torch.nn.functional as F
+from models import MODELS, seeded
+from torch import Tensor, nn
+from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fully_shard, summon_full_params
 
@@ -184,19 +187,118 @@ def test_a_shared_parameter_replaced_in_one_place(two: Ranks) -> None:
     two.run(_untie)
 
 
-def _remove(rank: int) -> None:
-    reference, model = reference_and_model(MLP)
-    bias = model.head.bias
-    model.head.bias = None
-    del model.stem._parameters["bias"]
-    output = model(mine(MLP, 1)[0])
-    torch.testing.assert_close(output, reference(mine(MLP, 1)[0]))
-    assert bias is not None and all(unit.is_current() for unit in units(model))
+# --- removed parameters -----------------------------------------------------------------------------------------------
 
 
-def test_removed_parameters_are_passed_over(two: Ranks) -> None:
-    """Attributes that the user removed are not looked at (E-WB-2)."""
-    two.run(_remove)
+class _Shifted(nn.Linear):
+    """Uses `bias` whatever it is: a parameter, a tensor, a module, None or nothing; `edit` runs within forward."""
+
+    edit: Callable[[nn.Module], None] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.edit is not None:
+            self.edit(self)
+        bias = getattr(self, "bias", None)
+        return F.linear(x, self.weight) + (
+            bias(x).sum() if isinstance(bias, nn.Module) else 0 if bias is None else bias
+        )
+
+
+def _shifted() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(_Shifted(5, 5), _Shifted(5, 5), nn.LayerNorm(5))
+    model[1].bias = model[0].bias  # tied
+    return model
+
+
+def _to_none(model: Any) -> None:
+    model[0].bias = model[1].bias = None
+
+
+def _to_none_in_one_place(model: Any) -> None:
+    model[1].register_parameter("bias", None)
+
+
+def _delete(model: Any) -> None:
+    del model[0].bias, model[2].weight
+    model[2].weight = None
+
+
+def _pop(model: Any) -> None:
+    model[1]._parameters.pop("bias")
+
+
+def _to_buffer(model: Any) -> None:
+    del model[0].bias
+    model[0].register_buffer("bias", torch.full((5,), 2.0))
+
+
+def _to_module(model: Any) -> None:
+    del model[0].bias
+    model[0].bias = nn.Identity()
+
+
+def _to_tensor(model: Any) -> None:
+    del model[0].bias
+    model[0].bias = torch.full((5,), 2.0)
+
+
+def _put_back(model: Any) -> None:
+    bias = model[0].bias
+    _to_none(model)
+    model(torch.ones(1, 5))
+    model[0].bias = model[1].bias = bias
+
+
+def _put_a_new_one(model: Any) -> None:
+    _to_buffer(model)
+    del model[1].bias
+    model(torch.ones(1, 5))
+    del model[0].bias
+    model[0].bias = model[1].bias = nn.Parameter(torch.full((5,), 0.3))
+
+
+def _to_none_in_forward(model: Any) -> None:
+    model[0].edit = lambda module: setattr(module, "bias", None)
+
+
+def _pop_in_forward(model: Any) -> None:
+    model[0].edit = lambda module: module._parameters.pop("bias", None)
+
+
+REMOVALS = (_to_none, _to_none_in_one_place, _delete, _pop, _to_buffer, _to_module, _to_tensor, _put_back)
+REMOVALS = (*REMOVALS, _put_a_new_one, _to_none_in_forward, _pop_in_forward)
+
+
+def _remove(rank: int, strategy: str, how: str, every: int) -> None:
+    x = torch.randn(4, 5, generator=seeded(1))
+    for remove in REMOVALS[::every]:
+        torch._dynamo.reset()
+        model = fully_shard(_shifted(), auto_wrap_policy={_Shifted}, sharding_strategy=ShardingStrategy[strategy])
+        for each, run in ((reference := _shifted(), reference), (model, executor(model, how))):
+            for step in range(3):
+                if step == 1:
+                    remove(each)
+                each.zero_grad()
+                run(x.sin()).square().sum().backward()
+                with torch.no_grad():
+                    for param in each.parameters():
+                        param -= 0.01 * param.grad if param.grad is not None else 0
+        torch.testing.assert_close(run(x), reference(x), msg=remove.__name__)
+        assert list(dict(model.named_parameters())) == list(dict(reference.named_parameters()))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "how", "every"),
+    [("FULL_SHARD", "eager", 1), ("NO_SHARD", "eager", 3), ("FULL_SHARD", "aot_eager", 4)]
+    + [pytest.param(strategy, "aot_eager", 1, marks=pytest.mark.nightly) for strategy in STRATEGIES],
+)
+def test_removed_parameters(two: Ranks, strategy: str, how: str, every: int) -> None:
+    """Forward finds what a model without sharding would find where a parameter was removed, until one is back (E-WB-2).
+
+    Removed between steps or within forward, in all places of a tied parameter or in one.
+    """
+    two.run(_remove, strategy, how, every)
 
 
 def _replace_in_between(rank: int, strategy: str) -> None:
