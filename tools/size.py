@@ -18,15 +18,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
-FILES = 129
+FILES = 130
 BUDGET = {
-    PACKAGE: 33_362,
+    PACKAGE: 33_426,
     f"{PACKAGE}/*.py": 3_962,
-    f"{PACKAGE}/core": 5_571,
+    f"{PACKAGE}/core": 5_633,
     f"{PACKAGE}/comm": 1_700,
     f"{PACKAGE}/construct": 1_287,
-    f"{PACKAGE}/eager": 3_764,
-    f"{PACKAGE}/optim": 1_654,
+    f"{PACKAGE}/eager": 3_765,
+    f"{PACKAGE}/optim": 1_655,
     f"{PACKAGE}/passes": 8_588,
     f"{PACKAGE}/state_dict": 1_264,
     f"{PACKAGE}/checkpoint": 1_655,

@@ -8,6 +8,7 @@ flat_param.py     a flat parameter: layout, shard and parameters bound together
 unit.py           flat parameters that are gathered together, who reads them now, and what steps change about them
 shard_spec.py     which elements of a sharded tensor each rank stores, as ranges, rows and chunks
 sharded_tensor.py parameters, gradients and optimizer state as user code sees them: of the full shape
+unsharded_tensor.py   the same with all elements on the rank
 sharded_rules.py  what operators do with sharded tensors
 sharding.py       a sharded module: what it knows about itself, and how its code finds unsharded parameters
 settings.py       the options of `fully_shard`, switches in the environment, warnings that point at the user's line

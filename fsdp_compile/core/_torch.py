@@ -15,6 +15,7 @@ torch._C, torch.compiler                                 whether torch.jit.trace
 torch._C._functorch, torch._functorch.pyfunctorch        the transform of torch.func that runs, and how to leave all
                                                          for a while
 torch._foreach_norm                                      norms of many tensors in one kernel
+torch.ops.aten._unsafe_view                              an operator whose result is its operand
 torch.distributed.fsdp._common_utils                     what torch's wrapper says of its state: IDLE, ...
 torch.distributed.algorithms._comm_hooks.default_hooks   the hooks that users pass to `register_comm_hook`
 DeviceMesh._concatenate                                  one mesh of two that were sliced from one
@@ -465,6 +466,12 @@ READS_SHOWN_PARAMETERS = torch.__version__ >= "2.13"
 
 
 # --- norms, replication and what outputs hold -------------------------------------------------------------------------
+
+
+def unchanged(tensor: Tensor) -> Tensor:
+    """The elements of `tensor`, as an operator's result: of a sharded one gathered, plain, with autograd's history."""
+    result: Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)
+    return result
 
 
 def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:

@@ -55,11 +55,10 @@ from fsdp_compile.core.sharded_tensor import (
     Rule,
     ShardedTensor,
     ShardedView,
-    UnreducedGradient,
-    UnshardedTensor,
     bump_version,
-    refuse_unreduced,
+    refuse_traced,
 )
+from fsdp_compile.core.unsharded_tensor import UnreducedGradient, UnshardedTensor, refuse_unreduced
 
 aten = torch.ops.aten
 log = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ def operand(spec: ShardSpec, value: Any) -> Any:
     if type(value) is ShardedTensor:
         if value.spec is spec or value.spec.same_ranges(spec):
             return value.local
-        value = value.full_tensor()
+        value = value.elements()
     elif not isinstance(value, Tensor):
         return value
     else:
@@ -86,7 +85,7 @@ def operand(spec: ShardSpec, value: Any) -> Any:
 def plain(value: Any) -> Any:
     """`value` with all elements: what is sharded, in whichever way, is gathered, anything else returned as it is."""
     if type(value) is ShardedTensor or type(value) is UnshardedTensor:
-        return value.full_tensor()
+        return value.elements()
     if isinstance(value, DTensor):
         with torch.no_grad():
             return value.detach().full_tensor()  # type: ignore[attr-defined]  # a DTensor
@@ -136,10 +135,7 @@ def average_gradients(args: Iterable[Any]) -> None:
         if type(arg) is ShardedTensor:
             if isinstance(arg.local, FakeTensor):
                 if arg.requires_grad and torch.is_grad_enabled():
-                    raise RuntimeError(
-                        "a compiled forward used a sharded parameter of another unit, as from parameters(): use "
-                        "module.name, which is unsharded, or compute that outside of what is compiled"
-                    )
+                    refuse_traced(arg)
             elif arg.requires_grad and arg.is_leaf and "_averages" not in vars(arg):
                 vars(arg)["_averages"] = arg.register_hook(partial(_averaged, arg.spec))
         elif isinstance(arg, (list, tuple)):
@@ -483,14 +479,14 @@ def _reduced(x: ShardedTensor, dims: Any, keepdim: bool, fill: Any, op: str, red
     """Reduce over all ranks, plain. `fill` is the neutral element of `reduce`, `op` combines the ranks."""
     spec, ndim = x.spec, x.dim()
     if spec.ranks.same_bits and op == "sum" and x.dtype.is_floating_point and not _is_total(x, dims):
-        return reduce(x.full_tensor(), [dim % ndim for dim in dims], keepdim)
+        return reduce(x.elements(), [dim % ndim for dim in dims], keepdim)
     if _is_total(x, dims):
         values = x.local if x.local.numel() else x.local.new_full((1,), fill)
         total = spec.all_reduce(reduce(values, [0], False), op)
         return total.view([1] * ndim) if keepdim else total
     dims = sorted({dim % ndim for dim in dims})
     if spec.tensor_parallel is not None:
-        return reduce(x.full_tensor(), dims, keepdim)
+        return reduce(x.elements(), dims, keepdim)
     low, high = spec.rows
     here = reduce(spec.rows_of(x.local, fill), dims, True) if high > low else None
     neutral = reduce(x.local.new_full((1, *x.shape[1:]), fill), dims, True)

@@ -9,8 +9,7 @@ them what it computes on one process, or raises; all ranks must run the same ope
 sharded_rules.py has what each operator does, and Note [Gradients of what is computed from sharded parameters];
 docs/sharded_tensors.md has the table for users.
 
-Two subclasses have all elements here, because a parameter must remain the same object and its gradient must fit it:
-`UnshardedTensor` within `summon_full_params`, `UnreducedGradient` under `no_sync`. A `ShardedView` is a lazy view.
+unsharded_tensor.py has subclasses with all elements here. A `ShardedView` is a lazy view.
 """
 
 import functools
@@ -26,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from fsdp_compile.comm import collectives
 from fsdp_compile.core._torch import (
     NO_TORCH_FUNCTION,
     FakeTensor,
@@ -36,6 +36,7 @@ from fsdp_compile.core._torch import (
     register_foreach_type,
     set_plain_grad,
     swap_wrapper,
+    unchanged,
     without_torch_function,
 )
 from fsdp_compile.core.shard_spec import Chunk, FlatSharding, ShardRanks, ShardSpec
@@ -145,11 +146,21 @@ class ShardedTensor(Tensor):
     # --- as a DTensor -------------------------------------------------------------------------------------------------
 
     def to_local(self) -> Tensor:
-        """What this rank stores, 1-D; it shares memory with this tensor."""
-        return self.local
+        """What this rank stores, 1-D; it shares memory with this tensor.
+
+        Differentiable: each rank's elements get the gradient of what that rank computes from them.
+        """
+        return _LocalPart.apply(self) if _is_tracked(self) else self.local
 
     def full_tensor(self) -> Tensor:
-        """The full tensor, plain, on every rank: one all-gather, in which all ranks take part."""
+        """The full tensor, plain, on every rank: one all-gather, in which all ranks take part.
+
+        Differentiable: the gradient is the mean over ranks of what each of them computes, as that of forward is.
+        """
+        return unchanged(self) if _is_tracked(self) else self.elements()
+
+    def elements(self) -> Tensor:
+        """The full tensor as `full_tensor` gathers it, without autograd."""
         return self.spec.gather(self.local)
 
     @property
@@ -285,6 +296,36 @@ class ShardedTensor(Tensor):
         )
 
 
+def _is_tracked(tensor: Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+class _LocalPart(torch.autograd.Function):
+    """This rank's elements of a sharded tensor, 1-D, and their gradient. Replicas get the mean of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardedTensor) -> Tensor:
+        refuse_traced(tensor)
+        ctx.spec = tensor.spec
+        return tensor.local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        replicas = ctx.spec.ranks.replicas
+        return ShardedTensor(grad if replicas is None else collectives.all_reduce(grad, replicas, "avg"), ctx.spec)
+
+
+def refuse_traced(tensor: ShardedTensor) -> None:
+    """Raise RuntimeError where the compiler traces a use of `tensor` with gradients, as if it were a plain one: where
+    its collectives go depends on what a rank stores.
+    """
+    if isinstance(tensor.local, FakeTensor):
+        raise RuntimeError(
+            "a compiled forward used a sharded parameter of another unit, as from parameters(): use "
+            "module.name, which is unsharded, or compute that outside of what is compiled"
+        )
+
+
 class FlatGradient:
     """The gradient of a flat shard; the gradients of its parameters share its memory.
 
@@ -404,111 +445,7 @@ def set_local(tensor: Tensor, local: Tensor, spec: ShardSpec, kind: type[Sharded
         tensor.__class__ = kind
 
 
-# --- tensors with all elements here, and views ------------------------------------------------------------------------
-
-
-class UnshardedTensor(ShardedTensor):
-    """A parameter of a sharded unit while `summon_full_params` shows it in full: `local` has all elements.
-
-    Operators take it for a plain tensor, and their results are plain.
-    """
-
-    # torch's stub declares a static method without `func`.
-    @classmethod
-    @never_compile
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's has no types
-        return _call_on_all_elements(func, args, kwargs or {})
-
-    def full_tensor(self) -> Tensor:
-        """This tensor as a plain one that shares its memory."""
-        return self.local.view(self.shape)
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """As `Tensor.numpy`."""
-        if self.requires_grad and not force:
-            raise RuntimeError("numpy() of a tensor that requires grad; call detach() first")
-        return self.full_tensor().detach().numpy(force=force)
-
-    def tolist(self) -> Any:
-        """As `Tensor.tolist`."""
-        return self.full_tensor().detach().tolist()
-
-    def __array__(self, dtype: Any = None) -> Any:
-        return self.numpy() if dtype is None else self.numpy().astype(dtype)
-
-    @property
-    def data(self) -> Tensor:
-        """This tensor without autograd, plain; it shares memory."""
-        return self.full_tensor().detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        check_full_shape(self, value)
-        set_local(self, value.detach().contiguous().view(-1), self.spec)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
-        what = "Parameter" if isinstance(self, nn.Parameter) else type(self).__name__
-        return f"{what} containing:\n{self.full_tensor().detach()}"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = self.full_tensor().detach().clone()
-        return (nn.Parameter if isinstance(self, nn.Parameter) else Tensor.detach, (plain,))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        plain = self.full_tensor().detach().clone()
-        memo[id(self)] = nn.Parameter(plain, self.requires_grad) if isinstance(self, nn.Parameter) else plain
-        return memo[id(self)]
-
-
-class UnreducedGradient(UnshardedTensor):
-    """A gradient that this rank has accumulated under `no_sync`: `local` has all elements, of this rank's sum alone.
-
-    For a DTensor parameter, `local` has the elements of its local tensor. It can be read, scaled and cleared as a plain
-    tensor. Norms and optimizer updates are refused: ranks would get different results.
-    """
-
-    def full_tensor(self) -> Tensor:
-        """This rank's accumulated gradient, plain; it shares memory. Other ranks have other values."""
-        return self.local.view(self.spec.split_shape)
-
-    to_local = full_tensor
-    __deepcopy__, __reduce_ex__ = ShardedTensor.__deepcopy__, ShardedTensor.__reduce_ex__
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
-        return f"UnreducedGradient({self.full_tensor()}, accumulated on rank {self.spec.ranks.rank} under no_sync)"
-
-
-def refuse_unreduced(name: str) -> NoReturn:
-    """Raise RuntimeError: operator `name` must not read an accumulated gradient."""
-    raise RuntimeError(
-        f"{name.removeprefix('aten::')}: a gradient was accumulated under no_sync and not reduced; run a backward pass "
-        f"outside no_sync before clipping or optimizer.step()"
-    )
-
-
-_UPDATES = ("aten::_fused_", "aten::_amp_")
-
-
-def _call_on_all_elements(func: Any, args: Any, kwargs: Any) -> Any:
-    plain: dict[int, Any] = {}
-    met = set()
-
-    def unwrap(value: Any) -> Any:
-        met.add(type(value))
-        if isinstance(value, UnshardedTensor):
-            full = value.full_tensor()
-            plain[id(full)] = value
-            return full
-        return type(value)(map(unwrap, value)) if isinstance(value, (list, tuple)) else value
-
-    args, kwargs = unwrap(args), {key: unwrap(value) for key, value in kwargs.items()}
-    name = func._schema.name
-    if UnreducedGradient in met and (ShardedTensor in met or "norm" in name or name.startswith(_UPDATES)):
-        refuse_unreduced(name)
-    result = func(*args, **kwargs)
-    if func._schema.is_mutable:
-        bump_version([tensor.local for tensor in plain.values()])
-    return plain.get(id(result), result)
+# --- views ------------------------------------------------------------------------------------------------------------
 
 
 class ShardedView(Tensor):
@@ -535,7 +472,7 @@ class ShardedView(Tensor):
         """The view's elements, plain; gathered again if the base has changed since."""
         version = self.base.local._version
         if self._gathered is None or self._gathered[0] != version:
-            full = view = self.base.full_tensor()
+            full = view = self.base.elements()
             for step in self.steps:
                 view = step(view)
             self._gathered = (version, full, view)
@@ -549,8 +486,8 @@ class ShardedView(Tensor):
             self._gathered = (self.base.local._version, full, view)
 
     def full_tensor(self) -> Tensor:
-        """The view's elements, plain, on every rank."""
-        return self.read()
+        """The view's elements, plain, on every rank; differentiable."""
+        return unchanged(self) if _is_tracked(self) else self.read()
 
     numpy, tolist, __array__ = ShardedTensor.numpy, ShardedTensor.tolist, ShardedTensor.__array__
 

@@ -24,8 +24,9 @@ from fsdp_compile.core._torch import call_after_backward, current_backward
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.core.settings import warn_caller
-from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient, set_grad
+from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
 from fsdp_compile.core.unit import IGNORED, ReduceQueue, Unit, unit_of
+from fsdp_compile.core.unsharded_tensor import UnreducedGradient
 from fsdp_compile.eager.checks import checksum, timeout_of_checks
 from fsdp_compile.eager.partial_sums import Microbatches, PartialSums
 

@@ -232,7 +232,7 @@ def _check_full(flat: FlatParam, params: Sequence[nn.Parameter], with_grads: boo
 
 def _local_part(full: Tensor, spec: ShardSpec | None) -> Tensor:
     """The part of a full tensor that this rank stores, 1-D; without a `spec`, all of it."""
-    plain = full.full_tensor() if isinstance(full, ShardedTensor) else full  # an UnshardedTensor: nothing is gathered
+    plain = full.elements() if isinstance(full, ShardedTensor) else full  # an UnshardedTensor: nothing is gathered
     return spec.local_of(plain.detach()) if spec else plain.detach().reshape(-1)
 
 

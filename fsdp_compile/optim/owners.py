@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.core.shard_spec import FlatSharding, ShardRanks, ShardSpec
-from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient, UnshardedTensor, refuse_unreduced
+from fsdp_compile.core.sharded_tensor import ShardedTensor
+from fsdp_compile.core.unsharded_tensor import UnreducedGradient, UnshardedTensor, refuse_unreduced
 
 Group = dict[str, Any]
 State = dict[str, Any]  # of one parameter
@@ -348,7 +349,7 @@ def _local_gradient(param: ShardedTensor) -> Tensor:
         refuse_unreduced("step")
     if isinstance(grad, ShardedTensor) and grad.spec == param.spec:
         return grad.local.to(param.dtype)
-    full = grad.full_tensor() if isinstance(grad, ShardedTensor) else grad
+    full = grad.elements() if isinstance(grad, ShardedTensor) else grad
     return param.spec.local_of(full).to(param.dtype)
 
 

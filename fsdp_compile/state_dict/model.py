@@ -291,7 +291,7 @@ def _full_copies(unit: Unit) -> list[Tensor | None]:
 def _sharded_copies(unit: Unit) -> list[Tensor]:
     """Copies of the unit's parameters as FSDP1 has them in sharded state dicts: one all-to-all for each dtype."""
     config: Any = settings_of(unit).state_dict_config
-    values = [ShardedTensor(param.to_local().detach(), param.spec) for param in unit.params]  # type: ignore[attr-defined]  # sharded
+    values = [ShardedTensor(param.local.detach(), param.spec) for param in unit.params]  # type: ignore[attr-defined]  # sharded
     made = torch_values(values, config._use_dtensor or not unit.chunked_values)
     return [value.cpu() for value in made] if config.offload_to_cpu else made
 

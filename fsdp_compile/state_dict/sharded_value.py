@@ -254,7 +254,7 @@ class ManagedParameter:
     @property
     def local(self) -> Tensor:
         """What this rank stores of it, 1-D: memory of the shard."""
-        return self.param.to_local().detach()  # type: ignore[attr-defined]  # a ShardedTensor
+        return self.param.local.detach()  # type: ignore[attr-defined]  # a ShardedTensor
 
     def value(self, local: Tensor) -> Tensor:
         """A value of the parameter's shape over `local`, the elements `[n]` that this rank stores; not a copy.

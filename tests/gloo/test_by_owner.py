@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compile import fully_shard
 from fsdp_compile.core.shard_spec import FlatSharding, ShardRanks, ShardSpec
-from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient, set_local
+from fsdp_compile.core.sharded_tensor import ShardedTensor, set_local
+from fsdp_compile.core.unsharded_tensor import UnreducedGradient
 from fsdp_compile.optim import ByOwner, by_owner
 
 from .ranks import Ranks, RanksFailed

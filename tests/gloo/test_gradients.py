@@ -18,7 +18,8 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_compile import FSDPModule, FullyShardedDataParallel, fully_shard, summon_full_params
 from fsdp_compile.core import sharded_tensor
-from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient
+from fsdp_compile.core.sharded_tensor import ShardedTensor
+from fsdp_compile.core.unsharded_tensor import UnreducedGradient
 
 from .ranks import Ranks
 from .training import (

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fully_shard
 from fsdp_compile.core.shard_spec import ShardRanks
+from fsdp_compile.core.sharded_tensor import ShardedTensor
 
 from .ranks import Ranks
 
@@ -172,3 +173,33 @@ def test_replicated_weights_read_outside_of_their_units(two: Ranks) -> None:
     """What every rank holds in full, under NO_SHARD or as replicas, has the mean of all gradients too: with gradients
     to add to, under no_sync, after parameters were replaced, in a copy, and for `torch.autograd.grad`."""
     two.run(_read_plain)
+
+
+def _penalty(model: Any) -> Tensor:
+    """Of all elements of some parameters, and of this rank's elements of the others."""
+    weights = [each.full_tensor() if isinstance(each, ShardedTensor) else each for each in model.head.parameters()]
+    parts = [each.to_local() if isinstance(each, ShardedTensor) else each for each in model.penalized.parameters()]
+    return (weights[0] @ weights[0].T).square().sum() + weights[1].norm() + sum(part.square().sum() for part in parts)
+
+
+def _penalize(rank: int, shards: int) -> None:
+    torch.manual_seed(1)
+    x = torch.rand(4, 4)
+    torch.manual_seed(0)
+    reference, model = Parent(), Parent()
+    model.load_state_dict(reference.state_dict())
+    fully_shard(model, mesh=init_device_mesh("cpu", (4 // shards, shards), mesh_dim_names=("replicas", "shards")))
+    for _ in range(2):
+        (reference(x).square().mean() + _penalty(reference)).backward()
+        (model(x[rank : rank + 1]).square().mean() + _penalty(model)).backward()
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), other.grad)
+    for run in (_penalty, lambda model: sum(p.to_local().sum() for p in model.penalized.parameters())):
+        with pytest.raises(Exception, match=r"a compiled forward used a sharded parameter of another unit"):
+            torch.compile(run, backend="eager", fullgraph=True)(model)
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_penalties_on_what_is_gathered_and_on_parts(four: Ranks, shards: int) -> None:
+    """`full_tensor()` and `to_local()` are differentiable, as those of a DTensor; compiled, that is refused by name."""
+    four.run(_penalize, shards)

@@ -16,12 +16,14 @@ import torch
 import torch.distributed as dist
 from models import seeded
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
 from torch.optim.swa_utils import AveragedModel
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.shard_spec import FlatSharding, ShardRanks, ShardSpec
-from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient, set_local
+from fsdp_compile.core.sharded_tensor import ShardedTensor, ShardedView, set_local
+from fsdp_compile.core.unsharded_tensor import UnreducedGradient
 
 from .ranks import Ranks
 
@@ -549,6 +551,19 @@ class _Times(torch.autograd.Function):
         return gradient * data, gradient * param
 
 
+def whole(param: Any) -> Tensor:
+    return param.full_tensor() if isinstance(param, (ShardedTensor, ShardedView)) else param
+
+
+def spread(param: Any) -> Tensor:
+    """The parameter through a replicated DTensor."""
+    return param.redistribute(placements=[Replicate()]).to_local() if isinstance(param, ShardedTensor) else param
+
+
+def here(param: Any) -> Tensor:
+    return param.to_local() if isinstance(param, ShardedTensor) else param
+
+
 Loss = Callable[[Params, Tensor], Tensor]  # of parameters and a rank's data, 7 x 5
 LOSSES: dict[str, Loss] = {
     "squares": lambda p, x: sum((each**2).sum() for each in p) * x.sum(),
@@ -571,6 +586,15 @@ LOSSES: dict[str, Loss] = {
     "clone": lambda p, x: (p[0].clone() * x).sum() + p[1].double().sum().float() * x[0, 0],
     "var": lambda p, x: p[0].var() * x[0, 0] + p[3].std(0).sum(),
     "sqrt": lambda p, x: (p[0].exp() + p[0].abs()).sqrt().mean() * x[0, 0],
+    "full_tensor": lambda p, x: (whole(p[0]) * x).sum() + (x @ whole(p[1])).sum() + whole(p[7]) * x[0, 0],
+    "full_tensor of results": lambda p, x: (whole(p[0] * 2) @ x.T).square().sum() + (whole(p[0][1:3]) * x[1:3]).sum(),
+    "full_tensor beside other uses": lambda p, x: (whole(p[0]) * x).sum() + (p[0] ** 2).sum() + whole(p[0]).norm(),
+    "redistribute": lambda p, x: (spread(p[0]) * x).sum(),
+}
+OF_PARTS: dict[str, Loss] = {  # each rank's is a part of the sum, not all of it
+    "to_local": lambda p, _: sum(here(each).square().sum() for each in p),
+    "to_local beside other uses": lambda p, x: here(p[0]).exp().sum() + (p[0] * x).sum() + (p[0] ** 2).sum(),
+    "to_local of results": lambda p, _: here(p[0] * 2 + p[0]).square().sum(),
 }
 
 
@@ -580,7 +604,7 @@ def data_of(rank: int) -> Tensor:
 
 def _gradients(rank: int) -> None:
     world = dist.get_world_size()
-    for name, loss in LOSSES.items():
+    for name, loss in (LOSSES | OF_PARTS).items():
         plain, sharded = build()
         inputs, x = [data_of(each) for each in range(world)], data_of(rank)
         for times in (1, 2):  # the second time accumulates

@@ -7,7 +7,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_compile import FullyShardedDataParallel, fully_shard, summon_full_params
-from fsdp_compile.core.sharded_tensor import ShardedTensor, UnshardedTensor
+from fsdp_compile.core.sharded_tensor import ShardedTensor
+from fsdp_compile.core.unsharded_tensor import UnshardedTensor
 
 from .ranks import Ranks
 from .test_communication import _spied

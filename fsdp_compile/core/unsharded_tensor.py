@@ -1,0 +1,120 @@
+"""Sharded tensors with all elements here, as a parameter must remain the same object and its gradient must fit it.
+
+UnshardedTensor      a parameter within `summon_full_params`
+UnreducedGradient    a gradient under `no_sync`
+"""
+
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from fsdp_compile.core._torch import never_compile
+from fsdp_compile.core.sharded_tensor import ShardedTensor, bump_version, check_full_shape, set_local
+
+
+class UnshardedTensor(ShardedTensor):
+    """A parameter of a sharded unit while `summon_full_params` shows it in full: `local` has all elements.
+
+    Operators take it for a plain tensor, and their results are plain.
+    """
+
+    # torch's stub declares a static method without `func`.
+    @classmethod
+    @never_compile
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's has no types
+        return _call_on_all_elements(func, args, kwargs or {})
+
+    def to_local(self) -> Tensor:
+        """All elements, 1-D; it shares memory with this tensor."""
+        return self.full_tensor().view(-1)
+
+    def elements(self) -> Tensor:
+        """This tensor as a plain one that shares its memory, without autograd."""
+        return self.local.view(self.shape)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As `Tensor.numpy`."""
+        if self.requires_grad and not force:
+            raise RuntimeError("numpy() of a tensor that requires grad; call detach() first")
+        return self.elements().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """As `Tensor.tolist`."""
+        return self.elements().tolist()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
+    @property
+    def data(self) -> Tensor:
+        """This tensor without autograd, plain; it shares memory."""
+        return self.elements().detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        check_full_shape(self, value)
+        set_local(self, value.detach().contiguous().view(-1), self.spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
+        what = "Parameter" if isinstance(self, nn.Parameter) else type(self).__name__
+        return f"{what} containing:\n{self.elements()}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = self.elements().clone()
+        return (nn.Parameter if isinstance(self, nn.Parameter) else Tensor.detach, (plain,))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        plain = self.elements().clone()
+        memo[id(self)] = nn.Parameter(plain, self.requires_grad) if isinstance(self, nn.Parameter) else plain
+        return memo[id(self)]
+
+
+class UnreducedGradient(UnshardedTensor):
+    """A gradient that this rank has accumulated under `no_sync`: `local` has all elements, of this rank's sum alone.
+
+    For a DTensor parameter, `local` has the elements of its local tensor. It can be read, scaled and cleared as a plain
+    tensor. Norms and optimizer updates are refused: ranks would get different results.
+    """
+
+    def elements(self) -> Tensor:
+        """This rank's accumulated gradient, plain; it shares memory. Other ranks have other values."""
+        return self.local.view(self.spec.split_shape)
+
+    full_tensor = to_local = elements
+    __deepcopy__, __reduce_ex__ = ShardedTensor.__deepcopy__, ShardedTensor.__reduce_ex__
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
+        return f"UnreducedGradient({self.full_tensor()}, accumulated on rank {self.spec.ranks.rank} under no_sync)"
+
+
+def refuse_unreduced(name: str) -> NoReturn:
+    """Raise RuntimeError: operator `name` must not read an accumulated gradient."""
+    raise RuntimeError(
+        f"{name.removeprefix('aten::')}: a gradient was accumulated under no_sync and not reduced; run a backward pass "
+        f"outside no_sync before clipping or optimizer.step()"
+    )
+
+
+_UPDATES = ("aten::_fused_", "aten::_amp_")
+
+
+def _call_on_all_elements(func: Any, args: Any, kwargs: Any) -> Any:
+    plain: dict[int, Any] = {}
+    met = set()
+
+    def unwrap(value: Any) -> Any:
+        met.add(type(value))
+        if isinstance(value, UnshardedTensor):
+            full = value.elements()
+            plain[id(full)] = value
+            return full
+        return type(value)(map(unwrap, value)) if isinstance(value, (list, tuple)) else value
+
+    args, kwargs = unwrap(args), {key: unwrap(value) for key, value in kwargs.items()}
+    name = func._schema.name
+    if UnreducedGradient in met and (ShardedTensor in met or "norm" in name or name.startswith(_UPDATES)):
+        refuse_unreduced(name)
+    result = func(*args, **kwargs)
+    if func._schema.is_mutable:
+        bump_version([tensor.local for tensor in plain.values()])
+    return plain.get(id(result), result)
