@@ -32,6 +32,8 @@ docs/upgrading_torch.md says of the others what to look for.
 import copy
 import functools
 import operator
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -39,7 +41,7 @@ from enum import Enum
 from functools import partial
 from itertools import repeat
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,10 +49,10 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as backward_ke
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._C._functorch import peek_interpreter_stack as current_transform
-from torch._dynamo import compiled_autograd
+from torch._dynamo import compiled_autograd, eval_frame
 from torch._dynamo.comptime import comptime as while_tracing
 from torch._dynamo.eval_frame import innermost_backend, skip_code
-from torch._dynamo.exc import unimplemented
+from torch._dynamo.exc import RestartAnalysis, SkipFrame, unimplemented
 from torch._dynamo.guards import install_guard
 from torch._dynamo.source import NNModuleSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -158,6 +160,15 @@ def call_with_graph(function: Callable[[torch.fx.GraphModule], None]) -> None:
         output.add_graph_finalizer(function)
 
 
+def graph_so_far() -> list[torch.fx.Node]:
+    """The nodes that Dynamo has traced of the graph that it traces now; none if it does not trace."""
+    try:
+        output = InstructionTranslator.current_tx().output
+    except AttributeError:
+        return []
+    return [] if output.should_exit else list(output.graph.nodes)  # else it is complete, and runs on fake tensors
+
+
 inductor_settings: list[Callable[[torch.fx.Graph], dict[str, Any]]] = []
 """What Inductor compiles a graph of a sharded model with is what the last of these returns."""
 
@@ -174,6 +185,40 @@ def set_inductor(traced: torch.fx.GraphModule) -> None:
         ours.config = {**backend.config, **inductor_settings[-1](traced.graph)}
         around._torchdynamo_orig_backend = ours
         output.compiler_fn = around if around is not backend else ours
+
+
+def reading_place(tracing: Any) -> tuple[CodeType, int] | None:
+    """The code that Dynamo traces around a property and a function called by it, and the instruction there.
+    None if it traces the property or the function alone, for code that it does not trace.
+    """
+    property_ = tracing._ComptimeContext__tx.parent
+    reader = property_ and property_.parent
+    return reader and (reader.f_code, reader.instruction_pointer)
+
+
+def skip_frame(reason: str) -> NoReturn:
+    """Have Dynamo leave alone the frame that it traces."""
+    raise SkipFrame(reason)
+
+
+def trace_again(reason: str) -> NoReturn:
+    """Have Dynamo trace the frame anew."""
+    raise RestartAnalysis(restart_reason=reason)
+
+
+def eager_code_goes_on() -> bool:
+    """Whether eager code uses what the graph that Dynamo ends now gives: behind a break, or where the frame returns to
+    code that is not traced, other than the caller of what was compiled.
+    """
+    if not InstructionTranslator.current_tx().current_instruction.opname.startswith("RETURN"):
+        return True
+    frame: Any = sys._getframe()
+    while frame.f_code.co_filename.startswith(_NOT_USERS) and frame.f_code.co_filename != eval_frame.__file__:
+        frame = frame.f_back
+    return bool(frame.f_code.co_filename != eval_frame.__file__)  # which calls what was compiled
+
+
+_NOT_USERS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 
 
 def tensor_assigned_at_break() -> Tensor | None:

@@ -56,7 +56,6 @@ from fsdp_compile.core.sharded_tensor import (
     ShardedTensor,
     ShardedView,
     bump_version,
-    refuse_traced,
 )
 from fsdp_compile.core.unsharded_tensor import UnreducedGradient, UnshardedTensor, refuse_unreduced
 
@@ -129,13 +128,17 @@ def average_gradients(args: Iterable[Any]) -> None:
     """Average the plain gradients that parameters among `args` get, by a hook on each parameter.
 
     Raises:
-        RuntimeError: the compiler traces this with gradients. Where its collectives go depends on what a rank stores.
+        NotImplementedError: Dynamo traces this with gradients, and breaks the graph. Where collectives of its backward
+            go depends on what a rank stores.
     """
     for arg in args:  # also without grad mode: the forward of a torch.autograd.Function has none
         if type(arg) is ShardedTensor:
             if isinstance(arg.local, FakeTensor):
                 if arg.requires_grad and torch.is_grad_enabled():
-                    refuse_traced(arg)
+                    raise NotImplementedError(
+                        "a sharded parameter is used outside of its unit's forward, as from parameters(): the graph "
+                        "breaks there; read module.name, which is gathered in the graph"
+                    )
             elif arg.requires_grad and arg.is_leaf and "_averages" not in vars(arg):
                 vars(arg)["_averages"] = arg.register_hook(partial(_averaged, arg.spec))
         elif isinstance(arg, (list, tuple)):

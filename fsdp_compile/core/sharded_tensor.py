@@ -150,7 +150,7 @@ class ShardedTensor(Tensor):
 
         Differentiable: each rank's elements get the gradient of what that rank computes from them.
         """
-        return _LocalPart.apply(self) if _is_tracked(self) else self.local
+        return _local_part(self) if _is_tracked(self) else self.local
 
     def full_tensor(self) -> Tensor:
         """The full tensor, plain, on every rank: one all-gather, in which all ranks take part.
@@ -305,7 +305,6 @@ class _LocalPart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor) -> Tensor:
-        refuse_traced(tensor)
         ctx.spec = tensor.spec
         return tensor.local.detach()
 
@@ -315,15 +314,10 @@ class _LocalPart(torch.autograd.Function):
         return ShardedTensor(grad if replicas is None else collectives.all_reduce(grad, replicas, "avg"), ctx.spec)
 
 
-def refuse_traced(tensor: ShardedTensor) -> None:
-    """Raise RuntimeError where the compiler traces a use of `tensor` with gradients, as if it were a plain one: where
-    its collectives go depends on what a rank stores.
-    """
-    if isinstance(tensor.local, FakeTensor):
-        raise RuntimeError(
-            "a compiled forward used a sharded parameter of another unit, as from parameters(): use "
-            "module.name, which is unsharded, or compute that outside of what is compiled"
-        )
+@torch.compiler.disable
+def _local_part(tensor: ShardedTensor) -> Tensor:
+    part: Tensor = _LocalPart.apply(tensor)
+    return part
 
 
 class FlatGradient:

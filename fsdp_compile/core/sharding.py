@@ -28,9 +28,11 @@ from fsdp_compile.core._torch import (
     current_backward,
     executes_formula,
     mark_as_sharded,
+    while_tracing,
 )
 from fsdp_compile.core.inner_params import inner_names, recipes_of
 from fsdp_compile.core.settings import Settings
+from fsdp_compile.core.traced_writes import check_read, note_read
 from fsdp_compile.core.unit import Unit, unit_of
 
 
@@ -287,7 +289,10 @@ def find_closed(module: Any, name: str, slot: int, index: int) -> Tensor | None:
     if torch.compiler.is_compiling() and torch.is_grad_enabled():
         unit: Unit = module._fsdp_units[slot]
         if unit.summoned is None and unit.in_flat(index)[0].trains and name in module._fsdp_parameters:
-            return unit.traced_unshard(full_precision=True)[index]
+            while_tracing(check_read)
+            params = unit.traced_unshard(full_precision=True)
+            while_tracing(note_read)
+            return params[index]
     try:
         param: nn.Parameter | None = module._fsdp_parameters[name]
     except KeyError:

@@ -6,6 +6,10 @@
 
 The first two break the graph: then the first is right, and for the second autograd raises. With `fullgraph=True` Dynamo
 raises with the reason that is given here. For the third an error is raised, as the eager runtime does.
+
+But where the graph gathered because code outside of the unit's forward reads a parameter, Dynamo traces again, and
+breaks the graph at the read, so that the code has the parameter itself. So it does if a break follows while what was
+read is in use: code behind it might write.
 """
 
 # Note [Parameters that change inside a graph]
@@ -16,7 +20,9 @@ raises with the reason that is given here. For the third an error is raised, as 
 # which only our own backend has a place.
 
 import operator
+import weakref
 from collections.abc import Iterator, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -24,10 +30,16 @@ from torch import Tensor
 
 from fsdp_compile.core._torch import (
     FakeTensor,
+    break_graph,
     call_with_graph,
+    eager_code_goes_on,
+    graph_so_far,
     plain_within,
+    reading_place,
     set_inductor,
+    skip_frame,
     tensor_assigned_at_break,
+    trace_again,
     traced_code_changes,
 )
 
@@ -51,7 +63,9 @@ def note_written(written: Sequence[Tensor]) -> None:
 def note_gathered(shard: Tensor) -> None:
     """The graph gathers `shard`, a fake. NotImplementedError if it has changed or replaced a part of it before."""
     storage = _attributes_of_storage(shard)
-    if storage.get(_WRITTEN) or traced_code_changes("_parameters"):
+    arguments = (argument for node in graph_so_far() for argument in _written_arguments(node))
+    is_written = any(_storage(each) == _storage(shard) for each in _fakes(list(arguments)))  # as parameters of NO_SHARD
+    if storage.get(_WRITTEN) or is_written or traced_code_changes("_parameters"):
         raise NotImplementedError(
             "a sharded parameter changes in a graph that gathers it afterwards, which would give the old values; call "
             "torch._dynamo.graph_break() in between, or change it outside of what is compiled"
@@ -59,35 +73,72 @@ def note_gathered(shard: Tensor) -> None:
     storage[_GATHERED] = torch.is_grad_enabled()
 
 
+# The instructions, by their code, at which parameters are read eagerly. Dynamo's caches are by code too.
+_READ_EAGERLY: weakref.WeakKeyDictionary[CodeType, set[int]] = weakref.WeakKeyDictionary()
+_READ_AT = "fsdp_read_at"  # in a node's meta: the place in code that reads the parameters of this unshard
+
+
+def check_read(tracing: Any) -> None:
+    """Code outside of its unit's forward reads a parameter: have it read eagerly where a graph cannot.
+    Dynamo calls this before the graph gathers the unit, and `note_read` behind it.
+    """
+    place = reading_place(tracing)
+    if place is None:
+        skip_frame("a sharded parameter is read by code that is not traced")
+    code, instruction = place
+    if instruction in _READ_EAGERLY.get(code, ()):
+        break_graph(
+            "a sharded parameter is read outside of its unit's forward, and then changed or used behind a graph break; "
+            "change it under torch.no_grad(), or outside of what is compiled"
+        )
+
+
+def note_read(tracing: Any) -> None:
+    """Note what the graph has gathered for that."""
+    for node in reversed(graph_so_far()):
+        if _READ_AT in node.meta:
+            break
+        if node.target is torch.ops.fsdp_flat.unshard.default:
+            node.meta[_READ_AT] = reading_place(tracing)
+
+
 def _attributes_of_storage(fake: Tensor) -> dict[str, bool]:
     return vars(fake.untyped_storage())
 
 
 def check_finished_graph(_tracing: Any) -> None:
-    """Have Dynamo call `_refuse_lost_writes` with the graph that it traces now, and then set Inductor for it."""
-    call_with_graph(_refuse_lost_writes)
+    """Have Dynamo call `_check_gathered` with the graph that it traces now, and then set Inductor for it."""
+    call_with_graph(_check_gathered)
     call_with_graph(set_inductor)
 
 
-_LOST = (
-    "compiled code changes a sharded parameter in a copy that was gathered, where the change would be lost; change it "
-    "under torch.no_grad() and outside of its module's forward, or use a buffer"
-)
-
-
-def _refuse_lost_writes(graph: torch.fx.GraphModule) -> None:
-    """Raise RuntimeError if a graph of Dynamo writes to unsharded parameters."""
-    nodes = list(graph.graph.nodes)
-    unshard = torch.ops.fsdp_flat.unshard.default
-    gathered = {_storage(node.meta["example_value"]) for node in nodes if node.target is unshard}
+def _check_gathered(graph: torch.fx.GraphModule) -> None:
+    """Where a graph of Dynamo writes to unsharded parameters that were read, or they leave it for eager code: have them
+    read eagerly. RuntimeError if it writes to what it gathered for a unit's own forward.
+    """
+    *nodes, output = graph.graph.nodes
     assigned = tensor_assigned_at_break()
-    if assigned is not None and _storage(assigned) in gathered:
-        raise RuntimeError(f"an assignment to an attribute: {_LOST}")
+    written = {} if assigned is None else {_storage(assigned): "an assignment to an attribute"}
     for node in nodes:
-        written = [each for each in _fakes(node.meta.get("example_value")) if each._version]
-        written += [each for argument in _written_arguments(node) for each in _fakes(argument)]
-        if any(_storage(each) in gathered for each in written):
-            raise RuntimeError(f"{node.name}: {_LOST}")
+        fakes = [each for each in _fakes(node.meta.get("example_value")) if each._version]
+        for each in (*fakes, *_fakes(_written_arguments(node))):
+            written.setdefault(_storage(each), node.name)
+    leaving = {_storage(each) for each in _fakes(output.all_input_nodes)} if eager_code_goes_on() else set()
+    reads = []
+    for node in nodes:
+        if node.target is torch.ops.fsdp_flat.unshard.default:
+            storage = _storage(node.meta["example_value"])
+            if storage in written and _READ_AT not in node.meta:
+                raise RuntimeError(
+                    f"{written[storage]}: compiled code changes a sharded parameter in a copy that was gathered, where "
+                    f"the change would be lost; change it outside of its module's forward, or use a buffer"
+                )
+            if _READ_AT in node.meta and (storage in written or storage in leaving):
+                reads.append(node.meta[_READ_AT])
+    for code, instruction in reads:
+        _READ_EAGERLY.setdefault(code, set()).add(instruction)
+    if reads:
+        trace_again("a sharded parameter was read, and is changed or leaves the graph")
 
 
 def _storage(fake: Tensor) -> int:

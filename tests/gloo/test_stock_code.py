@@ -67,13 +67,9 @@ def _penalty(rank: int, on_all: bool, policy: Any, dtype: torch.dtype, strategy:
     batch = torch.randn(4 * world, 7, generator=seeded(1)).to(dtype)
     expected = torch.stack([reference.to(dtype)(part) for part in batch.chunk(world)])
     expected.mean().backward()
-    run = model if how == "eager" else torch.compile(model, backend=how, fullgraph=True)
-    mine = batch.chunk(world)[rank]
-    if how != "eager" and on_all and policy:
-        with pytest.raises(Exception, match=r"used a sharded parameter of another unit, as from parameters\(\)"):
-            run(mine)
-        return
-    loss = run(mine)
+    breaks = bool(on_all and policy)  # the graph, where it uses parameters of other units
+    run = model if how == "eager" else torch.compile(model, backend=how, fullgraph=not breaks)
+    loss = run(batch.chunk(world)[rank])
     close = {"rtol": 3e-2, "atol": 3e-2} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-6}
     torch.testing.assert_close(loss.detach().float(), expected[rank].detach().float(), **close)
     loss.backward()
@@ -96,7 +92,7 @@ def _penalties(rank: int) -> None:
 def test_parameters_inside_forward(two: Ranks) -> None:
     """What a forward computes from `self.parameters()` has the unsharded model's values and gradients.
 
-    Compiled, parameters of other units are refused.
+    Compiled too: where it uses those of other units, the graph breaks.
     """
     two.run(_penalties)
 
