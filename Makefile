@@ -10,8 +10,9 @@ PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 TIERS := $(foreach tier,gloo fake unit gpu,$(wildcard tests/$(tier)))
 COMPARED := --batch 4 --seq 128 --steps 12 --systems eager,compiled,fsdp2,fsdp2-compiled --html compare.html
 export OMP_NUM_THREADS ?= 1
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test fuzz bench size spec features format clean compiler
+.PHONY: run test types fuzz bench size spec features format clean compiler
 
 run: compiler .venv/run
 	@echo "starting 2 processes"
@@ -23,13 +24,16 @@ endif
 test: compiler .venv/test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy
 	$(PYTHON) tools/size.py --check
 ifdef ARGS
+	$(PY) -m mypy
 	$(PY) -m pytest $(TIERS) $(ARGS)
-else # two tiers at a time: gloo's ranks wait for each other and for the C++ compiler, which leaves room for the others
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target $(TIERS:%=%.tier)
+else # two at a time: types and the other tiers beside gloo, whose ranks wait for each other and for the C++ compiler
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target types $(TIERS:%=%.tier)
 endif
+
+types: .venv/test
+	$(PY) -m mypy
 
 %.tier:
 	$(PY) -m pytest $*
@@ -60,17 +64,21 @@ clean:
 
 # Three environments in one folder, each with what the one before has: for running the example, testing, benchmarks.
 # torch comes first and alone: a range would let pip take the newest build, with gigabytes of CUDA packages.
-.venv/run: pyproject.toml constraints.txt
+.venv/torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	|| { echo "error: needs Python 3.11 or later, $(PYTHON) is $$($(PYTHON) -V 2>&1); try make PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(PY) || $(PYTHON) tools/narrate.py "creating .venv" $(PYTHON) -m venv .venv
 	@$(PYTHON) tools/narrate.py "installing $$(grep ^torch== constraints.txt)" $(PIP) torch
+	@touch $@
+
+.venv/run: .venv/torch pyproject.toml
 	@$(PYTHON) tools/narrate.py "installing fsdp_compile and matplotlib" $(PIP) -e '.[examples]'
 	@touch $@
 
-.venv/test: .venv/run
-	@$(PYTHON) tools/narrate.py "installing what the tests need" $(PIP) -e '.[test,examples]'
-	@touch $@
+# Most files of the tests' tools are never imported; Python compiles those that are.
+.venv/test: .venv/torch pyproject.toml
+	@$(PYTHON) tools/narrate.py "installing what the tests need" $(PIP) --no-compile -e '.[test,examples]'
+	@touch .venv/run $@
 
 # torchtitan for SimpleFSDP, whose files need torch alone: its trainer's dependencies stay out.
 .venv/bench: .venv/test
