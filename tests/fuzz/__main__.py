@@ -26,7 +26,7 @@ class Fuzzer:
     """
 
     def __init__(self, folder: Path, world_size: int, how: str) -> None:
-        self.how, self.ranks = how, Ranks(world_size, folder, limit=LIMITS[how])
+        self.how, self.ranks = how, Ranks(world_size, folder, LIMITS[how], "spawn")
         self.invalid = 0
 
     def failure(self, case: Case, fsdp2: bool = False) -> str | None:

@@ -25,11 +25,21 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Seconds that one call may take.
-LIMIT = 1200.0 if os.environ.get("FSDP_COMPILE_TESTS") == "nightly" else float(os.environ.get("LIMIT", 240))
-# "fork" where torch is imported already and nothing ran a backward: tools/mutate.py saves the seconds of the imports.
-START = os.environ.get("FSDP_COMPILE_RANKS", "spawn")
 ON = os.environ.get("FSDP_COMPILE_RANKS_ON", "cpu")
+NIGHTLY = os.environ.get("FSDP_COMPILE_TESTS") == "nightly"
+# Seconds that one call may take.
+LIMIT = 1200.0 if NIGHTLY else float(os.environ.get("LIMIT", 240))
+# By day ranks fork from a process that has imported torch and nothing else, once for all of them. At night each imports
+# it, as users' ranks do, and hashes strings as no other does.
+# "fork" where torch is imported already and nothing ran a backward: tools/mutate.py saves the seconds of the imports.
+START = os.environ.get("FSDP_COMPILE_RANKS", "spawn" if NIGHTLY or ON == "cuda" else "forkserver")
+IMPORTED = ["torch.distributed.fsdp", "torch._inductor.compile_fx", "fsdp_compile.passes.inductor"]
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TORCHINDUCTOR_VEC_ISA_OK": "1",  # the compiler knows the machine's vectors: ten seconds of trials less
+}
 GRACE = 10.0  # seconds that the other ranks get when one has failed: they may wait for it in a collective
 
 
@@ -59,10 +69,11 @@ class Ranks:
         world_size: how many.
         folder: for files of the ranks: rendezvous, stacks, and Inductor's caches, which all pools share.
         limit: seconds that one call may take.
+        start: how processes start, as multiprocessing calls it.
     """
 
-    def __init__(self, world_size: int, folder: Path, limit: float = LIMIT) -> None:
-        self.world_size, self.folder, self.limit = world_size, folder, limit
+    def __init__(self, world_size: int, folder: Path, limit: float = LIMIT, start: str = START) -> None:
+        self.world_size, self.folder, self.limit, self.start = world_size, folder, limit, start
         self.workers: list[Worker] = []
         self.starts = 0
 
@@ -96,7 +107,10 @@ class Ranks:
 
     def _start(self) -> None:
         self.starts += 1
-        context = multiprocessing.get_context(START)
+        context = multiprocessing.get_context(self.start)
+        if self.start == "forkserver":
+            os.environ |= ENVIRONMENT
+            context.set_forkserver_preload(IMPORTED)
         rendezvous = self.folder / f"rendezvous_{self.world_size}_{id(self)}_{self.starts}"
         for rank in range(self.world_size):
             here, there = context.Pipe()
@@ -150,13 +164,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str, induct
     file = open(stacks, "w")  # noqa: SIM115  (the signal handler's, for the life of the process)
     faulthandler.register(signal.SIGUSR1, file)
     warnings.resetwarnings()  # pytest's, in a fork
-    os.environ |= {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TORCHINDUCTOR_CACHE_DIR": inductor,
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCHINDUCTOR_VEC_ISA_OK": "1",  # the compiler knows the machine's vectors: ten seconds of trials less
-    }
+    os.environ |= ENVIRONMENT | {"TORCHINDUCTOR_CACHE_DIR": inductor}
     import torch
     import torch.distributed as dist
 
