@@ -345,7 +345,7 @@ def _own_unit(rank: int, how: str, every: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "every"), [("eager", 1), ("aot_eager", 3), pytest.param("aot_eager", 1, marks=pytest.mark.nightly)]
+    ("how", "every"), [("eager", 1), ("aot_eager", 5), pytest.param("aot_eager", 1, marks=pytest.mark.nightly)]
 )
 def test_of_its_own_unit(two: Ranks, how: str, every: int) -> None:
     """A forward that changes parameters of its own unit, which it reads as a gathered copy, raises on all ranks."""

@@ -81,8 +81,8 @@ FULL, KEPT, REPLICATED = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRA
     ("how", "strategies"),
     [
         ("eager", (FULL, KEPT, REPLICATED)),
-        ("aot_eager", (FULL, REPLICATED)),
-        pytest.param("aot_eager", (KEPT,), marks=pytest.mark.nightly),
+        ("aot_eager", (FULL,)),
+        pytest.param("aot_eager", (KEPT, REPLICATED), marks=pytest.mark.nightly),
     ],
 )
 def test_weights_read_outside_of_their_units(two: Ranks, how: str, strategies: tuple[ShardingStrategy, ...]) -> None:
