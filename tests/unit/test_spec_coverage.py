@@ -1,5 +1,6 @@
 """The table of what is tested against the specification is up to date, and its tool notices what is wrong."""
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ def test_the_table_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_accelerator_is_needed_for_no_statement() -> None:
     """What is proven is proven in one process or on gloo ranks; tests on a GPU come on top (E-TEST-1)."""
-    tests = TOOL["read_tests"](ROOT)
-    only = [spec_id for spec_id, proofs in tests.items() if all(proof.startswith("gpu/") for proof in proofs)]
-    assert tests and not only
+    rows = re.findall(r"^\| (E-\S+) \| (`.*`) \|$", (ROOT / "tests" / "spec_coverage.md").read_text(), re.MULTILINE)
+    only = [spec_id for spec_id, proofs in rows if all(proof.startswith("`gpu/") for proof in proofs.split("<br>"))]
+    assert len(rows) > 100 and not only
 
 
 @pytest.fixture
