@@ -1,5 +1,6 @@
 """Blocks that are compiled by themselves inside a model that runs eagerly."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -305,8 +306,13 @@ def test_units_of_many_sizes_run_by_one_piece_of_code(two: Ranks, weights_train:
     two.run(_run_many_sizes, weights_train)
 
 
+COMPARED = [("SHARD_GRAD_OP", None), ("FULL_SHARD", BF16)]
+if os.environ.get("FSDP_COMPILE_TESTS") == "nightly":
+    COMPARED.append(("NO_SHARD", None))  # by day test_regional of test_compile_step has it
+
+
 def _compare(rank: int) -> None:
-    for strategy, precision in (("SHARD_GRAD_OP", None), ("NO_SHARD", None), ("FULL_SHARD", BF16)):
+    for strategy, precision in COMPARED:
         ours, theirs = (
             fully_shard(build(MLP), sharding_strategy=ShardingStrategy[strategy], mixed_precision=precision)
             for _ in range(2)
