@@ -20,9 +20,9 @@ PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 FILES = 130
 BUDGET = {
-    PACKAGE: 33_524,
+    PACKAGE: 33_534,
     f"{PACKAGE}/*.py": 3_962,
-    f"{PACKAGE}/core": 5_731,
+    f"{PACKAGE}/core": 5_741,
     f"{PACKAGE}/comm": 1_700,
     f"{PACKAGE}/construct": 1_287,
     f"{PACKAGE}/eager": 3_765,

@@ -161,12 +161,21 @@ def call_with_graph(function: Callable[[torch.fx.GraphModule], None]) -> None:
 
 
 def graph_so_far() -> list[torch.fx.Node]:
-    """The nodes that Dynamo has traced of the graph that it traces now; none if it does not trace."""
+    """The nodes that Dynamo has traced of the graph that it traces now, and before of those around it, as around a
+    checkpointed region; none if it does not trace.
+    """
     try:
         output = InstructionTranslator.current_tx().output
     except AttributeError:
         return []
-    return [] if output.should_exit else list(output.graph.nodes)  # else it is complete, and runs on fake tensors
+    if output.should_exit:  # the graph is complete, and a backend runs on fake tensors
+        return []
+    nodes: list[torch.fx.Node] = []
+    tracer: Any = output.current_tracer
+    while tracer is not None:
+        nodes = [*tracer.graph.nodes, *nodes]
+        tracer = tracer.parent
+    return nodes
 
 
 inductor_settings: list[Callable[[torch.fx.Graph], dict[str, Any]]] = []

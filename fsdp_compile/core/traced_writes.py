@@ -116,14 +116,15 @@ def _check_gathered(graph: torch.fx.GraphModule) -> None:
     """Where a graph of Dynamo writes to unsharded parameters that were read, or they leave it for eager code: have them
     read eagerly. RuntimeError if it writes to what it gathered for a unit's own forward.
     """
-    *nodes, output = graph.graph.nodes
+    nodes = [node for part in graph.modules() if isinstance(part, torch.fx.GraphModule) for node in part.graph.nodes]
     assigned = tensor_assigned_at_break()
     written = {} if assigned is None else {_storage(assigned): "an assignment to an attribute"}
     for node in nodes:
         fakes = [each for each in _fakes(node.meta.get("example_value")) if each._version]
         for each in (*fakes, *_fakes(_written_arguments(node))):
             written.setdefault(_storage(each), node.name)
-    leaving = {_storage(each) for each in _fakes(output.all_input_nodes)} if eager_code_goes_on() else set()
+    outputs = graph.graph.output_node().all_input_nodes if eager_code_goes_on() else []
+    leaving = set(map(_storage, _fakes(outputs)))
     reads = []
     for node in nodes:
         if node.target is torch.ops.fsdp_flat.unshard.default:

@@ -29,8 +29,8 @@ ON = os.environ.get("FSDP_COMPILE_RANKS_ON", "cpu")
 NIGHTLY = os.environ.get("FSDP_COMPILE_TESTS") == "nightly"
 # Seconds that one call may take.
 LIMIT = 1200.0 if NIGHTLY else float(os.environ.get("LIMIT", 240))
-# By day ranks fork from a process that has imported torch and nothing else, once for all of them. At night each imports
-# it, as users' ranks do, and hashes strings as no other does.
+# By day all ranks but 0 fork from a process that has imported torch and nothing else, once for all. At night each of
+# them imports it, as users' ranks do, and hashes strings as no other does.
 # "fork" where torch is imported already and nothing ran a backward: tools/mutate.py saves the seconds of the imports.
 START = os.environ.get("FSDP_COMPILE_RANKS", "spawn" if NIGHTLY or ON == "cuda" else "forkserver")
 IMPORTED = ["torch.distributed.fsdp", "torch._inductor.compile_fx", "fsdp_compile.passes.inductor"]
@@ -107,12 +107,13 @@ class Ranks:
 
     def _start(self) -> None:
         self.starts += 1
-        context = multiprocessing.get_context(self.start)
         if self.start == "forkserver":
             os.environ |= ENVIRONMENT
-            context.set_forkserver_preload(IMPORTED)
+            multiprocessing.set_forkserver_preload(IMPORTED)
         rendezvous = self.folder / f"rendezvous_{self.world_size}_{id(self)}_{self.starts}"
         for rank in range(self.world_size):
+            # Rank 0 with hashes of strings and addresses of its own: where the order of a set differs, ranks differ.
+            context = multiprocessing.get_context("spawn" if rank == 0 and self.start == "forkserver" else self.start)
             here, there = context.Pipe()
             stacks = Path(f"{rendezvous}_stacks_{rank}")
             settings = (rank, self.world_size, str(rendezvous), str(self.folder / "inductor"), str(stacks))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard
 
@@ -225,6 +226,38 @@ def _as_one_graph(rank: int) -> None:
 def test_a_view_in_one_graph(two: Ranks) -> None:
     """Dynamo says what it cannot trace where a graph may not break at a view of a parameter of another unit."""
     two.run(_as_one_graph)
+
+
+class _Region(nn.Module):
+    """Runs a module in a checkpointed region."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def _in_a_region(rank: int) -> None:
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    for edit in (_write_data, _write_detached, _multiply):
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+            torch._dynamo.reset()
+            whole, model = _Region(_Edited(edit, True)), _Region(_Edited(edit, True))
+            for each in (model.inner.teacher, model.inner.student, model):
+                fully_shard(each, sharding_strategy=strategy)
+            run = torch.compile(model, backend="aot_eager")
+            for _ in range(2):  # without backward, which would run the edit again
+                torch.testing.assert_close(run(x), whole(x), msg=edit.__name__)
+    coded = torch.compile(fully_shard(_Region(_Coded(_own_multiply))), backend="aot_eager")
+    with pytest.raises(Exception, match=REFUSED):
+        coded(torch.ones(3, 4))
+
+
+def test_in_a_checkpointed_region(two: Ranks) -> None:
+    """So do changes in a checkpointed region of a compiled forward, which is a graph within its graph."""
+    two.run(_in_a_region)
 
 
 class _Replacing(_Edited):
