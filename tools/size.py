@@ -18,14 +18,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
-FILES = 130
+FILES = 131
 BUDGET = {
-    PACKAGE: 33_534,
+    PACKAGE: 33_571,
     f"{PACKAGE}/*.py": 3_962,
-    f"{PACKAGE}/core": 5_741,
+    f"{PACKAGE}/core": 5_779,
     f"{PACKAGE}/comm": 1_700,
     f"{PACKAGE}/construct": 1_287,
-    f"{PACKAGE}/eager": 3_765,
+    f"{PACKAGE}/eager": 3_764,
     f"{PACKAGE}/optim": 1_655,
     f"{PACKAGE}/passes": 8_588,
     f"{PACKAGE}/state_dict": 1_264,

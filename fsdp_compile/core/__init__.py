@@ -10,6 +10,7 @@ shard_spec.py     which elements of a sharded tensor each rank stores, as ranges
 sharded_tensor.py parameters, gradients and optimizer state as user code sees them: of the full shape
 unsharded_tensor.py   the same with all elements on the rank
 sharded_rules.py  what operators do with sharded tensors
+averaging.py      the gradients of parameters that are used outside of their unit's forward
 sharding.py       a sharded module: what it knows about itself, and how its code finds unsharded parameters
 settings.py       the options of `fully_shard`, switches in the environment, warnings that point at the user's line
 _torch.py         private names of torch about autograd, modules and Dynamo

@@ -196,6 +196,11 @@ def set_inductor(traced: torch.fx.GraphModule) -> None:
         output.compiler_fn = around if around is not backend else ours
 
 
+def traced_value(tracing: Any, name: str) -> Any:
+    """What a local variable is in the function that Dynamo traces; `tracing`: its `ComptimeContext`."""
+    return tracing.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker().value
+
+
 def reading_place(tracing: Any) -> tuple[CodeType, int] | None:
     """The code that Dynamo traces around a property and a function called by it, and the instruction there.
     None if it traces the property or the function alone, for code that it does not trace.
@@ -215,6 +220,9 @@ def trace_again(reason: str) -> NoReturn:
     raise RestartAnalysis(restart_reason=reason)
 
 
+_NOT_USERS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+
+
 def eager_code_goes_on() -> bool:
     """Whether eager code uses what the graph that Dynamo ends now gives: behind a break, or where the frame returns to
     code that is not traced, other than the caller of what was compiled.
@@ -222,12 +230,11 @@ def eager_code_goes_on() -> bool:
     if not InstructionTranslator.current_tx().current_instruction.opname.startswith("RETURN"):
         return True
     frame: Any = sys._getframe()
-    while frame.f_code.co_filename.startswith(_NOT_USERS) and frame.f_code.co_filename != eval_frame.__file__:
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
+        if frame.f_code.co_filename == eval_frame.__file__:  # which calls what was compiled
+            return False
         frame = frame.f_back
-    return bool(frame.f_code.co_filename != eval_frame.__file__)  # which calls what was compiled
-
-
-_NOT_USERS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+    return True
 
 
 def tensor_assigned_at_break() -> Tensor | None:

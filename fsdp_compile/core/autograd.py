@@ -35,9 +35,9 @@ from fsdp_compile.core._torch import (
     step_carried_optimizers,
     without_torch_function,
 )
+from fsdp_compile.core.averaging import has_hooks
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.shard_spec import ShardRanks
-from fsdp_compile.core.sharded_rules import has_hooks
 from fsdp_compile.core.sharded_tensor import FlatGradient, ShardedTensor, set_grad
 
 # Note [Why reduces are waited for behind the flat shard]

@@ -173,8 +173,8 @@ def _unshard_fake(shard: Tensor, flat_param_id: Tensor | None, deferred: Tensor 
         function, _ = _before_tracing.popitem()
         with without_dispatch_modes():  # modules that are imported now may create tensors
             function()
-    note_gathered(shard)
     parsed = UnshardSpec.parse(spec)
+    note_gathered(shard, holds_plain=parsed.layout.world_size == 1)
     return shard.new_empty(parsed.layout.numel, dtype=parsed.compute_dtype or shard.dtype)
 
 

@@ -30,7 +30,7 @@ Its result is plain and equal on all ranks:
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import compress
 from operator import attrgetter
@@ -44,9 +44,9 @@ from fsdp_compile.core._torch import (
     FakeTensor,
     executes_formula,
     gives_gradients_of_leaves,
-    never_compile,
     without_torch_function,
 )
+from fsdp_compile.core.averaging import average_gradients
 from fsdp_compile.core.exact_sums import exact_sums, powers_of_norm
 from fsdp_compile.core.shard_spec import ShardSpec
 from fsdp_compile.core.sharded_tensor import (
@@ -122,46 +122,6 @@ def averaged_in_backward(tensors: list[Any]) -> list[Any] | None:
         ranks.average(each) if isinstance(each, Tensor) and not is_sharded(each) and each.is_floating_point() else each
         for each in tensors
     ]
-
-
-def average_gradients(args: Iterable[Any]) -> None:
-    """Average the plain gradients that parameters among `args` get, by a hook on each parameter.
-
-    Raises:
-        NotImplementedError: Dynamo traces this with gradients, and breaks the graph. Where collectives of its backward
-            go depends on what a rank stores.
-    """
-    for arg in args:  # also without grad mode: the forward of a torch.autograd.Function has none
-        if type(arg) is ShardedTensor:
-            if isinstance(arg.local, FakeTensor):
-                if arg.requires_grad and torch.is_grad_enabled():
-                    raise NotImplementedError(
-                        "a sharded parameter is used outside of its unit's forward, as from parameters(): the graph "
-                        "breaks there; read module.name, which is gathered in the graph"
-                    )
-            elif arg.requires_grad and arg.is_leaf and "_averages" not in vars(arg):
-                vars(arg)["_averages"] = arg.register_hook(partial(_averaged, arg.spec))
-        elif isinstance(arg, (list, tuple)):
-            average_gradients(arg)
-
-
-def has_hooks(param: Any) -> bool:
-    """Whether users registered hooks on `param`; the hooks of `average_gradients` do not count."""
-    own = "_averages" in vars(param)
-    return param._post_accumulate_grad_hooks is not None or len(param._backward_hooks or ()) > own
-
-
-@never_compile
-def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Tensor | None:
-    """Hook: turn a plain gradient into the mean over ranks, sharded by `spec`."""
-    if gradient is None or type(gradient) is ShardedTensor:  # None: under no_sync nothing is reduced
-        return None
-    if gradient.requires_grad:
-        raise RuntimeError(
-            "create_graph=True is not supported for a parameter that is used outside of its unit's forward: "
-            "derivatives of second order are not averaged over ranks"
-        )
-    return ShardedTensor(spec.local_of(spec.ranks.average(plain(gradient))).clone(), spec)
 
 
 # --- gathering --------------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from fsdp_compile.core._torch import (
     tensor_assigned_at_break,
     trace_again,
     traced_code_changes,
+    traced_value,
 )
 
 _GATHERED, _WRITTEN = "_fsdp_gathered", "_fsdp_written"  # attributes of fake storages
@@ -60,11 +61,13 @@ def note_written(written: Sequence[Tensor]) -> None:
         storage[_WRITTEN] = True
 
 
-def note_gathered(shard: Tensor) -> None:
-    """The graph gathers `shard`, a fake. NotImplementedError if it has changed or replaced a part of it before."""
+def note_gathered(shard: Tensor, holds_plain: bool) -> None:
+    """The graph gathers `shard`, a fake. NotImplementedError if it has changed or replaced a part of it before.
+    `holds_plain`: whether its parameters are plain tensors, of which nothing is noted when they are written.
+    """
     storage = _attributes_of_storage(shard)
-    arguments = (argument for node in graph_so_far() for argument in _written_arguments(node))
-    is_written = any(_storage(each) == _storage(shard) for each in _fakes(list(arguments)))  # as parameters of NO_SHARD
+    arguments = [argument for node in graph_so_far() for argument in _written_arguments(node)] if holds_plain else []
+    is_written = any(_storage(each) == _storage(shard) for each in _fakes(arguments))
     if storage.get(_WRITTEN) or is_written or traced_code_changes("_parameters"):
         raise NotImplementedError(
             "a sharded parameter changes in a graph that gathers it afterwards, which would give the old values; call "
@@ -94,12 +97,10 @@ def check_read(tracing: Any) -> None:
 
 
 def note_read(tracing: Any) -> None:
-    """Note what the graph has gathered for that."""
-    for node in reversed(graph_so_far()):
-        if _READ_AT in node.meta:
-            break
-        if node.target is torch.ops.fsdp_flat.unshard.default:
-            node.meta[_READ_AT] = reading_place(tracing)
+    """Note what the graph has gathered for that: the flat parameters of the local variable `unit`."""
+    unshards = [node for node in graph_so_far() if node.target is torch.ops.fsdp_flat.unshard.default]
+    for node in unshards[-len(traced_value(tracing, "unit").flats) :]:
+        node.meta[_READ_AT] = reading_place(tracing)
 
 
 def _attributes_of_storage(fake: Tensor) -> dict[str, bool]:

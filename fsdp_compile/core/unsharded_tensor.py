@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from fsdp_compile.core._torch import never_compile
+from fsdp_compile.core.averaging import average_gradients
 from fsdp_compile.core.sharded_tensor import ShardedTensor, bump_version, check_full_shape, set_local
 
 
@@ -17,6 +18,8 @@ class UnshardedTensor(ShardedTensor):
 
     Operators take it for a plain tensor, and their results are plain.
     """
+
+    is_alone = False  # whether other ranks do not have theirs (`rank0_only`)
 
     # torch's stub declares a static method without `func`.
     @classmethod
@@ -99,6 +102,7 @@ _UPDATES = ("aten::_fused_", "aten::_amp_")
 
 
 def _call_on_all_elements(func: Any, args: Any, kwargs: Any) -> Any:
+    average_gradients(args)
     plain: dict[int, Any] = {}
     met = set()
 

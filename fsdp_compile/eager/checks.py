@@ -130,14 +130,11 @@ def compare_units(module: Any, settings: str, compiled: bool) -> bool:
     return True
 
 
-_REGISTRIES = ("_parameters", "_fsdp_parameters", "_modules")
-
-
 def warn_of_kept_views(module: nn.Module, memory: Set[int]) -> None:
     """Warn of attributes of modules below `module` that lie in `memory`, addresses of what was gathered for it."""
     for each in module.modules():
         for name, value in vars(each).items():
-            if not isinstance(value, Tensor | list | tuple | dict) or name in _REGISTRIES:
+            if not isinstance(value, Tensor | list | tuple | dict) or name in ("_fsdp_parameters", "_modules"):
                 continue
             plain = (plain_within(leaf) for leaf in leaves_of(value) if type(leaf) is Tensor)
             plain = (leaf for leaf in plain if type(leaf) is Tensor and leaf.layout is torch.strided)

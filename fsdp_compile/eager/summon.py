@@ -159,6 +159,8 @@ class Summoned:
         else:
             for flat, tensors in zip(unit.flats, full, strict=True):
                 flat.use_unsharded([tensor.cpu() for tensor in tensors] if options.offload_to_cpu else tensors)
+            for param in unit.params if unit.is_sharded else ():
+                vars(param)["is_alone"] = options.rank0_only
         if self.shows_grads:
             set_grads(unit.params, grads)
 

@@ -1,10 +1,13 @@
 """`summon_full_params`: what is seen inside, which edits stay."""
 
+import copy
+
 import pytest
 import torch
-from models import MODELS, Residual
+import torch.nn.functional as F
+from models import MODELS, Residual, seeded
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from fsdp_compile import FullyShardedDataParallel, fully_shard, summon_full_params
 from fsdp_compile.core.sharded_tensor import ShardedTensor
@@ -155,6 +158,37 @@ def _edit(rank: int, how: str, strategy: str, change: str) -> None:
 def test_edits_are_kept(two: Ranks, how: str, strategy: str, change: str) -> None:
     """Edits in place, new data and new parameters all train on, eagerly and compiled (E-SUM-5, E-SUM-8, E-WB-3)."""
     two.run(_edit, how, strategy, change)
+
+
+def _lose_inside(rank: int, strategy: str) -> None:
+    x = torch.randn(4, 7, generator=seeded(1))
+    torch.manual_seed(0)
+    reference = nn.Linear(7, 5)
+    model = fully_shard(copy.deepcopy(reference), sharding_strategy=ShardingStrategy[strategy])
+    for is_backward_inside in (True, False):
+        F.linear(x, reference.weight).square().mean().backward()
+        with summon_full_params(model):
+            loss = F.linear(x.chunk(2)[rank], model.weight).square().mean()
+            if is_backward_inside:
+                loss.backward()
+        if not is_backward_inside:
+            loss.backward()
+        grad = model.weight.grad
+        torch.testing.assert_close(
+            grad.full_tensor() if isinstance(grad, ShardedTensor) else grad, reference.weight.grad
+        )
+    if strategy == "FULL_SHARD":
+        with summon_full_params(model, rank0_only=True, writeback=False):
+            loss = model.weight.square().sum() if rank == 0 else None
+            if loss is not None:
+                with pytest.raises(RuntimeError, match=r"a backward within summon_full_params\(rank0_only=True\)"):
+                    loss.backward()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_losses_of_full_parameters(two: Ranks, strategy: str) -> None:
+    """What a rank computes from full parameters and its data gives them the mean gradient of all ranks."""
+    two.run(_lose_inside, strategy)
 
 
 def _drop(rank: int, strategy: str, change: str) -> None:
