@@ -242,11 +242,11 @@ class _Region(nn.Module):
 def _in_a_region(rank: int) -> None:
     x = torch.linspace(-1, 1, 12).view(3, 4)
     for edit in (_write_data, _write_detached, _multiply):
-        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        for in_region, strategy in ((True, "FULL_SHARD"), (True, "NO_SHARD"), (False, "NO_SHARD")):
             torch._dynamo.reset()
-            whole, model = _Region(_Edited(edit, True)), _Region(_Edited(edit, True))
-            for each in (model.inner.teacher, model.inner.student, model):
-                fully_shard(each, sharding_strategy=strategy)
+            whole, model = [_Region(_Edited(edit, True)) if in_region else _Edited(edit, True) for _ in range(2)]
+            for each in (m for m in [*model.modules()][::-1] if isinstance(m, nn.Linear) or m is model):
+                fully_shard(each, sharding_strategy=ShardingStrategy[strategy])
             run = torch.compile(model, backend="aot_eager")
             for _ in range(2):  # without backward, which would run the edit again
                 torch.testing.assert_close(run(x), whole(x), msg=edit.__name__)
@@ -256,7 +256,7 @@ def _in_a_region(rank: int) -> None:
 
 
 def test_in_a_checkpointed_region(two: Ranks) -> None:
-    """So do changes in a checkpointed region of a compiled forward, which is a graph within its graph."""
+    """So do changes in a checkpointed region of a compiled forward, which is a graph within its graph; NO_SHARD too."""
     two.run(_in_a_region)
 
 
