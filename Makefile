@@ -10,6 +10,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 TIERS := $(foreach tier,gloo fake unit gpu,$(wildcard tests/$(tier)))
 COMPARED := --batch 4 --seq 128 --steps 12 --systems eager,compiled,fsdp2,fsdp2-compiled --html compare.html
 export OMP_NUM_THREADS ?= 1
+# What pip does not compile, Python compiles at the first import and keeps.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run test types fuzz bench size spec features format clean compiler

@@ -20,9 +20,9 @@ PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 FILES = 131
 BUDGET = {
-    PACKAGE: 33_571,
+    PACKAGE: 33_570,
     f"{PACKAGE}/*.py": 3_962,
-    f"{PACKAGE}/core": 5_779,
+    f"{PACKAGE}/core": 5_778,
     f"{PACKAGE}/comm": 1_700,
     f"{PACKAGE}/construct": 1_287,
     f"{PACKAGE}/eager": 3_764,

@@ -160,18 +160,22 @@ def call_with_graph(function: Callable[[torch.fx.GraphModule], None]) -> None:
         output.add_graph_finalizer(function)
 
 
+def _unfinished_output() -> Any:
+    """Dynamo's `OutputGraph` while it traces; None if it does not, as when a backend runs the graph on fake tensors."""
+    try:
+        output = InstructionTranslator.current_tx().output
+    except AttributeError:
+        return None
+    return None if output.should_exit else output
+
+
 def graph_so_far() -> list[torch.fx.Node]:
     """The nodes that Dynamo has traced of the graph that it traces now, and before of those around it, as around a
     checkpointed region; none if it does not trace.
     """
-    try:
-        output = InstructionTranslator.current_tx().output
-    except AttributeError:
-        return []
-    if output.should_exit:  # the graph is complete, and a backend runs on fake tensors
-        return []
+    output = _unfinished_output()
+    tracer = output and output.current_tracer
     nodes: list[torch.fx.Node] = []
-    tracer: Any = output.current_tracer
     while tracer is not None:
         nodes = [*tracer.graph.nodes, *nodes]
         tracer = tracer.parent
@@ -196,9 +200,9 @@ def set_inductor(traced: torch.fx.GraphModule) -> None:
         output.compiler_fn = around if around is not backend else ours
 
 
-def traced_value(tracing: Any, name: str) -> Any:
-    """What a local variable is in the function that Dynamo traces; `tracing`: its `ComptimeContext`."""
-    return tracing.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker().value
+def traced_variable(tracing: Any, name: str) -> Any:
+    """Dynamo's variable for a local one of the function that it traces; `tracing`: its `ComptimeContext`."""
+    return tracing.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
 
 
 def reading_place(tracing: Any) -> tuple[CodeType, int] | None:
@@ -257,14 +261,9 @@ def break_graph(reason: str) -> None:
 
 def traced_code_changes(attribute: str) -> bool:
     """Whether Dynamo traces, and has traced a change of a dictionary that is an object's `attribute`."""
-    try:
-        output = InstructionTranslator.current_tx().output
-    except AttributeError:  # it does not trace
-        return False
-    if output.should_exit:  # the graph is complete, and a backend runs on fake tensors
-        return False
-    effects = output.side_effects
-    for variable in effects.id_to_variable.values():
+    output = _unfinished_output()
+    effects = output and output.side_effects
+    for variable in effects.id_to_variable.values() if effects is not None else ():
         source: Any = variable.source
         while isinstance(source, NNModuleSource):
             source = source.base
@@ -288,7 +287,7 @@ def call_before_runs(tracing: Any, function: Callable[[Any], bool], inside: Code
         if caller.f_code is inside:
             return
         caller = caller.parent
-    variable = tracing.get_local("self")._i_will_not_complain_if_bc_breaks_VariableTracker()
+    variable = traced_variable(tracing, "self")
     function(variable.value)
     if variable.source is not None:  # else the graph makes the value itself
         install_guard(variable.source.make_guard(functools.partial(_guard_that_calls, function)))

@@ -41,7 +41,7 @@ from fsdp_compile.core._torch import (
     tensor_assigned_at_break,
     trace_again,
     traced_code_changes,
-    traced_value,
+    traced_variable,
 )
 
 _GATHERED, _WRITTEN = "_fsdp_gathered", "_fsdp_written"  # attributes of fake storages
@@ -99,7 +99,7 @@ def check_read(tracing: Any) -> None:
 def note_read(tracing: Any) -> None:
     """Note what the graph has gathered for that: the flat parameters of the local variable `unit`."""
     unshards = [node for node in graph_so_far() if node.target is torch.ops.fsdp_flat.unshard.default]
-    for node in unshards[-len(traced_value(tracing, "unit").flats) :]:
+    for node in unshards[-len(traced_variable(tracing, "unit").value.flats) :]:
         node.meta[_READ_AT] = reading_place(tracing)
 
 

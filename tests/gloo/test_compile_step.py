@@ -1,7 +1,6 @@
 """`compile_step` trains as the loop that it stands for."""
 
 import copy
-import os
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -17,11 +16,11 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_compile import FullyShardedDataParallel, compile_step, fully_shard
 from fsdp_compile.optim.flat import FlatStep
 
-from .ranks import Ranks
+from .ranks import NIGHTLY, Ranks
 from .training import assert_bitwise, local, mine, shard
 
 LATE = pytest.mark.nightly
-STEPS = 50 if os.environ.get("FSDP_COMPILE_TESTS") == "nightly" else 15
+STEPS = 50 if NIGHTLY else 15
 CLIP = 0.5
 CASE = MODELS["mlp"]
 SMALL = Case(lambda: Stack([Residual(11, 23)], width=11), CASE.batch, CASE.loss)

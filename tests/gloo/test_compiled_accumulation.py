@@ -3,7 +3,6 @@
 `aot_eager` runs the same operators as eager, so equality is bit for bit; Inductor rounds elsewhere.
 """
 
-import os
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -24,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 
-from .ranks import Ranks
+from .ranks import NIGHTLY, Ranks
 from .test_communication import _spied
 from .test_reduce import _two_by_two
 from .training import (
@@ -41,7 +40,7 @@ from .training import (
     whole,
 )
 
-SMALL = Case(lambda: mlp(2 if os.environ.get("FSDP_COMPILE_TESTS") == "nightly" else 1), vectors, squared_error)
+SMALL = Case(lambda: mlp(2 if NIGHTLY else 1), vectors, squared_error)
 no_recompile = torch._dynamo.config.patch(error_on_recompile=True)
 
 

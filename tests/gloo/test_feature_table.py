@@ -6,7 +6,6 @@ compiles all three and runs Inductor.
 """
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +20,10 @@ from torch import Tensor, nn
 from fsdp_compile.core.unit import unit_of
 
 from .emulation import Emulation, loss_of, windows_of
-from .ranks import Ranks
+from .ranks import NIGHTLY, Ranks
 from .training import OPTIMIZERS, build, local, stored_here
 
 RESULTS = Path(__file__).parents[1] / "feature_results.json"
-NIGHTLY = os.environ.get("FSDP_COMPILE_TESTS") == "nightly"
 STEPS = 50 if NIGHTLY else 4
 COMPARED = 4  # steps whose gradients are compared: later ones start from parameters that rounding has moved
 CURVE = 1e-3  # relative, on every loss of every step

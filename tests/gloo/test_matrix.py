@@ -3,7 +3,6 @@
 7 combinations on two ranks by default; `FSDP_COMPILE_TESTS=nightly` draws 200.
 """
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +18,10 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from fsdp_compile import fully_shard
 
 from .emulation import Emulation, loss_of, windows_of
-from .ranks import Ranks
+from .ranks import NIGHTLY, Ranks
 from .training import OPTIMIZERS, PER_RANK, assert_same_parameters, build, executor
 
 STEPS = 5
-NIGHTLY = os.environ.get("FSDP_COMPILE_TESTS") == "nightly"
 EXAMPLES = 200 if NIGHTLY else 14
 COMPILERS = ["aot_eager", "inductor"] if NIGHTLY else ["aot_eager"]
 

@@ -1,6 +1,5 @@
 """Blocks that are compiled by themselves inside a model that runs eagerly."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -21,7 +20,7 @@ from fsdp_compile.eager import reduce
 from fsdp_compile.eager.streams import UnshardedBuffer
 from fsdp_compile.eager.unsharded import UnshardedUnit
 
-from .ranks import Ranks
+from .ranks import NIGHTLY, Ranks
 from .test_communication import _assert_freed, _gathered_bytes, _per_unit, _spied
 from .training import OPTIMIZERS, assert_bitwise, backward, build, follow, mine, reference_and_model, shard, units
 
@@ -307,7 +306,7 @@ def test_units_of_many_sizes_run_by_one_piece_of_code(two: Ranks, weights_train:
 
 
 COMPARED = [("SHARD_GRAD_OP", None), ("FULL_SHARD", BF16)]
-if os.environ.get("FSDP_COMPILE_TESTS") == "nightly":
+if NIGHTLY:
     COMPARED.append(("NO_SHARD", None))  # by day test_regional of test_compile_step has it
 
 
