@@ -56,7 +56,7 @@ NEAREST = {
     "core/layout.py": "tests/unit/test_layout.py tests/unit/test_flat_param.py tests/unit/test_rows.py",
     "core/flat_param.py": "tests/unit/test_flat_param.py tests/gloo/test_gradients.py tests/gloo/test_matrix.py "
                           "tests/gloo/test_summon.py tests/gloo/test_features.py tests/gloo/test_reads.py "
-                          "tests/unit/test_update_in_backward.py",
+                          "tests/unit/test_update_in_backward.py tests/gloo/test_update_in_backward.py",
     "core/shard_spec.py": f"tests/unit/test_chunks.py {_STATES} tests/gloo/test_sharded_tensor.py "
                           "tests/gloo/test_fsdp1.py",
     "core/flat_collectives.py": "tests/fake/test_streams.py tests/gloo/test_communication.py tests/gloo/test_reduce.py "
@@ -71,14 +71,15 @@ NEAREST = {
     "state_dict/optimizer.py": f"{_STATES} tests/gloo/test_optimizers.py tests/gloo/test_resume.py "
                                "tests/gloo/test_by_owner.py tests/gloo/test_fsdp1.py",
     "eager/reduce.py": "tests/fake/test_states.py tests/fake/test_streams.py tests/gloo/test_reduce.py "
-                       f"tests/gloo/test_compiled_accumulation.py {_RUNTIME}",
+                       "tests/gloo/test_update_in_backward.py "
+                       f"tests/gloo/test_compiled_accumulation.py {_RUNTIME} tests/gloo/test_same_bits.py",
     "eager/accumulate.py": "tests/gloo/test_flat_gradients.py tests/gloo/test_neighbours.py "
                            f"tests/gloo/test_compiled_accumulation.py tests/gloo/test_unaveraged.py "
                            f"tests/gloo/test_features.py {_RUNTIME}",
     "eager/forward.py": f"tests/fake/test_regional.py {_RUNTIME} tests/gloo/test_precision.py "
                         "tests/gloo/test_regional.py tests/gloo/test_interruptions.py tests/fake/test_backends.py",
     "eager/unsharded.py": f"tests/fake/test_regional.py {_RUNTIME} tests/gloo/test_kept_unsharded.py "
-                          "tests/gloo/test_interruptions.py tests/gloo/test_outputs.py",
+                          "tests/gloo/test_interruptions.py tests/gloo/test_outputs.py tests/gloo/test_regional.py",
     "eager/writeback.py": "tests/gloo/test_writeback.py tests/gloo/test_fsdp2_scripts.py::test_values_assigned_on_meta",
     "optim/segments.py": "tests/fake/test_flat_steps.py tests/gloo/test_flat_step.py",
     "optim/flat.py": "tests/fake/test_flat_steps.py tests/gloo/test_flat_step.py tests/gloo/test_optimizers.py "

@@ -285,3 +285,13 @@ def test_forked_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _FORKS, str(tmp_path / "rendezvous")]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr[-4000:]
+
+
+def _count_others(rank: int) -> list[bool]:
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    return [comparison.exists(each) for each in (dist.group.WORLD, alone)]
+
+
+def test_one_rank_has_nobody_to_compare_with(two: Ranks) -> None:
+    """A group of one rank compares nothing, one of two does."""
+    assert two.run(_count_others) == [[True, False]] * 2

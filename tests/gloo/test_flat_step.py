@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from models import seeded
 from torch import nn
 
 from fsdp_compile import compile_step, fully_shard
-from fsdp_compile.optim import flat_step
-from fsdp_compile.optim.flat import FlatStep
+from fsdp_compile.optim import flat, flat_step
+from fsdp_compile.optim.flat import FlatStep, gradient_norm
 from fsdp_compile.optim.segments import Segments
 
 from .ranks import Ranks
@@ -113,6 +114,39 @@ def test_what_is_updated_at_once(two: Ranks) -> None:
     """Parameters that lie side by side are one parameter to the optimizer, and one call of what is fused; nothing is
     fused where the optimizer's own step has more to do."""
     two.run(_look)
+
+
+def _fuse(rank: int) -> None:
+    torch.manual_seed(0)
+    models: list[Any] = [fully_shard(nn.Linear(9, 9, bias=False)) for _ in range(2)]
+    models[1].weight.data.copy_(models[0].weight)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    step = FlatStep(optimizers[1], fuses=True)
+    for number in range(3):
+        x = torch.randn(3, 9, generator=seeded(number + 10 * rank))
+        for model in models:
+            model.zero_grad()
+            model(x).square().sum().backward()
+        norm = nn.utils.clip_grad_norm_(models[0].parameters(), 1.0)
+        optimizers[0].step()
+        updates, weight = step.begin(), models[1].weight
+        assert [len(update.recorded) for update in updates] == ([1] if number else [])  # the first makes the state
+        torch.testing.assert_close(gradient_norm([weight], updates), norm)
+        version = weight._version
+        if number:
+            with patch.object(flat, "compile_graph", lambda program, _: program):
+                updates[0].run(1.0 / (norm + 1e-6))
+        else:
+            nn.utils.clip_grad_norm_(models[1].parameters(), 1.0)
+        step.step_others(updates)
+        assert weight._version > version
+        _assert_equal(*models, optimizers)
+
+
+def test_fused_updates(two: Ranks) -> None:
+    """What is fused is the clipped step of a flat parameter, also of one with a single parameter; autograd notices that
+    its parameters changed. The program runs as it is: what Inductor makes of it is shown by `compile_step`'s tests."""
+    two.run(_fuse)
 
 
 def _take_turns(rank: int, how: str) -> None:

@@ -266,7 +266,7 @@ def _load_onto_meta(rank: int) -> None:
             param.normal_(generator=generator)
     x = torch.ones(2, 5)
     plain(x).sum().backward()
-    for how in ("at once", "in pieces", "assigned"):
+    for how in ("at once", "in pieces", "assigned", "in the first place alone"):
         with torch.device("meta"):
             model = _tied_products()
         fully_shard(model[1])
@@ -287,7 +287,8 @@ def _load_onto_meta(rank: int) -> None:
                 owner, _, own = name.rpartition(".")
                 values = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
                 setattr(model.get_submodule(owner), own, values)
-            model[2].weight = model[0].weight
+            if how == "assigned":
+                model[2].weight = model[0].weight
         model(x).sum().backward()
         assert model[2].weight is model[0].weight
         assert trained == {name: param.requires_grad for name, param in model.named_parameters()}

@@ -1,5 +1,6 @@
 """`reduction_order="tree"`: a run on four ranks, on two and on one ends with the same bits."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import part
+from models import part, seeded
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.utils import checkpoint as activations
 
 from fsdp_compile import checkpoint, compile_step, fully_shard, replicas
 from fsdp_compile.comm.groups import Groups
+from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.core.sharding import units_gathered_below
+from fsdp_compile.eager.reduce import pack
 
 from .ranks import Ranks
 from .same_bits import CASES, MICROBATCHES, OPTIMIZERS, STEPS, first, of_ranks, train, trained
@@ -124,6 +128,30 @@ def _whole_steps(rank: int, options: dict[str, Any], backend: str) -> None:
 def test_compile_step(four: Ranks, options: dict[str, Any], backend: str) -> None:
     """Whole steps, clipped or with updates in backward, are equal too."""
     four.run(_whole_steps, options, backend)
+
+
+def _accumulated(rank: int) -> None:
+    for order in ("any", "tree"):
+        torch.manual_seed(0)
+        plain = nn.Linear(3, 3)
+        model: Any = fully_shard(copy.deepcopy(plain), reduction_order=order)
+        with model.no_sync():
+            for number in range(3):
+                x = torch.randn(2, 3, generator=seeded(number + 10 * rank))
+                for each in (plain, model):
+                    each(x).square().sum().backward()
+        (unit,) = units_gathered_below(model)
+        (flat,) = unit.flats
+        packed = pack(flat, [torch.ones(3, 3), torch.ones(3)], torch.float32, torch.device("cpu"))
+        torch.ops.fsdp_flat.add_accumulated_(packed, flat.flat_param_id)
+        sums = view_parameters(packed, flat.layout.text)
+        for param, found in zip(plain.parameters(), sums, strict=True):
+            torch.testing.assert_close(found, param.grad + 1)
+
+
+def test_what_was_accumulated_joins_the_gradients_of_a_graph(two: Ranks) -> None:
+    """A graph that reduces in place reduces the sum of its gradients and of those that were accumulated before."""
+    two.run(_accumulated)
 
 
 def _resizes(rank: int, folder: str) -> None:

@@ -377,6 +377,25 @@ def test_what_one_rank_saved(two: Ranks, tmp_path: Path) -> None:
 # --- optimizers -------------------------------------------------------------------------------------------------------
 
 
+def _one_unit(rank: int) -> None:
+    model = fully_shard(nn.Linear(3, 3))
+    optimizer = start(model, OPTIMIZERS["adamw"])
+    with state_dict_type(model, FULL):
+        saved = optim_state_dict(model, optimizer)
+        fresh = OPTIMIZERS["adamw"](model.parameters())
+        fresh.load_state_dict(optim_state_dict_to_load(model, fresh, saved))
+        assert equal_states(fresh, optimizer)
+        if rank:
+            del saved["state"]["bias"]
+        with pytest.raises(RuntimeError, match=r"different parameters: \['bias'\] on rank 0"):
+            optim_state_dict_to_load(model, fresh, saved)
+
+
+def test_optimizer_of_one_unit(two: Ranks) -> None:
+    """Full state of an optimizer is loaded, and compared between ranks, also where one unit has all parameters."""
+    two.run(_one_unit)
+
+
 def _in_groups(make: Callable[[Any], torch.optim.Optimizer], model: nn.Module, _: Any = None) -> Any:
     """An optimizer with weights in one group and biases in another."""
     named = list(model.named_parameters())

@@ -14,7 +14,7 @@ from .ranks import Ranks
 
 def _model(strategy: ShardingStrategy) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    model = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8), nn.Linear(8, 2), nn.PReLU())
     fully_shard(model[1], sharding_strategy=strategy)
     return model
 
@@ -27,7 +27,7 @@ def _warnings(rank: int, model: nn.Module, average: bool = False, named: bool = 
         for _ in range(2):
             model(torch.tensor([rank, rank])).sum().backward()
             if average:
-                for module in (model[0], model[2]):  # type: ignore[index]  # it is an nn.Sequential
+                for module in (model[0], model[2], model[3]):  # type: ignore[index]  # it is an nn.Sequential
                     for param in module.parameters():
                         dist.all_reduce(param.grad)
             optimizer.step()
@@ -40,7 +40,7 @@ def _run(rank: int) -> list[list[str]]:
     full, no_shard = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
     root = fully_shard(_model(full))
     ignored = _model(full)
-    fully_shard(ignored, ignored_params=[*ignored[0].parameters(), *ignored[2].parameters()])
+    fully_shard(ignored, ignored_params=[*ignored[0].parameters(), *ignored[2:].parameters()])
     replicated = replicate(_model(full))
     return [
         _warnings(rank, _model(full), named=True),
@@ -59,6 +59,6 @@ def test_a_forgotten_root(two: Ranks) -> None:
     """
     named, unnamed, replicas, *silent = [[*a, *b] for a, b in zip(*two.run(_run), strict=True)]
     assert len(named) == len(unnamed) == len(replicas) == 1
-    assert "3 others (0.weight, 2.weight, 2.bias)" in named[0]
-    assert "3 others (of shape (4, 8), of shape (2, 8), of shape (2,))" in unnamed[0]
+    assert "4 others (0.weight, 2.weight, 2.bias, ...)" in named[0]
+    assert "4 others (of shape (4, 8), of shape (2, 8), of shape (2,), ...)" in unnamed[0]
     assert silent == [[]] * 4

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from fsdp_compile import checkpoint
 from fsdp_compile.checkpoint import directory
-from fsdp_compile.checkpoint.save_load import all_succeed
+from fsdp_compile.checkpoint.save_load import all_succeed, trained_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -400,3 +400,17 @@ def test_no_copy_of_contiguous_tensors(tmp_path: Path, monkeypatch: pytest.Monke
     checkpoint.save(views, tmp_path, 0)
     assert seen == [view.data_ptr() for view in views.values()]
     assert (tmp_path / "step-00000000" / "__0_0.distcp").stat().st_size < 20_000
+
+
+def test_what_trains_is_saved_without_the_rest() -> None:
+    """The state of what trains has buffers, no frozen parameter under any name, and leaves frozen ones as they are."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    model[2].weight = model[0].weight
+    inner = trained_in(model)
+    saved = inner.state_dict()
+    assert {*saved} == {name for name in model.state_dict() if name[0] == "1" or name == "2.bias"}
+    frozen = model[0].weight.clone()
+    inner.load_state_dict({name: torch.full_like(value, 7) for name, value in saved.items()})
+    assert torch.equal(model[0].weight, frozen)
+    assert bool((model[2].bias == 7).all())

@@ -39,3 +39,12 @@ def test_all_that_is_flattened_lies_alike(shapes, shards):
         assert all(param.shape == tensor.shape for param in shown)
         local = [param.to_local() if isinstance(param, ShardedTensor) else param.reshape(-1) for param in shown]
         assert torch.equal(torch.cat(local).detach(), tensor.reshape(-1))
+
+
+def test_autograd_names_the_parameters_of_a_shard():
+    """What autograd says of a shard has the names of its first three parameters, and whether there are more."""
+    named = [(name, nn.Parameter(torch.ones(2))) for name in "abcd"]
+    for count, text in ((3, "a, b, c"), (4, "a, b, c, ...")):
+        flat = FlatParam(named[:count], ShardRanks("unused", 2, 0), True, (), CPU)
+        assert flat.autograd_shard.grad_fn.name() == f"the shard of parameters {text}"
+        named = [(name, nn.Parameter(torch.ones(2))) for name, _ in named]
