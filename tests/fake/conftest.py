@@ -1,5 +1,6 @@
 """One process that plays rank 1 of 4 on a fake process group: collectives return at once, values are not real."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,18 @@ def fake_group() -> Iterator[None]:
     dist.init_process_group("fake", rank=RANK, world_size=WORLD_SIZE, store=FakeStore())
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="package", autouse=True)
+def rare_collections() -> Iterator[None]:
+    """Collect garbage rarely: compilers make many objects, and looking at all of them takes a tenth of the time."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, *before[1:])
+    yield
+    gc.set_threshold(*before)
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -162,6 +162,8 @@ class Ranks:
 
 def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str, inductor: str, stacks: str) -> None:
     """What a worker does: join the group, then answer calls until the pipe closes."""
+    if not NIGHTLY:
+        gc.set_threshold(50_000, *gc.get_threshold()[1:])  # compilers make many objects, few of them garbage
     file = open(stacks, "w")  # noqa: SIM115  (the signal handler's, for the life of the process)
     faulthandler.register(signal.SIGUSR1, file)
     warnings.resetwarnings()  # pytest's, in a fork
