@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import MODELS, MODULES, Case, Routed, part, squared_error, vectors
+from models import MODELS, MODULES, Case, Routed, mlp, part, squared_error, vectors
 from torch import Tensor, nn
 from torch.utils import checkpoint as activations
 
@@ -83,6 +83,7 @@ class LowRank(nn.Module):
 
 CASES: dict[str, Case] = {
     **MODELS,
+    "short": Case(partial(mlp, blocks=2), vectors, squared_error),
     "experts": Case(Routed, partial(vectors, inputs=8, outputs=8), squared_error),
     "recurrent": Case(Recurrent, vectors, squared_error),
     "checkpointed": Case(Checkpointed, vectors, squared_error),

@@ -330,9 +330,7 @@ READ_AGAIN = (
     ("FULL_SHARD", False, _halve_one, "second"),
     ("FULL_SHARD", True, _halve_what_is_stored, "first"),
     ("SHARD_GRAD_OP", True, _halve, "first"),
-    ("NO_SHARD", False, _halve, "first"),
     ("NO_SHARD", True, _halve_one, "only"),
-    ("NO_SHARD", False, _halve, "inputs"),
     ("NO_SHARD", False, _halve_one, "eager between"),
 )
 READ_AGAIN_LATE = (
@@ -340,6 +338,8 @@ READ_AGAIN_LATE = (
     ("FULL_SHARD", True, _halve, "first"),
     ("FULL_SHARD", True, _halve_what_is_stored, "only"),
     ("NO_SHARD", True, _halve, "first"),
+    ("NO_SHARD", False, _halve, "first"),
+    ("NO_SHARD", False, _halve, "inputs"),
 )
 
 

@@ -111,12 +111,12 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """Four blocks between a frozen embedding and a head that is trained."""
+    """Blocks between a frozen embedding and a head that is trained."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, blocks: int = 3) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH).requires_grad_(False)
-        self.layers = nn.ModuleList(LlamaBlock(kind) for _ in range(4))
+        self.layers = nn.ModuleList(LlamaBlock(kind) for _ in range(blocks))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -126,9 +126,9 @@ class Llama(nn.Module):
         return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def _made(kind: str) -> Llama:
+def _made(kind: str, blocks: int = 3) -> Llama:
     torch.manual_seed(0)
-    return Llama(kind)
+    return Llama(kind, blocks)
 
 
 def _tokens(step: int) -> Tensor:
@@ -150,7 +150,7 @@ def _step(model: nn.Module, run: nn.Module, optimizer: torch.optim.Optimizer, to
 
 def _follow(rank: int, kind: str, how: str, options: dict[str, Any]) -> None:
     """Train beside an unsharded model that sees all ranks' sequences."""
-    reference, model = _made(kind), fully_shard(_made(kind), auto_wrap_policy={LlamaBlock}, **options)
+    reference, model = _made(kind, 2), fully_shard(_made(kind, 2), auto_wrap_policy={LlamaBlock}, **options)
     dtypes = {name: param.dtype for name, param in _plain(reference).items()}
     assert {name: param.dtype for name, param in model.named_parameters()} == dtypes
     with wire() as sent:

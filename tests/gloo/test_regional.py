@@ -336,8 +336,8 @@ def test_equal_to_eager(two: Ranks) -> None:
     two.run(_compare)
 
 
-def _watch(rank: int, strategy: str) -> tuple[list[int], list[int]]:
-    model = _compile_blocks(shard(MLP, strategy), "inductor")
+def _watch(rank: int, strategy: str, how: str) -> tuple[list[int], list[int]]:
+    model = _compile_blocks(shard(MLP, strategy), how)
     block = model.blocks[0]._fsdp.units[0].flats[0].layout.numel
     backward(model, MLP, mine(MLP, 0))
     with _spied() as calls:
@@ -350,11 +350,16 @@ def _watch(rank: int, strategy: str) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "gathers"), [("FULL_SHARD", [1, 2]), pytest.param("SHARD_GRAD_OP", [1, 1], marks=LATE)]
+    ("strategy", "how", "gathers"),
+    [
+        ("FULL_SHARD", "aot_eager", [1, 2]),
+        pytest.param("FULL_SHARD", "inductor", [1, 2], marks=LATE),
+        pytest.param("SHARD_GRAD_OP", "inductor", [1, 1], marks=LATE),
+    ],
 )
-def test_gathered_memory_and_collectives(two: Ranks, strategy: str, gathers: list[int]) -> None:
+def test_gathered_memory_and_collectives(two: Ranks, strategy: str, how: str, gathers: list[int]) -> None:
     """The eager runtime frees between forward and backward what a compiled block has saved (I4), and reduces once."""
-    assert two.run(_watch, strategy) == [(gathers, [1, 1])] * 2
+    assert two.run(_watch, strategy, how) == [(gathers, [1, 1])] * 2
 
 
 def _unshard_ahead(rank: int) -> list[int]:
