@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from fsdp_compile import fully_shard
 
-from .ranks import Ranks
+from .ranks import NIGHTLY, Ranks
 from .test_communication import _assert_freed, _spied
 from .training import (
     OPTIMIZERS,
@@ -399,9 +399,10 @@ def _penalize(rank: int) -> None:
                     optimizer.zero_grad()
             gc.collect()
             _assert_freed(calls, f"after the steps of {strategy}")
-    penalty = _penalized(torch.compile(model, backend="aot_eager"), mine(MLP, 3))
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):
-        penalty.backward()
+    if NIGHTLY:  # by day test_second_order_is_refused of test_compiled_accumulation.py
+        penalty = _penalized(torch.compile(model, backend="aot_eager"), mine(MLP, 3))
+        with pytest.raises(RuntimeError, match="does not currently support double backward"):
+            penalty.backward()
 
 
 def test_gradient_penalty(two: Ranks) -> None:

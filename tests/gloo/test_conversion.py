@@ -82,7 +82,7 @@ def _convert_mixed(rank: int, how: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), reference.parameters(), strict=True))
 
 
-@both_ways
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 def test_conversion_with_mixed_precision(two: Ranks, how: str) -> None:
     """A compute dtype that was given stays when the stored dtype changes (E-MP-4, E-MOD-3, E-LAZY-6)."""
     two.run(_convert_mixed, how)

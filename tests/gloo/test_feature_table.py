@@ -1,8 +1,8 @@
 """Every feature, eager and compiled: what docs/features.md says. `make features` writes its table from what this found.
 
 Each run takes 4 steps. Of every nine rows three compile one thing by aot_eager: the model, a module around it, and a
-function around it. One row runs Inductor. With `FSDP_COMPILE_TESTS=nightly` each run takes 50 steps, and every row
-compiles all three and runs Inductor.
+function around it. With `FSDP_COMPILE_TESTS=nightly` each run takes 50 steps, and every row compiles all three and runs
+Inductor, whose values by day tests of regional compilation, links, whole steps and traps look at.
 """
 
 import json
@@ -28,9 +28,7 @@ STEPS = 50 if NIGHTLY else 4
 COMPARED = 4  # steps whose gradients are compared: later ones start from parameters that rounding has moved
 CURVE = 1e-3  # relative, on every loss of every step
 BY_NAME = {row.name: row for row in ROWS}
-# The other rows' graphs are built of the same operators: that aot_eager runs them as eager does is shown every day.
-EVERY_DAY = ("accumulation under `no_sync`",)
-BY_INDUCTOR = frozenset(BY_NAME if NIGHTLY else EVERY_DAY)
+BY_INDUCTOR = frozenset(BY_NAME if NIGHTLY else ())
 
 
 class Step(NamedTuple):
@@ -119,7 +117,7 @@ def _compiled_for(name: str) -> list[str]:
     what, number = list(COMPILED), list(BY_NAME).index(name)
     if NIGHTLY:
         return what
-    return [what[number % len(what)]] if number // len(what) % 3 == 0 or name in EVERY_DAY else []
+    return [what[number % len(what)]] if number // len(what) % 3 == 0 else []
 
 
 def _compile(row: Row, model: nn.Module, caller: str, **options: Any) -> Any:

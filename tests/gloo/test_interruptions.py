@@ -165,7 +165,7 @@ def _interrupt_again_and_again(name: str, number: int, begin: Callable[[], Train
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        *(pytest.param(name, 12, marks=pytest.mark.nightly if name in REPEATED else ()) for name in TRAINED),
+        *(pytest.param(name, 8, marks=pytest.mark.nightly if name in REPEATED else ()) for name in TRAINED),
         *(pytest.param(name, 300, marks=pytest.mark.nightly) for name in TRAINED),
     ],
 )

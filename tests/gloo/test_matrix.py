@@ -1,6 +1,6 @@
 """Options that may interact, in combinations that hypothesis draws, against one unsharded process that emulates them.
 
-7 combinations on two ranks by default; `FSDP_COMPILE_TESTS=nightly` draws 200.
+5 combinations on two ranks by default; `FSDP_COMPILE_TESTS=nightly` draws 200.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from .ranks import NIGHTLY, Ranks
 from .training import OPTIMIZERS, PER_RANK, assert_same_parameters, build, executor
 
 STEPS = 5
-EXAMPLES = 200 if NIGHTLY else 14
+EXAMPLES = 200 if NIGHTLY else 10
 COMPILERS = ["aot_eager", "inductor"] if NIGHTLY else ["aot_eager"]
 
 CASES: dict[str, Case] = {

@@ -206,7 +206,7 @@ def _penalize(rank: int, how: str) -> None:
             torch.compile(_penalty, backend="eager", fullgraph=True)(model)
 
 
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 def test_penalties_on_what_is_gathered_and_on_parts(two: Ranks, four: Ranks, how: str) -> None:
     """`full_tensor()` and `to_local()` are differentiable, as those of a DTensor; a graph breaks where it has them."""
     (four if how == "eager" else two).run(_penalize, how)

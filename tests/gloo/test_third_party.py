@@ -1,6 +1,6 @@
 """Models that other people wrote, unmodified: sharded and compiled they train as they do unsharded.
 
-Most run with `aot_eager`; `FSDP_COMPILE_TESTS=nightly` runs all, also with Inductor.
+Every night, with `aot_eager` and Inductor; by day test_families.py trains three others eagerly.
 """
 
 from typing import NamedTuple
@@ -24,9 +24,8 @@ TOLERANCE = 1e-5
 BREAK = {"gpt2_own_loss", "mixtral_loop"}  # cannot be one graph unsharded either
 if torch.__version__ < "2.13":
     BREAK.add("t5")
-LATE = pytest.mark.nightly
-LONG = ("unet", "mixtral_loop", "t5", "gpt2", "gpt2_own_loss", "vit", "bert", "mixtral")  # up to two minutes
-EVERY_DAY = [pytest.param(name, marks=LATE if name in LONG else ()) for name in THIRD_PARTY]
+
+pytestmark = pytest.mark.nightly  # up to two minutes each
 
 
 class Figures(NamedTuple):
@@ -93,7 +92,7 @@ def _check(ranks: Ranks, name: str, how: str) -> None:
         assert eager.graphs == [0] * STEPS and compiled.graphs == compiled.graphs_unsharded
 
 
-@pytest.mark.parametrize("name", EVERY_DAY)
+@pytest.mark.parametrize("name", THIRD_PARTY)
 def test_aot_eager(two: Ranks, name: str) -> None:
     """Three steps end where the unsharded model does; compiled as a full graph if that is one, else in as many graphs.
 
@@ -102,7 +101,6 @@ def test_aot_eager(two: Ranks, name: str) -> None:
     _check(two, name, "aot_eager")
 
 
-@LATE
 @pytest.mark.parametrize("name", THIRD_PARTY)
 def test_inductor(two: Ranks, name: str) -> None:
     """So they do with Inductor."""

@@ -290,7 +290,7 @@ def _remove(rank: int, strategy: str, how: str, every: int) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "how", "every"),
-    [("FULL_SHARD", "eager", 1), ("NO_SHARD", "eager", 3), ("FULL_SHARD", "aot_eager", 4)]
+    [("FULL_SHARD", "eager", 1), ("NO_SHARD", "eager", 3), ("FULL_SHARD", "aot_eager", 8)]
     + [pytest.param(strategy, "aot_eager", 1, marks=pytest.mark.nightly) for strategy in STRATEGIES],
 )
 def test_removed_parameters(two: Ranks, strategy: str, how: str, every: int) -> None:
