@@ -33,11 +33,12 @@ class Mirrored(nn.Module):
         return torch.tanh(self.norm(y) + self.above + self.below) + y * (self.square * self.weight).sum(1)
 
 
-def awkward() -> Case:
-    """Four such units between two linear layers."""
+def awkward(pairs: int = 2) -> Case:
+    """Pairs of such units between two linear layers."""
 
     def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(8, 8), Scaled(), Mirrored(), Scaled(), Mirrored(), nn.Linear(8, 1))
+        units = (make() for _ in range(pairs) for make in (Scaled, Mirrored))
+        return nn.Sequential(nn.Linear(8, 8), *units, nn.Linear(8, 1))
 
     def batch(seed: int, size: int) -> tuple[Tensor]:
         return (torch.randn(size, 8, generator=seeded(seed)),)

@@ -63,7 +63,7 @@ def small() -> nn.Sequential:
 # --- generated code of models with several units ----------------------------------------------------------------------
 
 BUILD: dict[str, Callable[[], torch.nn.Module]] = {
-    "mlp": lambda: mlp(blocks=5),
+    "mlp": lambda: mlp(blocks=3),
     "gpt": lambda: GPT(layers=2),
     "recomputed": lambda: checkpointed("around"),
 }

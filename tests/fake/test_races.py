@@ -173,13 +173,15 @@ COMBINED = (_train, _evaluates, _twice_alive, _accumulates, _fails_in_forward, _
 DAILY: list[Case] = [
     *(({"backward_prefetch": when, "forward_prefetch": forward, "limit_all_gathers": limit}, _train)
       for when in (None, *BackwardPrefetch) for forward, limit in ((True, when is None), (False, when is not None))),
-    *product((TWO_STAGES | NO_LIMIT, OFFLOAD | HYBRID_SHARD), COMBINED),
+    *product((TWO_STAGES | NO_LIMIT,), COMBINED[1::2]), *product((OFFLOAD | HYBRID_SHARD,), COMBINED[::2]),
     (OFFLOAD | TWO_STAGES, _train), ({}, _replaces), (HYBRID_SHARD, _defers),
     (OFFLOAD | HYBRID_SHARD, _defers), ({}, _gives_event), ({}, _hooks),
     ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, _accumulates),
     ({"sharding_strategy": ShardingStrategy.NO_SHARD, "mixed_precision": LOW}, _accumulates),
 ]  # fmt: skip
-LATE: list[Case] = [*product(({}, HYBRID_SHARD, OFFLOAD), COMBINED)]
+LATE: list[Case] = [
+    *product(({}, HYBRID_SHARD, OFFLOAD, TWO_STAGES | NO_LIMIT, OFFLOAD | HYBRID_SHARD), COMBINED),
+]
 
 
 def _watch(options: dict[str, Any], trains: Callable[[nn.Module], None]) -> Record:

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from generated import Program, programs
-from models import MODELS, AnyLength, cross_entropy, text
+from models import MODELS, AnyLength, cross_entropy, mlp, text
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
@@ -72,11 +72,11 @@ def _events(program: Program) -> list[str]:
     ]
 
 
-def _train(size: int, *before_order: Pass, most: int | None = 64, **options: int) -> None:
+def _train(size: int, *before_order: Pass, most: int | None = 64, blocks: int = 3, **options: int) -> None:
     """Compile for batches of 2 to `most`, or of any number."""
     at = [each.name for each in PASSES].index("order")
     passes = (*PASSES[:at], *before_order, *PASSES[at:])
-    run = torch.compile(fully_shard(MLP.build()), fullgraph=True, backend=backend(passes, **LINK, **options))
+    run = torch.compile(fully_shard(mlp(blocks)), fullgraph=True, backend=backend(passes, **LINK, **options))
     x, target = MLP.batch(0, size)
     torch._dynamo.mark_dynamic(x, 0, **({} if most is None else {"min": 2, "max": most}))
     MLP.loss(run, (x, target)).backward()
@@ -100,7 +100,7 @@ def test_a_plan_holds_for_all_sizes() -> None:
         assert peaks == sorted(peaks) and peaks[0] < peaks[-1] == peak
         seen.append(context.direction)
 
-    _train(5, Pass("verify_all", "post_grad", verify_all), budget=1 << 30)
+    _train(5, Pass("verify_all", "post_grad", verify_all), blocks=2, budget=1 << 30)
     assert seen == ["forward", "backward"]
 
 
@@ -127,5 +127,5 @@ def test_a_budget_counts_the_largest_size() -> None:
 
 def test_a_size_without_bound_is_named(caplog: pytest.LogCaptureFixture) -> None:
     """Where nothing bounds a size, a budget can only count that of tracing time, and a warning says so."""
-    _train(5, most=None, budget=1 << 30)
+    _train(5, most=None, blocks=1, budget=1 << 30)
     assert "bytes are counted for args[0].size()[0] = 5, as nothing says how large it may be" in caplog.text
