@@ -20,7 +20,6 @@ CASES = {
 TWO_BLOCKS = Case(partial(mlp, blocks=2), vectors, squared_error)
 BACKENDS = {"default": "inductor", "backend": fsdp_compile_backend}
 DAILY = {
-    ("tied", "default"),
     ("frozen", "default"),
     ("mlp", "backend"),
     ("conv", "backend"),

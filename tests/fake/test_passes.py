@@ -400,8 +400,8 @@ def is_gathered(node: fx.Node) -> bool:
     return node.target in (ALL_GATHER, WAIT) and tag_of(node).path != ""
 
 
-@pytest.mark.parametrize(  # "tied" is "gpt" and more
-    "name", [name if name not in ("gpt", "conv") else pytest.param(name, marks=pytest.mark.nightly) for name in MODELS]
+@pytest.mark.parametrize(  # "tied" is "gpt" and more, "frozen" is "mlp" and more
+    "name", [name if name in ("tied", "frozen") else pytest.param(name, marks=pytest.mark.nightly) for name in MODELS]
 )
 def test_forward_saves_only_shards_and_activations(name: str) -> None:
     """Under FULL_SHARD nothing saved for backward is a gathered buffer of a block or shares its storage (I4)."""

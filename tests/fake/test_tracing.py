@@ -43,7 +43,9 @@ def _traced(model: nn.Module, inputs: Tensor) -> _Dynamo:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["FULL_SHARD", "SHARD_GRAD_OP", pytest.param("NO_SHARD", marks=pytest.mark.nightly)]
+    "strategy",
+    # The graphs of FULL_SHARD stand in test_graphs.py.
+    ["SHARD_GRAD_OP", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("FULL_SHARD", "NO_SHARD"))],
 )
 def test_dynamo_sees_one_operator_for_each_unit(strategy: str) -> None:
     """Beside the model's own calls there is one gather with its views for each unit: no hook, stream, event, state or

@@ -161,8 +161,15 @@ def test_tensors_in_a_dataclass_are_cast_in_the_graph() -> None:
 
 
 @torch._dynamo.config.patch(recompile_limit=4)
-@pytest.mark.parametrize("shard", [fully_shard, FullyShardedDataParallel])
-@pytest.mark.parametrize("count", [2, pytest.param(10, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("count", "shard"),
+    [
+        (2, FullyShardedDataParallel),
+        pytest.param(2, fully_shard, marks=pytest.mark.nightly),
+        pytest.param(10, fully_shard, marks=pytest.mark.nightly),
+        pytest.param(10, FullyShardedDataParallel, marks=pytest.mark.nightly),
+    ],
+)
 def test_models_of_one_class_are_compiled_in_one_process(shard: Callable[[nn.Module], Any], count: int) -> None:
     """Models share no code object, so none reaches Dynamo's limit of recompilations because of the others.
 
