@@ -168,6 +168,42 @@ def _thaw(comparison: "Comparison", when: str) -> None:
         param.requires_grad_(True)
 
 
+def _remove(comparison: "Comparison", when: str) -> None:
+    """The first bias of a linear layer that its model has in one place goes; new optimizers train the rest."""
+    for model in (comparison.model, comparison.reference):
+        for module in model.modules():
+            bias = module.bias if isinstance(module, nn.Linear) else None
+            if bias is not None and sum(param is bias for param in _all_places(model)) == 1:
+                module.bias = None
+                break
+    comparison.make_optimizers()
+
+
+def _call_functionally(comparison: "Comparison", when: str) -> None:
+    """A forward with other tensors in the place of parameters, and a gradient of these."""
+    grads, named = [], dict(comparison.reference.named_parameters())
+    others = {name: param.detach() * 0.5 for name, param in named.items() if not is_quantized(param)}
+    for model in (comparison.reference, comparison.model):
+        play_rank(model, 0)
+        given = {name: value.clone().requires_grad_() for name, value in others.items()}
+        loss = loss_of(torch.func.functional_call(model, given, (comparison.example(),)))
+        grads.append(torch.autograd.grad(loss, [*given.values()], allow_unused=True))
+    for name, expected, found in zip(others, *grads, strict=True):
+        assert (expected is None) == (found is None), name
+        if expected is not None:
+            comparison.check(f"{when}: {name}", found, expected)
+
+
+def _penalize(comparison: "Comparison", when: str) -> None:
+    """A backward of parameters alone, in full and by operators on what is sharded, before that of the step."""
+    for model in (comparison.model, comparison.reference):
+        trained = [param for param in model.parameters() if param.requires_grad]
+        full = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in trained[::2]]
+        terms = [0.1 * each.square().sum() for each in (*full, *trained[1::2])]
+        if terms:
+            torch.stack([term.double() for term in terms]).sum().backward()
+
+
 def _interrupt(comparison: "Comparison", when: str) -> None:
     """A step of the sharded model alone in which some function of the package raises, on all ranks the same one."""
     at = random.Random(f"{comparison.case.seed} {when}").randrange(1, 3000)
@@ -201,6 +237,9 @@ EDITS: dict[str, Callable[["Comparison", str], None]] = {
     "new parameter": _new_parameter,
     "roll back": _roll_back,
     "thaw": _thaw,
+    "remove": _remove,
+    "functional call": _call_functionally,
+    "penalty": _penalize,
     "interrupt": _interrupt,
     "planted": _plant,
 }
