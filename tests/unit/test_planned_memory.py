@@ -20,7 +20,7 @@ LAYERS = {nn.Linear}
 LATE = pytest.mark.nightly
 BUILD: dict[str, Callable[[], nn.Module]] = {
     "gpt": lambda: GPT(layers=4),
-    "mlp": lambda: mlp(blocks=2, width=48, hidden=96),
+    "mlp": lambda: mlp(blocks=4, width=48, hidden=96),
 }
 
 
