@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from tiers import NIGHTLY
 
 # Before torch is imported, here and in what tests start: a pool of compilers would import it again for each process,
 # and to try which vectors the machine has takes ten seconds.
@@ -26,7 +27,7 @@ def is_nightly(item: pytest.Item) -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the nightly tests, unless FSDP_COMPILE_TESTS=nightly asks for them."""
-    if os.environ.get("FSDP_COMPILE_TESTS") == "nightly":
+    if NIGHTLY:
         return
     late = [item for item in items if is_nightly(item)]
     config.hook.pytest_deselected(items=late)

@@ -1,6 +1,7 @@
 """Backends of torch.compile that are not ours, operators that hold a graph of their own, methods that graphs ignore."""
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from itertools import product
@@ -126,6 +127,14 @@ def test_recording_is_refused(recorder: str) -> None:
             param.grad = None
         model(torch.randn(2, 3)).sum().backward()
         assert all(param.grad is not None for param in model.parameters())
+
+
+def test_pickling_is_refused() -> None:
+    """A sharded module cannot be pickled, which `torch.save(model)` would do; it runs on."""
+    model: Any = fully_shard(small(), auto_wrap_policy={nn.Linear})
+    with pytest.raises(pickle.PicklingError, match="not the same object"):
+        pickle.dumps(model)
+    model(torch.randn(2, 3)).sum().backward()
 
 
 class _Keeps(nn.Module):

@@ -12,11 +12,7 @@ from torch import nn
 from fsdp_compile import MixedPrecision, ShardingStrategy, fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 
-CASES = {
-    **MODELS,
-    "mha": MODULES["mha"],
-    "tied_ends": MODULES["tied_ends"],
-}
+CASES = {**MODELS, "mha": MODULES["mha"], "tied_ends": MODULES["tied_ends"]}
 TWO_BLOCKS = Case(partial(mlp, blocks=2), vectors, squared_error)
 BACKENDS = {"default": "inductor", "backend": fsdp_compile_backend}
 DAILY = {

@@ -1,12 +1,12 @@
 """Predictions of traced models: what is recomputed and saved, batches by substitution, memory as it was reported."""
 
 import math
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import NIGHTLY
 from torch import nn
 
 from bench.runs.tables import REPORTED, predict_runs
@@ -17,7 +17,6 @@ from fsdp_compile.explain.trace import Model
 from fsdp_compile.explain.work import BATCHES, at_batch
 
 GIB = 2**30
-NIGHTLY = os.environ.get("FSDP_COMPILE_TESTS") == "nightly"
 SMALL = {"width": 256, "heads": 4, "kv_heads": 2, "inner": 512, "layers": 2, "vocabulary": 1000}
 LLAMA_8B = {"width": 4096, "heads": 32, "kv_heads": 8, "inner": 14336, "layers": 32, "vocabulary": 128256}
 

@@ -20,6 +20,7 @@ import torch
 from compiling import printed_graphs
 from generated import kernels_not_built
 from simple_fsdp import simple_fsdp
+from tiers import NIGHTLY
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
@@ -158,7 +159,7 @@ CASES = {
 
 # Second examples of a pass, and graphs of another sharding.
 LATE = ("accumulated", "hybrid", "by_two", "mixed", "stages", "simple_fsdp")
-EVERY = os.environ.get("FSDP_COMPILE_TESTS") == "nightly" or os.environ.get("EXPECTTEST_ACCEPT")
+EVERY = NIGHTLY or "EXPECTTEST_ACCEPT" in os.environ
 
 
 def _nothing(context: GraphContext) -> None:

@@ -1,13 +1,13 @@
 """Batches and texts of any length: one graph, gradients in place, and a plan that holds for all of them."""
 
 import logging
-import os
 import re
 
 import pytest
 import torch
 from generated import Program, programs
 from models import MODELS, AnyLength, cross_entropy, mlp, text
+from tiers import NIGHTLY
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
@@ -87,7 +87,7 @@ def test_a_plan_holds_for_all_sizes() -> None:
 
     By day at every ninth size.
     """
-    every = 1 if os.environ.get("FSDP_COMPILE_TESTS") == "nightly" else 9
+    every = 1 if NIGHTLY else 9
     seen = []
 
     def verify_all(context: GraphContext) -> None:

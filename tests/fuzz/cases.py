@@ -137,13 +137,7 @@ CHANGES = ("mul", "data", "row", "foreach")
 def draw(seed: int, how: str = "eager", world_size: int = 2, order: str = "any") -> Case:
     """The case of this seed."""
     case = _with_later_draws(_draw(seed, how, world_size), random.Random(f"later {seed}"), how)
-    latest = random.Random(f"latest {seed}")
-    # A checkpoint computes again with the model's own parameters; what is given is not cast under mixed precision; and
-    # torch 2.13 leaves what was given in a module that stands in two places.
-    functional = not (case.param_dtype or any(node.checkpoint or node.same >= 0 for node in nodes_of(case.nodes)))
-    edits = LATEST_EDITS if functional else LATEST_EDITS[:-1]
-    steps = (replace(s, before=latest.choice(edits)) if latest.random() < 0.1 else s for s in case.steps)
-    case = replace(case, steps=tuple(steps))
+    case = _with_latest_draws(case, random.Random(f"latest {seed}"))
     return case if order == "any" else _in_order(case, how)
 
 
@@ -161,7 +155,8 @@ def _in_order(case: Case, how: str) -> Case:
         forwards = {"apart": "two", "crossed": "two", "mixed": "two"}.get(step.forwards, step.forwards)
         forwards = "one" if how != "eager" and forwards == "two" else forwards
         syncs = of_accumulation.get(step.syncs, step.syncs)
-        return replace(step, syncs=syncs, forwards=forwards, keeps_grads=False)
+        before = "" if step.before == "penalty" else step.before  # its gradient would be there before the step's
+        return replace(step, syncs=syncs, forwards=forwards, before=before, keeps_grads=False)
 
     strategy = "FULL_SHARD" if case.strategy == "NO_SHARD" else case.strategy
     nodes, steps = tuple(map(of_node, case.nodes)), tuple(map(of_step, case.steps))
@@ -268,6 +263,16 @@ def _with_later_draws(case: Case, rng: random.Random, how: str) -> Case:
         return case
     steps = (replace(s, forwards="one", before="" if s.before == "interrupt" else s.before) for s in case.steps)
     return replace(case, nodes=nodes, steps=tuple(steps))
+
+
+def _with_latest_draws(case: Case, rng: random.Random) -> Case:
+    """Edits that were added later still."""
+    # `functional_call` does not replace the parameters that a checkpoint reads when it recomputes, nor does mixed
+    # precision cast its tensors. In torch 2.13 it leaves them behind in a module that has two names.
+    functional = not (case.param_dtype or any(node.checkpoint or node.same >= 0 for node in nodes_of(case.nodes)))
+    edits = LATEST_EDITS if functional else LATEST_EDITS[:-1]
+    steps = (replace(s, before=rng.choice(edits)) if rng.random() < 0.1 else s for s in case.steps)
+    return replace(case, steps=tuple(steps))
 
 
 def _changing(node: Node, rng: random.Random) -> Node:

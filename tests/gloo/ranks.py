@@ -25,8 +25,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tiers import NIGHTLY
+
 ON = os.environ.get("FSDP_COMPILE_RANKS_ON", "cpu")
-NIGHTLY = os.environ.get("FSDP_COMPILE_TESTS") == "nightly"
 # Seconds that one call may take.
 LIMIT = 1200.0 if NIGHTLY else float(os.environ.get("LIMIT", 240))
 # By day all ranks but 0 fork from a process that has imported torch and nothing else, once for all. At night each of

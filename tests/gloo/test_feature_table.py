@@ -28,7 +28,6 @@ STEPS = 50 if NIGHTLY else 4
 COMPARED = 4  # steps whose gradients are compared: later ones start from parameters that rounding has moved
 CURVE = 1e-3  # relative, on every loss of every step
 BY_NAME = {row.name: row for row in ROWS}
-BY_INDUCTOR = frozenset(BY_NAME if NIGHTLY else ())
 
 
 class Step(NamedTuple):
@@ -219,7 +218,7 @@ def _compare(rank: int, name: str) -> Found:
     for what in _compiled_for(name):
         how = COMPILED[what]
         equal[how] = equal.get(how, True) and _equal(_train(row, "aot_eager", what), eager)
-    if name not in BY_INDUCTOR:
+    if not NIGHTLY:
         return Found(accurate, equal, None, 0.0)
     inductor = _train(row, "inductor")
     apart, curve = _apart(inductor[:COMPARED], eager[:COMPARED]), _curves_apart(inductor, eager)
@@ -246,7 +245,7 @@ def test_row(request: pytest.FixtureRequest, name: str) -> None:
     row = BY_NAME[name]
     ranks: Ranks = request.getfixturevalue({2: "two", 4: "four"}[row.ranks])
     green = dict.fromkeys(["eager", *(COMPILED[what] for what in _compiled_for(name))], False)
-    if name in BY_INDUCTOR:
+    if NIGHTLY:
         green["inductor"] = False
     try:
         found = ranks.run(_compare, name)
@@ -255,7 +254,7 @@ def test_row(request: pytest.FixtureRequest, name: str) -> None:
         green["eager"] = all(each.eager <= row.apart for each in found)
         for how in green.keys() & found[0].equal.keys():
             green[how] = all(each.equal[how] for each in found)
-        if name in BY_INDUCTOR:
+        if NIGHTLY:
             green["inductor"] = all(each.inductor <= row.tolerance and each.curve <= CURVE for each in found)
     finally:
         _write(row, green)

@@ -3,7 +3,6 @@
 One process plays all ranks, one after the other; torch's planners of all ranks meet in memory.
 """
 
-import os
 from typing import Any
 
 import planning
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import MODELS, MODULES
 from states import OPTIMIZERS, as_rank, assert_known, fill, shard, start
+from tiers import NIGHTLY
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -48,7 +48,7 @@ def assert_all_there(model: nn.Module, optim: torch.optim.Optimizer, keys: list[
             assert saved == optim.state.get(param, {}).keys(), name
 
 
-@settings(max_examples=15 if os.environ.get("FSDP_COMPILE_TESTS") == "nightly" else 8, deadline=None)
+@settings(max_examples=15 if NIGHTLY else 8, deadline=None)
 @given(places(), places(), st.sampled_from(sorted(CASES)), st.sampled_from(sorted(OPTIMIZERS)))
 def test_any_sharding_to_any_other(
     saving: tuple[str | None, int], loading: tuple[str | None, int], name: str, optimizer: str
