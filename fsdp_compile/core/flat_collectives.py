@@ -38,8 +38,9 @@ def start_average(
     replicas: NamedGroup | None = None,
     how: "Averaging | None" = None,
     before_replicas: Callable[[Tensor], bool] | None = None,
-    at_once: bool = False,
-    same_bits: bool = False,
+    *,
+    at_once: bool,
+    same_bits: bool,
 ) -> tuple[Tensor, Callable[[], None]]:
     """Begin to average `packed`, 1-D, over all ranks; return where the mean will be, and what completes it.
 

@@ -223,6 +223,6 @@ def _reduce_grads(packed: Tensor, spec: str) -> Tensor:
     _follow_in((*parsed.groups, parsed.replicas), "reduce", None, packed.numel())
     with collectives.waiting_for("reduce", packed.numel(), "reduce"):
         groups = (parsed.groups, parsed.is_sharded, parsed.replicas)
-        mean, finish = start_average(packed.clone(), *groups, same_bits=parsed.same_bits)
+        mean, finish = start_average(packed.clone(), *groups, at_once=False, same_bits=parsed.same_bits)
         finish()
     return mean

@@ -245,11 +245,12 @@ def _start_reduce(
         how = dividing(packed.dtype, options.divide_factor or unit.data_parallel_size, same_bits)
     sums_wait = replicas is not None and options.has_deferred
     before_replicas = partial(_add_deferred, weakref.ref(flat), options.all_reduces) if sums_wait else None
+    start = partial(start_average, at_once=at_once, same_bits=same_bits)
     if unit.comm_hook is not None:
         reduced = _call_comm_hook(unit, flat, *unit.comm_hook, packed)
-        return start_average(reduced, (), False, replicas, None, before_replicas, at_once)  # over replicas (E-HOOK-7)
+        return start(reduced, (), False, replicas, None, before_replicas)  # over replicas (E-HOOK-7)
     groups = options.reduce_groups or unit.stages
-    return start_average(packed, groups, unit.is_sharded, replicas, how, before_replicas, at_once, same_bits)
+    return start(packed, groups, unit.is_sharded, replicas, how, before_replicas)
 
 
 def _defers_all_reduce(unit: Unit) -> bool:

@@ -43,11 +43,6 @@ def note_step(of: Optimizer) -> None:
         hook(of, (), {})
 
 
-def is_compiled_graph(node: Any) -> bool:
-    """Whether an autograd node is the backward of a compiled graph; each such graph has a type of its own."""
-    return type(node).__name__ == "CompiledFunctionBackward"
-
-
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
     """`graph` compiled by Inductor for tensors like `inputs`: no guards are checked when it is called."""
     from torch._inductor import compile as compile_by_inductor  # seconds that only those wait for who compile

@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.optim._torch import has_step_hooks, is_compiled_graph
+from fsdp_compile.optim._torch import has_step_hooks
 from fsdp_compile.optim.flat import ELEMENTWISE, ELEMENTWISE_NAMES, FlatStep, FlatUpdate
 
 
@@ -54,7 +54,6 @@ class UpdateInBackward:
             )
         self.updated: list[FlatParam] = []
         self._step, self._flats = step, flats
-        self._called_once: set[type] = set()  # autograd nodes of compiled graphs that call each unit once
 
     @contextmanager
     def running(self, loss: Tensor) -> Iterator[None]:
@@ -94,11 +93,8 @@ class UpdateInBackward:
     def _check_called_once(self, loss: Tensor) -> None:
         """Raise ValueError if backward of `loss` reaches a shard in several ways.
 
-        That is from several forwards of its unit, or from one and from what reads a parameter outside of it. A compiled
-        graph that holds all units is searched once.
+        That is from several forwards of its unit, or from one and from what reads a parameter outside of it.
         """
-        if self._called_once and self._is_known(loss):
-            return
         by_param = {id(param): flat for flat in self._flats for param in flat.params}
         shards: dict[Any, FlatParam] = {}
         for flat in self._flats:
@@ -120,23 +116,3 @@ class UpdateInBackward:
                 if known is None and following not in seen:
                     seen.add(following)
                     work.append(following)
-        if len(set(readers.values())) == 1:
-            self._called_once.update(type(node) for node in readers.values() if is_compiled_graph(node))
-
-    def _is_known(self, loss: Tensor) -> bool:
-        """Whether `loss` depends on one call of a graph in `_called_once`, and on no other parameter."""
-        calls = 0
-        work: list[Any] = [loss.grad_fn]
-        seen: set[Any] = {None}
-        while work:
-            node = work.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if type(node) in self._called_once:
-                calls += 1
-            elif hasattr(node, "variable"):
-                return False
-            else:
-                work += [following for following, _ in node.next_functions]
-        return calls == 1

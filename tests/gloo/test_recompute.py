@@ -1,6 +1,7 @@
 """Checkpoints within units, torch's wrapper around them, and parts of a forward without gradients."""
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fsdp_compile import fully_shard
 
 from .ranks import Ranks
-from .test_communication import _assert_freed, _spied
+from .test_communication import _assert_freed, _gathered_bytes, _spied
 from .training import (
     assert_same_gradients,
     backward,
@@ -255,6 +256,40 @@ def test_nested_checkpoints_of_units(two: Ranks) -> None:
     The outer recomputation runs the inner unit's forward without gradients; its own recomputation is another one.
     """
     two.run(_nested_checkpoints)
+
+
+class _Recomputed(nn.Module):
+    """Three units, each in a checkpoint; `reached` is called when backward has passed all but the first."""
+
+    def __init__(self, reached: Callable[[], None]) -> None:
+        super().__init__()
+        self.stem, self.reached = nn.Linear(7, 9), reached
+        self.blocks = nn.ModuleList(nn.Linear(9, 9) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x.register_hook(lambda _: self.reached())
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.square().sum()
+
+
+def _watch_recomputed(rank: int) -> None:
+    found: list[int] = []
+    with _spied() as calls:
+        model = _Recomputed(lambda: found.append(_gathered_bytes(calls)[numel]))
+        for block in model.blocks:
+            fully_shard(block)
+        numel = fully_shard(model).blocks[0]._fsdp.units[0].flats[0].layout.numel
+        losses = [model(torch.ones(2, 7)) for _ in range(3)]
+        for loss in reversed(losses):
+            loss.backward()
+    assert len(found) == 3 and max(found) <= 4 * numel, found
+
+
+def test_units_are_freed_one_by_one_while_other_forwards_wait(two: Ranks) -> None:
+    """Backward frees each unit that was recomputed once, though other forwards of it still await their backward."""
+    two.run(_watch_recomputed)
 
 
 # --- parts under no_grad ----------------------------------------------------------------------------------------------

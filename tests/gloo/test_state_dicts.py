@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compile import (
@@ -125,6 +126,7 @@ def _kinds(rank: int, strategy: str, offload: bool) -> None:
     split = {key for key, value in sharded.items() if isinstance(value, ShardedValue)}
     unsplit = {key for key in plain if key.startswith(("free", "left_alone", "scale", "norm.run", "norm.num"))}
     assert split == (set() if strategy == "NO_SHARD" else set(plain) - unsplit)
+    assert sharded["scale"].data_ptr() == model.scale.data_ptr(), "without a kind that was set, it is no copy"
     same({key: value.full_tensor() if key in split else value for key, value in sharded.items()}, plain)
     with state_dict_type(model, LOCAL):
         stored = {key: value.clone() for key, value in model.state_dict().items()}
@@ -380,6 +382,9 @@ def test_what_one_rank_saved(two: Ranks, tmp_path: Path) -> None:
 def _one_unit(rank: int) -> None:
     model = fully_shard(nn.Linear(3, 3))
     optimizer = start(model, OPTIMIZERS["adamw"])
+    with state_dict_type(model, SHARDED):
+        values = [*model.state_dict().values(), optim_state_dict(model, optimizer)["state"]["weight"]["exp_avg"]]
+        assert all(isinstance(value, DTensor) for value in values), list(map(type, values))
     with state_dict_type(model, FULL):
         saved = optim_state_dict(model, optimizer)
         fresh = OPTIMIZERS["adamw"](model.parameters())
@@ -392,7 +397,10 @@ def _one_unit(rank: int) -> None:
 
 
 def test_optimizer_of_one_unit(two: Ranks) -> None:
-    """Full state of an optimizer is loaded, and compared between ranks, also where one unit has all parameters."""
+    """Full state of an optimizer is loaded, and compared between ranks, also where one unit has all parameters.
+
+    The sharded state of a model that `fully_shard` sharded has DTensors, without a mesh too.
+    """
     two.run(_one_unit)
 
 

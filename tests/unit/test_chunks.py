@@ -80,5 +80,8 @@ def test_ranges_of_specs() -> None:
     local = torch.arange(6.0)
     rows = ShardSpec(FlatSharding((4, 3), 0, 6), ranks).rows_of(local, 0.0)
     assert rows.shape == (2, 3) and rows.data_ptr() == local.data_ptr()
+    alike = ShardRanks("first", 2, 1, "replicas")
+    ranks._meshes["asked for"] = None
+    assert ranks == alike and repr(ranks) == repr(alike), "what was asked of them makes no difference"
     ranks.set_groups("second", None)
     assert (whole.ranks.group, whole.ranks.replicas) == ("second", None)
