@@ -18,11 +18,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
-FILES = 131
+FILES = 132
 BUDGET = {
-    PACKAGE: 33_543,
+    PACKAGE: 33_566,
     f"{PACKAGE}/*.py": 3_962,
-    f"{PACKAGE}/core": 5_779,
+    f"{PACKAGE}/core": 5_802,
     f"{PACKAGE}/comm": 1_700,
     f"{PACKAGE}/construct": 1_287,
     f"{PACKAGE}/eager": 3_765,
