@@ -76,7 +76,8 @@ def test_generated_code_follows_the_plan(name: str, option: str) -> None:
         assert calls == [len(step.units) for step in plan.of("gather", "reduce")]
     together = any(len(step.units) > 1 for plan in plans for step in plan.steps)
     assert together == any("coalesced" in program.code for program in both)
-    assert together == (option != "rule")
+    if option != "slow":  # where launches cost nothing, either order may be the shorter one
+        assert together == (option == "far")
 
 
 @pytest.mark.parametrize("name", NAMES)
