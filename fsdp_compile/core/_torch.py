@@ -10,6 +10,7 @@ torch._dynamo.exc                                        how code that Dynamo tr
 torch._dynamo.utils                                      permission for side effects in a checkpointed region, asked for
                                                          by `_disable_side_effect_safety_checks_for_current_subtracer`
 torch._C._autograd                                       whether the running backward pass retains its graph
+torch.autograd._get_sequence_nr, Node._sequence_nr       the order in which autograd's nodes were made
 torch.autograd.graph                                     whether saved tensors may be changed
 torch._C, torch.compiler                                 whether torch.jit.trace, make_fx or torch.export records
 torch._C._functorch, torch._functorch.pyfunctorch        the transform of torch.func that runs, and how to leave all
@@ -59,6 +60,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as allowed_in_regions
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_of_transforms
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import _get_sequence_nr
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.algorithms._comm_hooks.default_hooks import (
@@ -554,6 +556,34 @@ def replicated_params() -> frozenset[nn.Parameter]:
 
 WITHOUT_TENSORS = (int, float, complex, bool, str, bytes, type(None), Enum, torch.dtype, torch.device)
 """What may be in an output beside tensors and has none inside."""
+
+
+def next_node_number() -> int:
+    """The number of the node that autograd makes next in this thread; backward runs those with high numbers first."""
+    return _get_sequence_nr()
+
+
+def node_number(tensor: Tensor) -> int:
+    """The number of the node that made `tensor`; -1 without one."""
+    node = tensor.grad_fn
+    return -1 if node is None else node._sequence_nr()
+
+
+def register_first_hook(tensor: Tensor, hook: Callable[[Any], Any]) -> None:
+    """`tensor.register_hook(hook)`, called before the hooks that the tensor has."""
+    handle = tensor.register_hook(hook)
+    hooks: Any = tensor._backward_hooks
+    if len(hooks) > 1:  # autograd reads them in the order of insertion, which `move_to_end` does not change
+        others = {key: hooks.pop(key) for key in list(hooks) if key != handle.id}
+        hooks.update(others)
+
+
+def reaches(param: nn.Parameter) -> bool:
+    """Whether the running backward pass gives `param` a gradient.
+
+    RuntimeError in `torch.autograd.grad`, if the parameter is one of its inputs.
+    """
+    return executes_node(get_gradient_edge(param).node)
 
 
 def leaves_of(value: Any) -> Iterator[Any]:

@@ -78,8 +78,8 @@ def full_precision_in_eval() -> bool:
 
 
 def warn_caller(message: str) -> None:
-    """Warn with `message`, attributed to the innermost calling line outside of this package."""
+    """Warn with `message`, attributed to the innermost calling line outside of this package and of torch."""
     level, frame = 1, sys._getframe()  # as `skip_file_prefixes` of `warn`, which Python 3.11 lacks
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "fsdp_compile":
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("fsdp_compile", "torch"):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, UserWarning, stacklevel=level)

@@ -35,6 +35,7 @@ from fsdp_compile.core._torch import (
     FakeTensor,
     executes_formula,
     gives_gradients_of_leaves,
+    leaves_of,
 )
 from fsdp_compile.core.averaging import average_gradients
 from fsdp_compile.core.shard_spec import ShardSpec
@@ -137,17 +138,26 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
         return full[id(value)]
 
     result = func(*map(gathered, args), **{key: gathered(value) for key, value in kwargs.items()})
-    if not func._schema.is_mutable:
+    if not written_arguments(func):
         return result
+    if func.namespace == "c10d":
+        for each in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(each, torch.ScriptObject):  # a `Work`, before whose end nothing can be written back
+                each.wait()  # type: ignore[attr-defined]  # methods of such objects are not declared
     originals: dict[int, Any] = {}
     for position in written_arguments(func):
         name = func._schema.arguments[position].name
-        value = args[position] if position < len(args) else kwargs.get(name)
-        for each in value if isinstance(value, (list, tuple)) else (value,):
+        for each in leaves_of(args[position] if position < len(args) else kwargs.get(name)):
             if isinstance(each, (ShardedTensor, ShardedView)):
+                value = full[id(each)]
+                if value.shape != each.shape:
+                    raise NotImplementedError(
+                        f"{func._schema.name} changes the shape of a sharded tensor in place: use it out of place, or "
+                        f"edit the parameter within summon_full_params"
+                    )
                 if not isinstance(each, UnshardedTensor):  # whose memory was written
-                    each.write(full[id(each)])
-                originals[id(full[id(each)])] = each
+                    each.write(value)
+                originals[id(value)] = each
     if isinstance(result, (list, tuple)):
         return type(result)(originals.get(id(each), each) for each in result)
     return originals.get(id(result), result)
@@ -155,7 +165,9 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
 
 @cache
 def written_arguments(func: Any) -> tuple[int, ...]:
-    """Positions of the arguments that an operator writes."""
+    """Positions of the arguments that an operator writes. Schemas of `torch.distributed` do not say so."""
+    if func.namespace == "c10d":
+        return () if func._schema.name == "c10d::send" else (0,)
     arguments = enumerate(func._schema.arguments)
     return tuple(i for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 

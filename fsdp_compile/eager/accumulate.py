@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.comparison import exists
 from fsdp_compile.comm.waits import MessageBoard
-from fsdp_compile.core._torch import call_after_backward, current_backward
+from fsdp_compile.core._torch import call_after_backward, current_backward, reaches
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.core.settings import warn_caller
@@ -128,7 +128,11 @@ class AccumulatedGradient:
 
 
 def accumulate(unit: Unit, flat: FlatParam, packed: Tensor) -> None:
-    """Add `packed`, 1-D `[layout.numel]`, to the flat parameter's accumulated gradients and show them as `.grad`."""
+    """Add `packed`, 1-D `[layout.numel]`, to the flat parameter's accumulated gradients and show them as `.grad`.
+
+    RuntimeError in `torch.autograd.grad` of a parameter.
+    """
+    _leave_out_unasked(flat, packed)
     leaf = _microbatch(unit) if unit.settings.same_bits else None
     if flat.accumulated is not None:
         flat.accumulated.add(flat, packed, leaf)
@@ -139,6 +143,22 @@ def accumulate(unit: Unit, flat: FlatParam, packed: Tensor) -> None:
         sums.add(leaf, packed)
     flat.accumulated = AccumulatedGradient(flat, packed, sums)
     _with_accumulated.add(flat)
+
+
+def _leave_out_unasked(flat: FlatParam, packed: Tensor) -> None:
+    """Set gradients to zero in `packed` for which the running backward pass was not asked, as by `inputs`."""
+    if current_backward() == -1:
+        return
+    try:
+        asked = [param.requires_grad and reaches(param) for param in flat.params]
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"parameter {flat.names[0]} or another one of its unit: torch.autograd.grad under no_sync, or without "
+            f"gradient synchronization, has no gradient of a shard to return; use backward(), or synchronize"
+        ) from error
+    for segment in flat.layout.segments if not all(asked) else ():
+        if segment.parameter is not None and not asked[segment.parameter]:
+            packed[segment.offset : segment.offset + segment.numel].zero_()
 
 
 def join_accumulated(unit: Unit, flat: FlatParam, packed: Tensor) -> Tensor:

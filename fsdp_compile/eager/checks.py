@@ -2,6 +2,8 @@
 
 check_root       settings of units, parameters without a unit or without values, replication around the module
 compare_units    before the first forward that communicates: one line for each unit, parameter and replicated flat shard
+
+and what modules keep after a forward, for a warning or for hooks.
 """
 
 import os
@@ -20,6 +22,7 @@ from fsdp_compile.core.sharding import join_registries, original_class, sharding
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.writeback import refresh, replaced_objects
 
+_OF_EACH_MODULE = frozenset(vars(nn.Module()))
 _SETTINGS = {"limit_all_gathers": "limit_all_gathers", "FSDP_COMPILE_FULL_PREC_IN_EVAL": "full_precision_in_eval"}
 
 
@@ -144,6 +147,20 @@ def warn_of_kept_views(module: nn.Module, memory: Set[int]) -> None:
                     f"freed when its forward or backward ends, and it does not follow later changes of the parameters; "
                     f"compute it in each forward, or keep a clone"
                 )
+
+
+def kept_by_modules(module: nn.Module) -> Iterator[Tensor]:
+    """Tensors that `module` and its submodules keep as attributes, or in a list, tuple or dict that is one."""
+    work = [module]
+    while work:
+        each = work.pop()
+        work += filter(None, each._modules.values())
+        for name, value in vars(each).items():
+            if isinstance(value, Tensor):
+                yield value
+            elif type(value) in (list, tuple, dict) and value and name not in _OF_EACH_MODULE:
+                inside = value.values() if type(value) is dict else value
+                yield from (item for item in inside if isinstance(item, Tensor))
 
 
 def _paths(module: nn.Module) -> dict[Unit, str]:

@@ -35,6 +35,7 @@ from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharding import ModuleSharding, original_class
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.casting import cast_outputs, computes_in_full_precision, prepare_inputs
+from fsdp_compile.eager.checks import kept_by_modules
 from fsdp_compile.eager.runtime import Runtime
 from fsdp_compile.eager.unsharded import Reader, UnshardedUnit, free_for_next_forward, wait_for_flats
 from fsdp_compile.eager.writeback import refresh
@@ -319,14 +320,26 @@ def _post_forward(module: Any, opened: list[UnshardedUnit], inputs: Any, output:
     for gathered in opened:
         with profiled("post", gathered.unit.path):
             keep = module._fsdp.is_root or module._fsdp_runtime.begins_backward(gathered)
-            gathered.end_forward(inputs, output, keep)
-        if gathered.opaque and gathered.unit.reshard_after_forward is not False and not module._fsdp.is_root:
-            warn_caller(
-                f"{original_class(module).__name__} with parameters {', '.join(gathered.unit.names[:2])}, ... returns "
-                f"a {gathered.opaque.__name__}, which may have tensors inside that cannot be seen, so its parameters "
-                f"stay unsharded until backward; return tensors, containers of them or a dataclass"
-            )
+            keep |= gathered.unit.reshard_after_forward is False
+            gathered.end_forward(inputs, output, () if keep else kept_by_modules(module), keep)
+        if not keep:
+            _warn_if_it_stays(module, gathered)
         module._fsdp_runtime.end_forward(gathered)
+
+
+def _warn_if_it_stays(module: nn.Module, gathered: UnshardedUnit) -> None:
+    who = f"{original_class(module).__name__} with parameters {', '.join(gathered.unit.names[:2])}, ..."
+    if gathered.opaque:
+        warn_caller(
+            f"{who} returns a {gathered.opaque.__name__}, which may have tensors inside that cannot be seen, so its "
+            f"parameters stay unsharded until backward; return tensors, containers of them or a dataclass"
+        )
+    elif gathered.is_left:
+        warn_caller(
+            f"the forward of {who} computes something with gradients that it neither returns nor keeps as an "
+            f"attribute, so its parameters stay unsharded until backward; return it, keep it as an attribute or in an "
+            f"argument, or compute it under torch.no_grad()"
+        )
 
 
 def _recomputed(
@@ -342,7 +355,7 @@ def _recomputed(
     try:
         output = run(*args, **kwargs)
         for gathered in gathered_here:  # a reentrant checkpoint: a backward pass of its own follows, and may free them
-            gathered.end_forward((args, kwargs), output, keep=True)
+            gathered.end_forward((args, kwargs), output, (), keep=True)
     finally:
         if not torch.is_grad_enabled():  # it is within a checkpoint that is recomputed: its own recomputation follows
             for gathered in gathered_here:

@@ -7,7 +7,7 @@ backward   all-gather again when the first gradient reaches an output -> module 
 
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Flag, auto
 from typing import Any
 
@@ -28,6 +28,9 @@ from fsdp_compile.core._torch import (
     may_change_saved_tensors,
     never_compile,
     never_trace,
+    next_node_number,
+    node_number,
+    register_first_hook,
 )
 from fsdp_compile.core.autograd import check_engine
 from fsdp_compile.core.flat_param import FlatParam
@@ -44,6 +47,11 @@ from fsdp_compile.eager.writeback import equal_bits, refresh
 # resizing its storage to zero bytes: the saved views stay valid tensors, and after the next all-gather into the same
 # storage they have their values again. Views get version counters of their own, so that filling the buffer again does
 # not look to autograd like an in-place change.
+#
+# Backward must gather before the first node of the unit runs, and it runs nodes in the reverse order in which forward
+# made them. So there are hooks on all tensors that are known to leave the forward: outputs, and what it made that
+# modules keep or arguments hold. If autograd made more nodes after the last of these, something may have left in
+# another way (a global list, a closure): the buffers stay, as they do where an output may have tensors inside.
 #
 # The views own the autograd node that made them. A strong reference from that node, or from a hook on it, to the
 # `UnshardedUnit` that owns the views would close a cycle through C++ that Python's garbage collector does not see; so
@@ -195,6 +203,8 @@ class UnshardedUnit:
             streams.begin_iteration()
         self.params, self.versions = tuple(unit.params), unit.version_counters()
         self.opaque: type | None = None  # of an output that may have tensors inside
+        self.is_left = False  # whether forward computed something after all tensors that have hooks
+        self._outputs: list[weakref.ref[Tensor]] = []  # that have hooks
         self.reader: Callable[..., Any] | None = None
         self.awaits = False
         self.reduced: dict[FlatParam, Tensor | None] = {}
@@ -278,6 +288,7 @@ class UnshardedUnit:
         if not as_flats and not torch.is_inference_mode_enabled():  # which counts no versions
             self._watched = self.views if self.unit.tensor_parallel else [self.views[start] for start in starts]
         self._versions_when_opened = list(map(_VERSION, self._watched))
+        self._first_node = next_node_number()
         self._offer()
         self.unit.show_unsharded(self.views, as_flats)  # last: what is raised before leaves nothing open
 
@@ -357,8 +368,11 @@ class UnshardedUnit:
                     changed.append(name)
         return changed
 
-    def end_forward(self, inputs: Any, output: Any, keep: bool) -> None:
-        """Prepare for backward; free the buffers unless `keep` or backward could not fill them again."""
+    def end_forward(self, inputs: Any, output: Any, kept: Iterable[Tensor], keep: bool) -> None:
+        """Prepare for backward; free the buffers unless `keep`, or backward could not fill them again.
+
+        `kept`: what modules keep, among which may be tensors that this forward made.
+        """
         if self.awaits:
             self.wait()  # for what the graph has not read
         if not torch.is_grad_enabled():  # nothing was saved: the buffers go with their last views
@@ -368,18 +382,20 @@ class UnshardedUnit:
         self.unit.awaiting_backward[self] = None
         if self.is_held:
             return
-        self.can_free = self._hook_outputs(inputs, output)
+        self.can_free = self._hook_outputs(inputs, output, kept)
         if self.unit.has_frozen or not self.unit.trains:
             self._hook_inputs(inputs)
-        if self.can_free and self.unit.reshard_after_forward is not False and not keep:
+        if self.can_free and not keep:
             self.free(keep_slices=True)
 
-    def _hook_outputs(self, inputs: Any, output: Any) -> bool:
-        """Gather again when a gradient reaches an output.
+    def _hook_outputs(self, inputs: Any, output: Any, kept: Iterable[Tensor]) -> bool:
+        """Gather again when a gradient reaches an output, or another tensor that forward made and that still is there.
 
-        False if the buffers must stay: an output lies in one, or may have tensors inside that cannot be hooked.
+        False if the buffers must stay: an output lies in one, or something may have gradients that has no hook.
         """
         memory = {buffer.storage.data_ptr() for buffer in self.buffers}
+        given = [each for each in leaves_of(inputs) if isinstance(each, Tensor)]
+        hooked: dict[int, int] = {}
         for leaf in leaves_of(output):
             if not isinstance(leaf, Tensor):
                 if self.opaque is None and not isinstance(leaf, WITHOUT_TENSORS):
@@ -389,15 +405,21 @@ class UnshardedUnit:
                 self.is_held = any(part.untyped_storage().data_ptr() in memory for part in inner_tensors(leaf))
             if leaf.grad_fn is None:  # an autograd leaf is an input passed through
                 continue
-            leaf.register_hook(self._before_backward)
+            register_first_hook(leaf, self._before_backward)  # before those that forward has registered
+            hooked[id(leaf)] = node_number(leaf)
+            self._outputs.append(weakref.ref(leaf))
             # If a view is then changed in place, autograd drops its node and keeps that of its base. If the base is an
             # input, that node belongs to another unit.
             node = None if leaf._base is None else leaf._base.grad_fn
-            if node is not None:
-                given = [each for each in leaves_of(inputs) if isinstance(each, Tensor)]
-                if all((each if each._base is None else each._base).grad_fn is not node for each in given):
-                    node.register_prehook(self._before_backward)
-        return self.opaque is None and not self.is_held
+            if node and all((each if each._base is None else each._base).grad_fn is not node for each in given):
+                node.register_prehook(self._before_backward)
+        for each in (*kept, *given):
+            if id(each) not in hooked and (number := node_number(each)) >= self._first_node:
+                register_first_hook(each, self._before_backward)
+                hooked[id(each)] = number
+                self._outputs.append(weakref.ref(each))
+        self.is_left = next_node_number() > max(hooked.values(), default=self._first_node - 1) + 1
+        return not (self.opaque or self.is_held or self.is_left)
 
     def _hook_inputs(self, inputs: Any) -> None:
         """Frozen parameters are read until the unit's inputs have their gradients."""
@@ -469,6 +491,11 @@ class UnshardedUnit:
         if self.recomputed_in == current_backward():
             self.readers |= Reader.RECOMPUTED_FORWARD
         self.recomputed_in = current_backward()
+
+    def is_reached(self) -> bool:
+        """Whether the running backward pass comes to an output, as far as these are still there to ask."""
+        outputs = [output() for output in self._outputs]
+        return any(output is None or output.grad_fn is None or executes_node(output.grad_fn) for output in outputs)
 
     def prefetch(self) -> bool:
         """Begin to gather again what was freed; return whether anything was."""

@@ -20,6 +20,7 @@ from .training import (
     assert_same_gradients,
     assert_same_parameters,
     backward,
+    executor,
     follow,
     mine,
     reference_and_model,
@@ -122,6 +123,29 @@ def test_context_manager_and_decorator(two: Ranks) -> None:
     E-ACC-1, E-ACC-6, E-ERR-43, E-ERR-9.
     """
     two.run(_manage)
+
+
+def _some_inputs(rank: int, strategy: str, how: str) -> None:
+    reference, model = reference_and_model(MLP, strategy)
+    run = executor(model, how)
+    for each, batch in ((reference, whole), (model, mine)):
+        with each.no_sync() if each is model else nullcontext():
+            loss = MLP.loss(run if each is model else each, batch(MLP, 1))
+            loss.backward(inputs=[each.blocks[1].up.weight, *each.head.parameters()])
+        backward(run if each is model else each, MLP, batch(MLP, 2))
+    assert_same_gradients(model, reference)
+    with model.no_sync():
+        loss = MLP.loss(run, mine(MLP, 3))
+        with pytest.raises(RuntimeError, match=r"torch.autograd.grad under no_sync|appears to not have been used"):
+            torch.autograd.grad(loss, [*model.parameters()], allow_unused=strategy != "NO_SHARD")
+    assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_backward_of_some_parameters(two: Ranks, strategy: str, how: str) -> None:
+    """Under no_sync `backward(inputs=...)` adds to the gradients of these alone; `torch.autograd.grad` is refused."""
+    two.run(_some_inputs, strategy, how)
 
 
 def _set_sync(rank: int) -> None:

@@ -1,10 +1,12 @@
 """What units return, what is used of it, and units in unusual roles: empty, a former root, called twice."""
 
+import copy
 import re
 import warnings
 from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compile import fully_shard
 
 from .ranks import Ranks
-from .test_communication import _assert_freed, _spied
+from .test_communication import _assert_freed, _gathered_bytes, _spied
 from .training import (
     OPTIMIZERS,
+    assert_same_gradients,
     assert_same_parameters,
     backward,
     build,
@@ -226,6 +229,164 @@ def test_views_changed_in_place(two: Ranks, strategy: str) -> None:
     FSDP2 fails there.
     """
     two.run(_change_in_place, strategy)
+
+
+# --- what leaves a forward in other ways than as an output ------------------------------------------------------------
+
+_left_over: list[Tensor] = []
+
+
+class _Aside(nn.Module):
+    """A block that computes something after its output, such as a loss, which leaves as `how` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.up, self.gate = how, nn.Linear(7, 7), nn.Linear(7, 7)
+        self.kept: Any = None
+        if how == "hook":
+            self.gate.register_forward_hook(lambda *call: _left_over.append(call[-1].square().mean()))
+
+    def forward(self, x: Tensor, given: list[Tensor]) -> Tensor:
+        hidden = torch.tanh(self.up(x))
+        y = x + hidden
+        aside = self.gate(hidden).square().mean()
+        if self.how in ("attribute", "list", "dict"):
+            self.kept = {"attribute": aside, "list": [aside], "dict": {"loss": aside}}[self.how]
+        elif self.how == "submodule":
+            self.gate.kept = aside
+        elif self.how == "argument":
+            given.append(aside)
+        elif self.how == "in place":
+            given[0].add_(aside)
+        elif self.how == "global":
+            _left_over.append(aside)
+        return y
+
+    def asides(self) -> list[Tensor]:
+        kept = self.gate.kept if self.how == "submodule" else self.kept
+        return [*kept.values()] if isinstance(kept, dict) else kept if isinstance(kept, list) else [kept]
+
+
+class _AsideNet(nn.Module):
+    """Three of these; with `apart` no gradient passes from one to the one before."""
+
+    def __init__(self, how: str, apart: bool) -> None:
+        super().__init__()
+        self.how, self.apart, self.out = how, apart, nn.Linear(7, 1)
+        self.blocks = nn.ModuleList(_Aside(how) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = [torch.zeros(())] if self.how == "in place" else []
+        _left_over.clear()
+        for block in self.blocks:
+            x = block(x.detach() if self.apart else x, given)
+        asides = given or _left_over or [each for block in self.blocks for each in block.asides()]
+        return (0.0 if self.apart else self.out(x).square().mean()) + torch.stack(asides).sum()
+
+
+def _leave_aside(rank: int, how: str, apart: bool) -> None:
+    torch.manual_seed(0)
+    reference = _AsideNet(how, apart)
+    model = copy.deepcopy(reference)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    numel = model.blocks[0]._fsdp.units[0].flats[0].layout.numel
+    for _ in range(2):
+        x = torch.linspace(-1, 1, 14).view(2, 7).requires_grad_()
+        reference.zero_grad()
+        reference(x).backward()
+        model.zero_grad()
+        with warnings.catch_warnings(record=True) as seen, _spied() as calls:
+            warnings.simplefilter("always")
+            loss = model(x)
+            stays = bool(_gathered_bytes(calls)[numel])
+            loss.backward()
+        assert_same_gradients(model, reference)
+        texts = [str(each.message) for each in seen if "stay unsharded until backward" in str(each.message)]
+        assert len(texts) == (3 if stays else 0) and stays == (how in ("global", "hook")), texts
+        assert all("_Aside with parameters blocks" in text for text in texts), texts
+        assert all(Path(each.filename).name == "test_outputs.py" for each in seen), seen
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("how", ["attribute", "list", "dict", "submodule", "argument", "in place", "global", "hook"])
+def test_what_leaves_in_another_way_than_as_an_output(two: Ranks, how: str, apart: bool) -> None:
+    """Losses that a block leaves in an attribute, an argument or elsewhere have the gradients of one process.
+
+    Their backward runs before that of the output. Where they go to cannot be seen, the block stays unsharded, with a
+    warning.
+    """
+    two.run(_leave_aside, how, apart)
+
+
+class _Hooked(nn.Module):
+    """A block whose output has a hook that reads parameters: their values, or through a part of the graph."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "values":
+            weight = self.layer.weight.detach()
+            z = self.layer(x)
+            z.register_hook(lambda grad: grad + 0.1 * grad @ weight)
+            return z
+        at = x.detach().requires_grad_()
+        inner = torch.tanh(self.layer(at))  # as implicit layers do
+        z = self.layer(x)
+        z.register_hook(lambda grad: grad + torch.autograd.grad(inner, at, grad, retain_graph=True)[0])
+        return z
+
+
+def _hook_outputs(rank: int, how: str) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(*[_Hooked(how) for _ in range(3)], nn.Linear(7, 2))
+    model = copy.deepcopy(reference)
+    for block in model[:3]:
+        fully_shard(block)
+    fully_shard(model)
+    for _ in range(2):
+        for each in (reference, model):
+            each.zero_grad()
+            each(torch.linspace(-1, 1, 14).view(2, 7)).square().mean().backward()
+        assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("how", ["values", "graph"])
+def test_hooks_on_outputs_read_parameters(two: Ranks, how: str) -> None:
+    """A hook that forward registers on its output is called when the unit's parameters are there again."""
+    two.run(_hook_outputs, how)
+
+
+def _tap(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)) for _ in range(2)])
+    seen: list[Tensor] = []
+    model[0][0].register_forward_hook(lambda *call: seen.append(torch.tanh(call[-1]) @ model[0][0].weight))
+    root = _Both(model)
+    for tower in model:
+        fully_shard(tower)
+    fully_shard(root)
+    unused, used = root(torch.ones(2, 7))
+    with pytest.raises(RuntimeError, match=r"size 0|not allocated"):
+        (used.sum() + seen[0].sum()).backward()
+    assert unused.shape == (2, 7)
+
+
+class _Both(nn.Module):
+    def __init__(self, towers: nn.ModuleList) -> None:
+        super().__init__()
+        self.towers = towers
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [tower(x) for tower in self.towers]
+
+
+def test_what_is_read_of_a_unit_without_its_outputs(two: Ranks) -> None:
+    """Where no output of a unit has a part in the loss, nothing reads parameters that are being gathered: an error."""
+    two.run(_tap)
 
 
 class _TwoHeads(nn.Module):

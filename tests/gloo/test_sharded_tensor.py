@@ -508,6 +508,32 @@ def test_collectives(ranks: Ranks) -> None:
     ranks.run(_count)
 
 
+def _communicate(rank: int) -> None:
+    plain, sharded = build()
+    size = dist.get_world_size()
+    give_gradients(plain, sharded, 1)
+    for one, other in zip(plain, sharded, strict=True):
+        dist.all_reduce(other.grad.data)
+        other.grad.data /= size
+        torch.testing.assert_close(full(other.grad), one.grad)
+        copy = other.grad.clone()
+        dist.all_reduce(copy, async_op=True).wait()
+        torch.testing.assert_close(full(copy), one.grad * size)
+        parts = [torch.zeros_like(other) for _ in range(size)]
+        dist.all_gather(parts, other.detach())
+        assert all(torch.equal(full(part), one) for part in parts)
+        dist.broadcast(other.data, 0)
+        assert torch.equal(full(other), one)
+        if one.dim() == 2 and one.shape[0] != one.shape[1]:
+            with pytest.raises(NotImplementedError, match="aten::t_ changes the shape of a sharded tensor in place"):
+                other.detach().clone().t_()
+
+
+def test_communication_by_users(ranks: Ranks) -> None:
+    """Collectives of torch.distributed write sharded tensors as they would full ones, equal on all ranks."""
+    ranks.run(_communicate)
+
+
 def _scale(rank: int) -> None:
     for bad in (False, True):
         for foreach in (True, False):
