@@ -20,9 +20,9 @@ PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 FILES = 132
 BUDGET = {
-    PACKAGE: 33_688,
+    PACKAGE: 33_700,
     f"{PACKAGE}/*.py": 3_962,
-    f"{PACKAGE}/core": 5_844,
+    f"{PACKAGE}/core": 5_856,
     f"{PACKAGE}/comm": 1_700,
     f"{PACKAGE}/construct": 1_287,
     f"{PACKAGE}/eager": 3_845,

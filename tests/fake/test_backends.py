@@ -107,6 +107,24 @@ def test_saved_tensors_may_change_where_nothing_is_gathered(how: str) -> None:
         torch.testing.assert_close(mine.grad, other.grad)
 
 
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: self.layer(x).sin(), lambda x: self.layer(x).cos(), (x,))
+
+
+def test_parameters_in_branches_are_refused() -> None:
+    """A graph whose branches read parameters is refused; it lost their gradients. The model runs on as before."""
+    model = fully_shard(_Branches())
+    with pytest.raises(Exception, match="cond: its functions read parameters of a sharded module"):
+        torch.compile(model, backend="aot_eager")(torch.ones(2, 3))
+    model(torch.ones(2, 3)).sum().backward()
+    assert model.layer.weight.grad is not None
+
+
 RECORDERS: dict[str, Callable[[Any, Tensor], Any]] = {
     "jit.trace": lambda model, x: torch.jit.trace(model, x),
     "make_fx": lambda model, x: make_fx(model)(x),
