@@ -152,13 +152,14 @@ def warn_of_kept_views(module: nn.Module, memory: Set[int]) -> None:
 def kept_by_modules(module: nn.Module) -> Iterator[Tensor]:
     """Tensors that `module` and its submodules keep as attributes, or in a list, tuple or dict that is one."""
     work = [module]
-    while work:
-        each = work.pop()
-        work += filter(None, each._modules.values())
-        for name, value in vars(each).items():
+    for each in work:
+        attributes = vars(each)
+        work += [child for child in attributes["_modules"].values() if child is not None]
+        for name in attributes.keys() - _OF_EACH_MODULE:  # few: this runs wherever a unit is freed after its forward
+            value = attributes[name]
             if isinstance(value, Tensor):
                 yield value
-            elif type(value) in (list, tuple, dict) and value and name not in _OF_EACH_MODULE:
+            elif type(value) in (list, tuple, dict) and value:
                 inside = value.values() if type(value) is dict else value
                 yield from (item for item in inside if isinstance(item, Tensor))
 
