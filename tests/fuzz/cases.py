@@ -38,6 +38,8 @@ class Node(Printed):
         tie: gives it the first weight of the node of this index among those of its kind and size.
         same: makes it the very module that the node of this index is.
         changes: how the module around it changes its first parameter before it runs, a key of `models.CHANGES`.
+        aside: where a nest leaves what it computes after its output, which becomes part of the loss: an "attribute",
+            a "list" that is one, or "elsewhere", where no hook finds it.
     """
 
     kind: str = "linear"
@@ -54,6 +56,7 @@ class Node(Printed):
     tie: int = -1
     same: int = -1
     changes: str = ""
+    aside: str = ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -272,7 +275,15 @@ def _with_latest_draws(case: Case, rng: random.Random) -> Case:
     functional = not (case.param_dtype or any(node.checkpoint or node.same >= 0 for node in nodes_of(case.nodes)))
     edits = LATEST_EDITS if functional else LATEST_EDITS[:-1]
     steps = (replace(s, before=rng.choice(edits)) if rng.random() < 0.1 else s for s in case.steps)
-    return replace(case, steps=tuple(steps))
+    case = replace(case, steps=tuple(steps))
+    if any(node.checkpoint for node in nodes_of(case.nodes)):  # what it recomputes is left aside again, with a graph
+        return case
+    return replace(case, nodes=tuple(_with_aside(node, rng) for node in case.nodes))
+
+
+def _with_aside(node: Node, rng: random.Random) -> Node:
+    aside = rng.choice(("attribute", "list", "elsewhere")) if node.kind == "nest" and rng.random() < 0.5 else ""
+    return replace(node, children=tuple(_with_aside(child, rng) for child in node.children), aside=aside)
 
 
 def _changing(node: Node, rng: random.Random) -> Node:

@@ -54,17 +54,25 @@ class _Fails(torch.autograd.Function):
         raise ArithmeticError("a backward of the user's fails")
 
 
+class _Elsewhere:
+    """Holds a tensor, and is neither a module nor a container."""
+
+    tensor: Tensor | None = None
+
+
 class Nest(nn.Module):
     """Runs its children one after the other, each as its node says; has a parameter of its own."""
 
-    def __init__(self, nodes: tuple[Node, ...], width: int, made: list[tuple[Node, nn.Module]]) -> None:
+    def __init__(self, node: Node, width: int, made: list[tuple[Node, nn.Module]]) -> None:
         super().__init__()
+        nodes, self.aside, self.kept, self.elsewhere = node.children, node.aside, None, _Elsewhere()
         self.nodes, self.gates, self.syncs, self.rank, self.fails = nodes, True, True, 0, ""
         self.gain = nn.Parameter(torch.randn(width))
         self.inner = nn.ModuleList(build_node(node, width, made) for node in nodes)
         self.changed = [_first_parameter(node, module) for node, module in zip(nodes, self.inner, strict=True)]
 
     def forward(self, x: Tensor) -> Tensor:
+        given = x
         x = torch.tanh(x) + torch.sin(self.gain).to(x.dtype)
         for node, module, path in zip(self.nodes, self.inner, self.changed, strict=True):
             if path:
@@ -75,7 +83,20 @@ class Nest(nn.Module):
                 x.mul_(0.9)
         if self.fails == "forward":
             raise ArithmeticError("a forward of the user's fails")
-        return _Fails.apply(x) if self.fails else x
+        x = _Fails.apply(x) if self.fails else x
+        if self.aside:
+            aside = torch.cos(given * self.gain.to(x.dtype)).mean()
+            self.kept = {"attribute": aside, "list": [aside]}.get(self.aside)
+            self.elsewhere.tensor = aside if self.aside == "elsewhere" else None
+        return x
+
+    def take_aside(self) -> Tensor | None:
+        """What the last forward has left aside, once."""
+        found = (
+            self.kept[0] if isinstance(self.kept, list) else self.elsewhere.tensor if self.kept is None else self.kept
+        )
+        self.kept = self.elsewhere.tensor = None
+        return found
 
     def _run(self, node: Node, module: nn.Module, x: Tensor) -> Tensor:
         if (node.gate == "step" and not self.gates) or (node.gate == "accumulating" and self.syncs):
@@ -134,13 +155,20 @@ class Model(nn.Module):
         super().__init__()
         self.out, made = case.out, []
         self.stem = nn.Linear(4, case.width)
-        self.nest = Nest(case.nodes, case.width, made)
+        self.nest = Nest(Node(children=case.nodes), case.width, made)
         self.head = nn.Linear(case.width, 3)
+        self.nests = [module for module in self.nest.modules() if isinstance(module, Nest) and module.aside]
         # Shared modules occur as often as there are nodes for them: those that are units, each once, inner ones first.
         self.to_shard = list({id(module): module for node, module in made if node.unit}.values())[::-1]
 
     def forward(self, x: Tensor) -> Any:  # [batch, 4] -> [batch, 3]
-        return structured(self.out, self.head(self.nest(self.stem(x))))
+        for nest in self.nests:
+            nest.take_aside()
+        x = self.head(self.nest(self.stem(x)))
+        for nest in self.nests:
+            aside = nest.take_aside()
+            x = x if aside is None else x + aside.to(x.dtype)
+        return structured(self.out, x)
 
 
 def build_node(node: Node, width: int, made: list[tuple[Node, nn.Module]]) -> nn.Module:
@@ -151,7 +179,7 @@ def build_node(node: Node, width: int, made: list[tuple[Node, nn.Module]]) -> nn
         return made[-1 - len(nodes_of(node.children))][1]
     place = len(made)
     made.append((node, nn.Identity()))
-    module = Nest(node.children, width, made) if node.kind == "nest" else KINDS[node.kind](width, node.size)
+    module = Nest(node, width, made) if node.kind == "nest" else KINDS[node.kind](width, node.size)
     if 0 <= node.tie < place:
         _tie(node, module, *made[node.tie])
     if node.dtype:
