@@ -4,7 +4,8 @@ torch._C._dynamo.eval_frame, torch._dynamo.eval_frame    whether Dynamo is activ
                                                          torch moves: look for `skip_code` and the getter of the
                                                          eval-frame callback, which is None or False when off.
 torch._dynamo.comptime, guards, symbolic_convert         functions that Dynamo calls while it traces, before each run
-                                                         (`add_lambda_guard`), with the graph (`add_graph_finalizer`)
+                                                         (`add_lambda_guard`), with the graph (`add_graph_finalizer`);
+                                                         `dict_vt` of a variable, what it knows of its attributes
 torch._dynamo.compiled_autograd                          whether one of its graphs runs
 torch._dynamo.exc                                        how code that Dynamo traces ends the graph
 torch._dynamo.utils                                      permission for side effects in a checkpointed region, asked for
@@ -205,6 +206,15 @@ def set_inductor(traced: torch.fx.GraphModule) -> None:
 def traced_variable(tracing: Any, name: str) -> Any:
     """Dynamo's variable for a local one of the function that it traces; `tracing`: its `ComptimeContext`."""
     return tracing.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+
+
+def renew_attributes(tracing: Any, name: str) -> None:
+    """Let later changes of attributes of the local variable `name`, an object, be kept.
+    Behind `torch.cond` and the like, Dynamo of 2.13 and 2.14 would note them in a record that it has given up.
+    """
+    variable = traced_variable(tracing, name)
+    if getattr(variable, "dict_vt", None) is not None:
+        variable.dict_vt = None
 
 
 def reading_place(tracing: Any) -> tuple[CodeType, int] | None:

@@ -115,20 +115,9 @@ def check_finished_graph(_tracing: Any) -> None:
 
 def _check_gathered(graph: torch.fx.GraphModule) -> None:
     """Where a graph of Dynamo writes to unsharded parameters that were read, or they leave it for eager code: have them
-    read eagerly. RuntimeError if it writes to what it gathered for a unit's own forward, or gives it to a control flow
-    operator: Dynamo undoes what it has traced in a branch, and there loses what a forward that ends does to its unit.
+    read eagerly. RuntimeError if it writes to what it gathered for a unit's own forward.
     """
     nodes = [node for part in graph.modules() if isinstance(part, torch.fx.GraphModule) for node in part.graph.nodes]
-    gathered = {
-        _storage(node.meta["example_value"]) for node in nodes if node.target is torch.ops.fsdp_flat.unshard.default
-    }
-    for node in nodes:
-        name = getattr(node.target, "__name__", "")
-        if name in _CONTROL_FLOW and gathered & set(map(_storage, _fakes(node.all_input_nodes))):
-            raise RuntimeError(
-                f"{name}: its functions read parameters of a sharded module, which compiled code cannot gather for "
-                f"them; compute with parameters before or behind it, or choose by torch.where or by a Python `if`"
-            )
     assigned = tensor_assigned_at_break()
     written = {} if assigned is None else {_storage(assigned): "an assignment to an attribute"}
     for node in nodes:
@@ -169,7 +158,6 @@ def _fakes(value: Any) -> Iterator[Tensor]:
         yield value
 
 
-_CONTROL_FLOW = {"cond", "while_loop", "scan", "associative_scan", "map_impl"}
 _IN_PLACE = {operator.setitem}
 _IN_PLACE |= {getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
 _IN_PLACE |= {getattr(operator, f"i{name}") for name in ("and", "or", "xor", "lshift", "rshift", "matmul")}

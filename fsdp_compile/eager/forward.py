@@ -29,6 +29,7 @@ from fsdp_compile.core._torch import (
     never_trace,
     outside_of_transforms,
     records_operators,
+    renew_attributes,
     while_tracing,
 )
 from fsdp_compile.core.settings import warn_caller
@@ -83,13 +84,20 @@ def hooked_call(call: Callable[..., Any]) -> Callable[..., Any]:
     """`call`, the `_call_impl` of a sharded module's class, with the units gathered around hooks and forward alike."""
 
     def call_inside(module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        allowed_in_regions(_set_in_hooked_call, module._fsdp, True)
+        sharding = module._fsdp
+        allowed_in_regions(_set_in_hooked_call, sharding, True)
         try:
             return call(module, *args, **kwargs)
         finally:
-            allowed_in_regions(_set_in_hooked_call, module._fsdp, False)
+            if torch.compiler.is_compiling():
+                while_tracing(_renew_sharding)
+            allowed_in_regions(_set_in_hooked_call, sharding, False)
 
     return gathering(call_inside)
+
+
+def _renew_sharding(tracing: Any) -> None:
+    renew_attributes(tracing, "sharding")
 
 
 def _set_in_hooked_call(sharding: ModuleSharding, in_hooked_call: bool) -> None:
@@ -428,7 +436,12 @@ def _traced(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[
         return forward(module, *args, **kwargs)
     finally:
         for unit in units:
+            while_tracing(_renew_unit)
             allowed_in_regions(_set_unsharded_params, unit, None)
+
+
+def _renew_unit(tracing: Any) -> None:
+    renew_attributes(tracing, "unit")
 
 
 def _set_unsharded_params(unit: Unit, params: list[Tensor] | None) -> None:

@@ -108,21 +108,39 @@ def test_saved_tensors_may_change_where_nothing_is_gathered(how: str) -> None:
 
 
 class _Branches(nn.Module):
-    def __init__(self) -> None:
+    """A choice between two functions, which `reads` the parameter in them or computes with it before."""
+
+    def __init__(self, reads: bool) -> None:
         super().__init__()
-        self.layer = nn.Linear(3, 3, bias=False)
+        self.reads, self.layer = reads, nn.Linear(3, 3, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, lambda x: self.layer(x).sin(), lambda x: self.layer(x).cos(), (x,))
+        if self.reads:
+            return torch.cond(x.sum() > 0, lambda x: self.layer(x).sin(), lambda x: self.layer(x).cos(), (x,))
+        return self.layer(torch.cond(x.sum() > 0, torch.sin, torch.cos, (self.layer(x),)))
 
 
-def test_parameters_in_branches_are_refused() -> None:
-    """A graph whose branches read parameters is refused; it lost their gradients. The model runs on as before."""
-    model = fully_shard(_Branches())
-    with pytest.raises(Exception, match="cond: its functions read parameters of a sharded module"):
-        torch.compile(model, backend="aot_eager")(torch.ones(2, 3))
-    model(torch.ones(2, 3)).sum().backward()
-    assert model.layer.weight.grad is not None
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("reads", [False, True])
+def test_control_flow_operators(reads: bool, hooked: bool) -> None:
+    """Behind torch.cond a compiled forward ends as others do, though Dynamo loses changes of attributes there."""
+    model: Any = nn.Sequential(_Branches(reads), _Branches(reads))
+    for block in model:
+        fully_shard(block)
+        if hooked:
+            block.register_forward_hook(lambda *call: 2 * call[-1])
+    fully_shard(model)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 3)
+    grads = []
+    for each in (model, run, run, model):
+        for param in model.parameters():
+            param.grad = None
+        each(x).sum().backward()
+        grads.append([param.grad.to_local() for param in model.parameters()])
+        assert all(block._fsdp.units[0].unsharded_params is None for block in model)
+    for other in grads[1:]:
+        torch.testing.assert_close(other, grads[0])
 
 
 RECORDERS: dict[str, Callable[[Any, Tensor], Any]] = {
