@@ -10,8 +10,8 @@ torch._dynamo.compiled_autograd                          whether one of its grap
 torch._dynamo.exc                                        how code that Dynamo traces ends the graph
 torch._dynamo.utils                                      permission for side effects in a checkpointed region, asked for
                                                          by `_disable_side_effect_safety_checks_for_current_subtracer`
-torch._C._autograd                                       whether the running backward pass retains its graph
-torch.autograd._get_sequence_nr, Node._sequence_nr       the order in which autograd's nodes were made
+torch._C._autograd, Node._sequence_nr                    whether the running backward pass retains its graph, and the
+                                                         order in which autograd's nodes were made
 torch.autograd.graph                                     whether saved tensors may be changed
 torch._C, torch.compiler                                 whether torch.jit.trace, make_fx or torch.export records
 torch._C._functorch, torch._functorch.pyfunctorch        the transform of torch.func that runs, and how to leave all
@@ -48,6 +48,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._C._autograd import _get_current_graph_task_keep_graph as backward_keeps_graph
+from torch._C._autograd import _get_sequence_nr as next_node_number  # backward runs those with high numbers first
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._C._functorch import peek_interpreter_stack as current_transform
@@ -61,7 +62,6 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as allowed_in_regions
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_of_transforms
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import _get_sequence_nr
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.algorithms._comm_hooks.default_hooks import (
@@ -96,6 +96,7 @@ __all__ = [
     "fp16_compress_hook",
     "has_global_hooks",
     "local_shape_and_offset",
+    "next_node_number",
     "outside_of_transforms",
     "reduce_scatter_hook",
     "tree_map",
@@ -568,11 +569,6 @@ WITHOUT_TENSORS = (int, float, complex, bool, str, bytes, type(None), Enum, torc
 """What may be in an output beside tensors and has none inside."""
 
 
-def next_node_number() -> int:
-    """The number of the node that autograd makes next in this thread; backward runs those with high numbers first."""
-    return _get_sequence_nr()
-
-
 def node_number(tensor: Tensor) -> int:
     """The number of the node that made `tensor`; -1 without one."""
     node = tensor.grad_fn
@@ -586,14 +582,6 @@ def register_first_hook(tensor: Tensor, hook: Callable[[Any], Any]) -> None:
     if len(hooks) > 1:  # autograd reads them in the order of insertion, which `move_to_end` does not change
         others = {key: hooks.pop(key) for key in list(hooks) if key != handle.id}
         hooks.update(others)
-
-
-def reaches(param: nn.Parameter) -> bool:
-    """Whether the running backward pass gives `param` a gradient.
-
-    RuntimeError in `torch.autograd.grad`, if the parameter is one of its inputs.
-    """
-    return executes_node(get_gradient_edge(param).node)
 
 
 def leaves_of(value: Any) -> Iterator[Any]:

@@ -289,6 +289,10 @@ class ShardBinding:
                 f"reduction_order='tree' cannot add to: accumulate under no_sync, or call zero_grad() before"
             )
 
+    def all_are_asked(self) -> bool:
+        """Whether the running backward pass gives gradients to all parameters that train: no `inputs` were named."""
+        return executes_node(self._sentinel_node)
+
     def scatter(self, grad: Tensor, wanted: Sequence[bool], adds: bool) -> list[Tensor | None]:
         """Split `grad`, 1-D `[shard_numel]`, into gradients of the parameters, for autograd to accumulate.
 
@@ -307,7 +311,7 @@ class ShardBinding:
             return parts
         with without_torch_function():
             trains = list(map(_REQUIRES_GRAD, self.params))
-            passes_by = not adds and not self._have_hooks() and executes_node(self._sentinel_node)
+            passes_by = not adds and not self._have_hooks() and self.all_are_asked()
             if passes_by and self.reduction.keeps_flat and all(trains):
                 earlier = self.reduction.flat_gradient  # of a backward pass within this one
                 self.reduction.flat_gradient = grad if earlier is None else earlier.add_(grad)

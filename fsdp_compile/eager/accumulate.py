@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.comparison import exists
 from fsdp_compile.comm.waits import MessageBoard
-from fsdp_compile.core._torch import call_after_backward, current_backward, reaches
+from fsdp_compile.core._torch import call_after_backward, current_backward, executes_node
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.core.settings import warn_caller
@@ -147,16 +148,16 @@ def accumulate(unit: Unit, flat: FlatParam, packed: Tensor) -> None:
 
 def _leave_out_unasked(flat: FlatParam, packed: Tensor) -> None:
     """Set gradients to zero in `packed` for which the running backward pass was not asked, as by `inputs`."""
-    if current_backward() == -1:
+    if current_backward() == -1 or flat.binding.all_are_asked():
         return
     try:
-        asked = [param.requires_grad and reaches(param) for param in flat.params]
+        asked = [param.requires_grad and executes_node(get_gradient_edge(param).node) for param in flat.params]
     except RuntimeError as error:
         raise RuntimeError(
             f"parameter {flat.names[0]} or another one of its unit: torch.autograd.grad under no_sync, or without "
             f"gradient synchronization, has no gradient of a shard to return; use backward(), or synchronize"
         ) from error
-    for segment in flat.layout.segments if not all(asked) else ():
+    for segment in flat.layout.segments:
         if segment.parameter is not None and not asked[segment.parameter]:
             packed[segment.offset : segment.offset + segment.numel].zero_()
 

@@ -329,7 +329,7 @@ def _post_forward(module: Any, opened: list[UnshardedUnit], inputs: Any, output:
         with profiled("post", gathered.unit.path):
             keep = module._fsdp.is_root or module._fsdp_runtime.begins_backward(gathered)
             keep |= gathered.unit.reshard_after_forward is False
-            gathered.end_forward(inputs, output, () if keep else kept_by_modules(module), keep)
+            gathered.end_forward(inputs, output, () if module._fsdp.is_root else kept_by_modules(module), keep)
         if not keep:
             _warn_if_it_stays(module, gathered)
         module._fsdp_runtime.end_forward(gathered)

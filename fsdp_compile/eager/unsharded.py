@@ -382,19 +382,19 @@ class UnshardedUnit:
         self.unit.awaiting_backward[self] = None
         if self.is_held:
             return
-        self.can_free = self._hook_outputs(inputs, output, kept)
+        given = [each for each in leaves_of(inputs) if isinstance(each, Tensor)]
+        self.can_free = self._hook_outputs(given, output, kept)
         if self.unit.has_frozen or not self.unit.trains:
-            self._hook_inputs(inputs)
+            self._hook_inputs(given)
         if self.can_free and not keep:
             self.free(keep_slices=True)
 
-    def _hook_outputs(self, inputs: Any, output: Any, kept: Iterable[Tensor]) -> bool:
+    def _hook_outputs(self, given: list[Tensor], output: Any, kept: Iterable[Tensor]) -> bool:
         """Gather again when a gradient reaches an output, or another tensor that forward made and that still is there.
 
         False if the buffers must stay: an output lies in one, or something may have gradients that has no hook.
         """
         memory = {buffer.storage.data_ptr() for buffer in self.buffers}
-        given = [each for each in leaves_of(inputs) if isinstance(each, Tensor)]
         hooked: dict[int, int] = {}
         for leaf in leaves_of(output):
             if not isinstance(leaf, Tensor):
@@ -421,9 +421,9 @@ class UnshardedUnit:
         self.is_left = next_node_number() > max(hooked.values(), default=self._first_node - 1) + 1
         return not (self.opaque or self.is_held or self.is_left)
 
-    def _hook_inputs(self, inputs: Any) -> None:
+    def _hook_inputs(self, given: list[Tensor]) -> None:
         """Frozen parameters are read until the unit's inputs have their gradients."""
-        needed = [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        needed = [each for each in given if each.requires_grad]
         if needed:
             self.readers |= Reader.FROZEN_PARAMETERS
             if self.unit.trains:  # autograd computes the gradient of an input that is a leaf before those of parameters
@@ -493,8 +493,11 @@ class UnshardedUnit:
         self.recomputed_in = current_backward()
 
     def is_reached(self) -> bool:
-        """Whether the running backward pass comes to an output, as far as these are still there to ask."""
-        outputs = [output() for output in self._outputs]
+        """Whether the running backward pass comes to an output, as far as these are still there to ask.
+
+        False where it may come to something else first: a second backward pass, of what the first one has freed.
+        """
+        outputs = [output() for output in self._outputs if not self.is_left]
         return any(output is None or output.grad_fn is None or executes_node(output.grad_fn) for output in outputs)
 
     def prefetch(self) -> bool:

@@ -303,6 +303,16 @@ def _leave_aside(rank: int, how: str, apart: bool) -> None:
             stays = bool(_gathered_bytes(calls)[numel])
             loss.backward()
         assert_same_gradients(model, reference)
+        for each in (model, reference):  # two backward passes, of which the second gathers again
+            loss = each(x)
+            loss.backward(retain_graph=True)
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                assert each is model and stays and re.search("size 0|not allocated", str(error)), error
+                break
+        else:
+            assert_same_gradients(model, reference)
         texts = [str(each.message) for each in seen if "stay unsharded until backward" in str(each.message)]
         assert len(texts) == (3 if stays else 0) and stays == (how in ("global", "hook")), texts
         assert all("_Aside with parameters blocks" in text for text in texts), texts
