@@ -10,8 +10,8 @@ torch._dynamo.compiled_autograd                          whether one of its grap
 torch._dynamo.exc                                        how code that Dynamo traces ends the graph
 torch._dynamo.utils                                      permission for side effects in a checkpointed region, asked for
                                                          by `_disable_side_effect_safety_checks_for_current_subtracer`
-torch._C._autograd, Node._sequence_nr                    whether the running backward pass retains its graph, and the
-                                                         order in which autograd's nodes were made
+torch._C._autograd, Node._sequence_nr                    whether the running backward pass retains its graph, the order
+                                                         in which autograd's nodes were made, and version counters
 torch.autograd.graph                                     whether saved tensors may be changed
 torch._C, torch.compiler                                 whether torch.jit.trace, make_fx or torch.export records
 torch._C._functorch, torch._functorch.pyfunctorch        the transform of torch.func that runs, and how to leave all
@@ -49,6 +49,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._autograd import _get_current_graph_task_keep_graph as backward_keeps_graph
 from torch._C._autograd import _get_sequence_nr as next_node_number  # backward runs those with high numbers first
+from torch._C._autograd import _unsafe_set_version_counter as set_version_counters
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._C._functorch import peek_interpreter_stack as current_transform
@@ -99,6 +100,7 @@ __all__ = [
     "next_node_number",
     "outside_of_transforms",
     "reduce_scatter_hook",
+    "set_version_counters",
     "tree_map",
     "while_tracing",
     "without_dispatch_modes",

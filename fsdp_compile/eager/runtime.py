@@ -338,11 +338,8 @@ class Runtime:
             self._prefetched_in_backward = weakref.ref(target)
 
     def _prefetch_again(self, target: UnshardedUnit) -> bool:
-        """Begin to gather again what `target` freed, unless values changed; return whether anything was.
-
-        Not if backward does not come to it: something within it might, and would read what is not there yet.
-        """
-        if not target.is_current() or not target.is_reached() or not target.prefetch():
+        """Begin to gather again what `target` freed, unless values changed; return whether anything was."""
+        if not target.is_current() or not target.prefetch():
             return False
         call_after_backward(target.free_prefetched, if_failed=target.leave_unread)  # if nothing has read it (E-PRE-5)
         return True

@@ -7,6 +7,7 @@ post-backward   reduces and what follows them, also all-reduces over replicas: s
                 all-gathers need no higher priority (E-STREAM-2)
 """
 
+import weakref
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from torch.profiler import record_function
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.direct import take
+from fsdp_compile.core._torch import set_version_counters
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import NamedGroup, alias, view_parameters
 from fsdp_compile.core.unit import Unit, VersionCounters
@@ -32,6 +34,8 @@ from fsdp_compile.core.unit import Unit, VersionCounters
 
 _CURRENT: AbstractContextManager[None] = nullcontext()
 GATHERS_IN_FLIGHT = 2
+WHILE_FREED = 1_000_000_000
+"""What is added to version counters of unsharded parameters while their memory is not there (docs/debugging.md)."""
 
 
 class Device:
@@ -168,7 +172,8 @@ class UnshardedBuffer:
 
     If the shard is that already (NO_SHARD in the parameters' own dtype) it is the shard's memory, never freed. Where
     the all-gather goes through two groups, `slice` is what the first has gathered: the next fill starts there. Memory
-    belongs to the stream that is current in `start`.
+    belongs to the stream that is current in `start`. Saved views of it can be unpacked while the memory is filled, see
+    Note [Freeing buffers that autograd has saved].
     """
 
     def __init__(self, unit: Unit, flat: FlatParam, dtype: torch.dtype) -> None:
@@ -182,6 +187,11 @@ class UnshardedBuffer:
         self.nbytes = self.storage.nbytes()
         self.slice: Tensor | None = None
         self.filling = False
+        self._counted: list[weakref.ref[Tensor]] = []  # one tensor of each version counter that views have
+        self._shared: Tensor | None = None  # the tensor whose counter plain views share, once there are any
+        self._refused: list[tuple[weakref.ref[Tensor], int]] | None = (
+            None  # while freed: these, and their counts before
+        )
         self._gather: collectives.Filling | None = None
 
     @property
@@ -237,15 +247,45 @@ class UnshardedBuffer:
         """Order the current stream after the fill."""
         self._wait(self.full)
         self.filling = False
+        self.allow_reads()
 
     def views(self) -> list[Tensor]:
         """The unsharded parameters (Note [Freeing buffers that autograd has saved])."""
-        return view_parameters(alias(self.full), self.flat.layout.text)
+        return view_parameters(self.flat_view(), self.flat.layout.text)
+
+    def flat_view(self) -> Tensor:
+        """The unsharded flat parameter, 1-D: all that this returns and all views of it share one version counter."""
+        if self._shared is None:
+            self._shared = alias(self.full)
+            self.count(self._shared)
+        return self._shared.detach()
+
+    def count(self, *views: Tensor) -> None:
+        """Let autograd refuse `views`, with version counters of their own, while the memory is not there."""
+        if not (self.is_shard or views[0].is_inference()):  # of which autograd saves nothing
+            self._counted += map(weakref.ref, views)
+
+    def allow_reads(self) -> None:
+        """Let autograd unpack views that it has saved: the memory is filled, or who reads it waits for the fill."""
+        if self._refused is not None:
+            _set_counts(self._refused)
+            self._refused = None
 
     def free(self) -> None:
         """Free the memory, which is not being filled."""
-        if not self.is_shard:
-            self.storage.resize_(0)
+        if self.is_shard:
+            return
+        if self._refused is None:
+            self._counted = [each for each in self._counted if each() is not None]
+            self._refused = [(each, view._version) for each in self._counted if (view := each()) is not None]
+            _set_counts([(each, version + WHILE_FREED) for each, version in self._refused])
+        self.storage.resize_(0)
+
+
+def _set_counts(counts: list[tuple[weakref.ref[Tensor], int]]) -> None:
+    living = [(view, count) for each, count in counts if (view := each()) is not None]
+    if living:
+        set_version_counters(*zip(*living, strict=True))
 
 
 class KeptUnsharded(NamedTuple):

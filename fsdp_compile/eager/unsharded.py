@@ -34,7 +34,7 @@ from fsdp_compile.core._torch import (
 )
 from fsdp_compile.core.autograd import check_engine
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.ops import alias, inner_tensors
+from fsdp_compile.core.ops import inner_tensors
 from fsdp_compile.core.sharding import changed_in_forward
 from fsdp_compile.core.unit import Phase, Unit
 from fsdp_compile.eager.accumulate import settle_after_backward
@@ -45,13 +45,15 @@ from fsdp_compile.eager.writeback import equal_bits, refresh
 # Note [Freeing buffers that autograd has saved]
 # Autograd saves views of unsharded parameters in forward and reads them in backward. A buffer is therefore freed by
 # resizing its storage to zero bytes: the saved views stay valid tensors, and after the next all-gather into the same
-# storage they have their values again. Views get version counters of their own, so that filling the buffer again does
-# not look to autograd like an in-place change.
+# storage they have their values again. All views of a buffer share one version counter, which is not the buffer's: so
+# filling it again does not look to autograd like an in-place change. But while the memory is freed or being filled the
+# counter has another value than autograd has noted, and what unpacks a saved view then raises, whatever way led to it.
 #
 # Backward must gather before the first node of the unit runs, and it runs nodes in the reverse order in which forward
 # made them. So there are hooks on all tensors that are known to leave the forward: outputs, and what it made that
 # modules keep or arguments hold. If autograd made more nodes after the last of these, something may have left in
-# another way (a global list, a closure): the buffers stay, as they do where an output may have tensors inside.
+# another way (a global list, a closure): the buffers stay, as they do where an output may have tensors inside. What
+# these hooks miss is an error, by the counters above.
 #
 # The views own the autograd node that made them. A strong reference from that node, or from a hook on it, to the
 # `UnshardedUnit` that owns the views would close a cycle through C++ that Python's garbage collector does not see; so
@@ -77,7 +79,7 @@ class UnshardParams(torch.autograd.Function):
         ctx.streams, ctx.full_precision = gathered.streams, gathered.full_precision
         buffers = [buffer for buffer in gathered.buffers if buffer.flat in flats]
         if gathered.as_flats:
-            return tuple(alias(buffer.full) for buffer in buffers)
+            return tuple(buffer.flat_view() for buffer in buffers)
         params, frozen = [], []
         for buffer in buffers:
             views = buffer.views()
@@ -204,7 +206,6 @@ class UnshardedUnit:
         self.params, self.versions = tuple(unit.params), unit.version_counters()
         self.opaque: type | None = None  # of an output that may have tensors inside
         self.is_left = False  # whether forward computed something after all tensors that have hooks
-        self._outputs: list[weakref.ref[Tensor]] = []  # that have hooks
         self.reader: Callable[..., Any] | None = None
         self.awaits = False
         self.reduced: dict[FlatParam, Tensor | None] = {}
@@ -281,9 +282,11 @@ class UnshardedUnit:
                 self.views += [next(differentiable) for _ in range(count)]
             else:
                 with torch.no_grad():
-                    self.views += [alias(buffer.full)] if as_flats else buffer.views()
-        if not as_flats:
+                    self.views += [buffer.flat_view()] if as_flats else buffer.views()
+        if not as_flats and self.unit.tensor_parallel:
             self.views = self.unit.distributed(self.views)
+            for buffer, start in zip(self.buffers, starts, strict=True):  # DTensors have counters of their own
+                buffer.count(*self.views[start : start + len(buffer.flat.params)])
         self._watched: list[Tensor] = []  # views of one buffer share one version counter
         if not as_flats and not torch.is_inference_mode_enabled():  # which counts no versions
             self._watched = self.views if self.unit.tensor_parallel else [self.views[start] for start in starts]
@@ -407,7 +410,6 @@ class UnshardedUnit:
                 continue
             register_first_hook(leaf, self._before_backward)  # before those that forward has registered
             hooked[id(leaf)] = node_number(leaf)
-            self._outputs.append(weakref.ref(leaf))
             # If a view is then changed in place, autograd drops its node and keeps that of its base. If the base is an
             # input, that node belongs to another unit.
             node = None if leaf._base is None else leaf._base.grad_fn
@@ -417,7 +419,6 @@ class UnshardedUnit:
             if id(each) not in hooked and (number := node_number(each)) >= self._first_node:
                 register_first_hook(each, self._before_backward)
                 hooked[id(each)] = number
-                self._outputs.append(weakref.ref(each))
         self.is_left = next_node_number() > max(hooked.values(), default=self._first_node - 1) + 1
         return not (self.opaque or self.is_held or self.is_left)
 
@@ -473,6 +474,8 @@ class UnshardedUnit:
         self.prefetched = False
         if not self.awaits:
             self.wait()
+        for buffer in self.buffers if self.awaits else ():
+            buffer.allow_reads()
         self.unit.show_unsharded(self.views, self.as_flats)
         self._offer()
         self._prefetch_next(BackwardPrefetch.BACKWARD_PRE)
@@ -491,14 +494,6 @@ class UnshardedUnit:
         if self.recomputed_in == current_backward():
             self.readers |= Reader.RECOMPUTED_FORWARD
         self.recomputed_in = current_backward()
-
-    def is_reached(self) -> bool:
-        """Whether the running backward pass comes to an output, as far as these are still there to ask.
-
-        False where it may come to something else first: a second backward pass, of what the first one has freed.
-        """
-        outputs = [output() for output in self._outputs if not self.is_left]
-        return any(output is None or output.grad_fn is None or executes_node(output.grad_fn) for output in outputs)
 
     def prefetch(self) -> bool:
         """Begin to gather again what was freed; return whether anything was."""

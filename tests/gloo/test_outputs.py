@@ -34,6 +34,8 @@ from .training import (
 from .wire import Sent, wire
 
 MLP = MODELS["mlp"]
+FREED = r"is at version 10000\d+; expected|its base or another view of its base has been modified inplace"
+"""What autograd says where it would read memory that is not there: of a parameter itself, and of a view of one."""
 sharded = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 
@@ -309,7 +311,7 @@ def _leave_aside(rank: int, how: str, apart: bool) -> None:
             try:
                 loss.backward()
             except RuntimeError as error:
-                assert each is model and stays and re.search("size 0|not allocated", str(error)), error
+                assert each is model and stays and re.search(FREED, str(error)), error
                 break
         else:
             assert_same_gradients(model, reference)
@@ -380,7 +382,7 @@ def _tap(rank: int) -> None:
         fully_shard(tower)
     fully_shard(root)
     unused, used = root(torch.ones(2, 7))
-    with pytest.raises(RuntimeError, match=r"size 0|not allocated"):
+    with pytest.raises(RuntimeError, match=FREED):
         (used.sum() + seen[0].sum()).backward()
     assert unused.shape == (2, 7)
 
