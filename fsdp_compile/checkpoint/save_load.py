@@ -4,24 +4,36 @@ Models and optimizers, sharded or not, go through `torch.distributed.checkpoint.
 and shapes, and loading reads into the memory of the shards.
 """
 
+import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.checkpoint.stateful import Stateful
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.optim import Optimizer
 
+from fsdp_compile.checkpoint.by_rank import VALUES, PerRank, checksums, find_by_rank
 from fsdp_compile.checkpoint.directory import DirectoryReader, DirectoryWriter, committed, open_checkpoint, step_of
+from fsdp_compile.checkpoint.entries import Entry, InModel, Model, entries_of
+from fsdp_compile.checkpoint.structure import (
+    NOTES,
+    Notes,
+    Stored,
+    merge_notes,
+    pack,
+    stored_values,
+    tree,
+)
 from fsdp_compile.checkpoint.untrusted import CheckpointError, ValuePlanner
 from fsdp_compile.comm.collectives import gather_objects, on_first_rank
-from fsdp_compile.core.sharding import WRAPPED, clean_name
+from fsdp_compile.core import nested
+from fsdp_compile.core.nested import leaves, map_leaves
+from fsdp_compile.state_dict._torch import flatten_state_dict
 
 
 def save(
@@ -52,11 +64,13 @@ def save(
         ValueError: `step` is below 0 or `keep` below 1; or the parameters of an optimizer are in no model of `state`;
             or an object with a `state_dict()` is nested within a dict, list or tuple.
     """
-    stateful, doing = _as_stateful(state), f"saving step {step} in {root}"
+    entries, doing = entries_of(state), f"saving step {step} in {root}"
     writer = DirectoryWriter(root, step, keep)
     try:
         with errors_of_ranks(doing):
-            dcp.save(_collect(stateful, doing, process_group), storage_writer=writer, process_group=process_group)
+            found, left_out = _to_save(entries, doing, process_group)
+            planner = _SavePlanner(left_out)
+            dcp.save(found, storage_writer=writer, planner=planner, process_group=process_group)
     finally:
         writer.discard()
 
@@ -67,6 +81,7 @@ def load(
     step: int | None = None,
     *,
     trust: bool = False,
+    partial: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> int:
     """Load a checkpoint of the folder `root` into `state`, in place, by name; all ranks must call it.
@@ -101,27 +116,17 @@ def load(
             raise FileNotFoundError(f"{root}: expected {what}, found steps: {steps}; pass one of them")
         return *checkpoint, _state_of_folder(checkpoint[0])
 
-    def put() -> None:
-        for key, value in stateful.items():
-            if isinstance(value, Stateful):
-                value.load_state_dict(loaded[key])
-            else:
-                state[key] = loaded[key]
-
-    stateful = _as_stateful(state)
+    entries = entries_of(state)
     while True:
         with errors_of_ranks(f"looking for a checkpoint in {root}"):
             path, manifest, found = on_first_rank(find, process_group)  # so that all ranks load the same
         doing = f"loading {path}"
         try:
             with errors_of_ranks(doing):
-                loaded = _collect(stateful, doing, process_group)
-                reader, planner = DirectoryReader(path, manifest), ValuePlanner(trust)
-                dcp.load(loaded, storage_reader=reader, planner=planner, process_group=process_group)
-                all_succeed(put, doing, process_group)
+                state.update(_load(entries, DirectoryReader(path, manifest), doing, partial, trust, process_group))
             return manifest.step or 0
         except CheckpointError:  # on all ranks
-            if found is not None and on_first_rank(partial(_state_of_folder, path), process_group) == found:
+            if found is not None and on_first_rank(functools.partial(_state_of_folder, path), process_group) == found:
                 raise  # otherwise another job has removed the checkpoint to make room: load the next one
 
 
@@ -133,78 +138,142 @@ def _state_of_folder(path: Path) -> tuple[int, int] | None:
     return None
 
 
-def _collect(stateful: dict[str, Any], doing: str, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    state = dict(stateful)
+# --- what is written --------------------------------------------------------------------------------------------------
+
+
+class _Saved(NamedTuple):
+    """What this rank gives to DCP, and the names of it that other ranks write alone."""
+
+    state: dict[str, Any]
+    left_out: list[str]
+
+
+def _to_save(entries: dict[str, Entry], doing: str, group: dist.ProcessGroup | None) -> _Saved:
+    """Collect all entries; find out which values each rank has its own of."""
+    packed: dict[str, Any] = {}
+    notes: Notes = {}
+    compared: dict[str, Any] = {}
+    paths: dict[str, nested.Path] = {}
+    sums: dict[str, Any] = {}
 
     def collect() -> None:
-        state.update((key, value.state_dict()) for key, value in state.items() if isinstance(value, Stateful))
+        for key, entry in entries.items():
+            packed[key] = pack(entry.collect(), (key,), notes)
+            found, found_paths = flatten_state_dict({key: packed[key]})
+            mine = {name: value for name, value in found.items() if entry.is_compared(value)}
+            compared.update(mine)
+            paths.update((name, found_paths[name]) for name in mine)
+        sums.update(checksums(compared))
 
     all_succeed(collect, doing, group)
-    return state
+    of_ranks = gather_objects((sums, paths, notes), group)
+    by_rank = find_by_rank(compared, [theirs for theirs, _, _ in of_ranks], group)
+    rank, left_out = dist.get_rank(group) if dist.is_initialized() else 0, []
+    own: dict[str, Any] = {}
+    for name, ranks in by_rank.items():
+        if rank in ranks:
+            value = compared[name].value if (is_explicit := isinstance(compared[name], PerRank)) else compared[name]
+            # In a tuple DCP writes it as one value. A view would be written with all of its storage.
+            own[name] = (value.clone() if isinstance(value, Tensor) else value,)
+            if is_explicit or rank != ranks[0]:
+                left_out.append(name)
+    if own:
+        packed[VALUES] = {f"rank{rank}": own}
+    all_paths = {name: path for _, theirs, _ in of_ranks for name, path in theirs.items()}
+    merged = merge_notes([theirs for _, _, theirs in of_ranks])
+    if merged or by_rank:
+        packed[NOTES] = [
+            [[path, note] for path, note in merged.items()],
+            [[name, all_paths[name], len(of_ranks), ranks] for name, ranks in by_rank.items()],
+        ]
+    return _Saved(packed, left_out)
 
 
-# --- models and optimizers --------------------------------------------------------------------------------------------
+class _SavePlanner(dcp.DefaultSavePlanner):
+    """DCP's planner, which leaves names out."""
+
+    def __init__(self, left_out: Iterable[str]) -> None:
+        super().__init__()
+        self.left_out = left_out
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """As DCP's, without these names."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        for name in self.left_out:
+            del self.state_dict[name], self.mappings[name]
 
 
-class _InModel:
-    """A model, or an optimizer over its parameters: original names, sharded values."""
-
-    def __init__(self, get: Callable[..., dict[str, Any]], put: Callable[..., Any], *objects: Any) -> None:
-        self.state_dict, self.load_state_dict = partial(get, *objects), partial(put, *objects)
+# --- what is read -----------------------------------------------------------------------------------------------------
 
 
-def optimizer_in(models: Sequence[nn.Module], optimizer: Optimizer, what: str) -> Any:
+class _LoadPlanner(ValuePlanner):
+    """Reads names as they are; `state` has one key, so that ranks do not exchange all names."""
+
+    def __init__(self, trust: bool) -> None:
+        super().__init__(trust)
+        self.flatten_state_dict = False
+
+    def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As DCP's, with the names that are wanted."""
+        super().set_up_planner(state_dict[""], *args, **kwargs)
+
+
+def _read(reader: DirectoryReader, wanted: dict[str, Any], trust: bool, group: dist.ProcessGroup | None) -> Any:
+    """The values of names, and the given tensors, filled."""
+    planner = _LoadPlanner(trust)
+    dcp.load({"": wanted}, storage_reader=reader, planner=planner, process_group=group)
+    return planner.state_dict
+
+
+def _load(
+    entries: dict[str, Entry],
+    reader: DirectoryReader,
+    doing: str,
+    partial: bool,
+    trust: bool,
+    group: dist.ProcessGroup | None,
+) -> dict[str, Any]:
+    """Load all entries; what `state` has afterwards."""
+    saved: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
+    loaded: dict[str, Any] = {}
+    metadata: list[dcp.Metadata] = []
+    all_succeed(lambda: metadata.append(reader.read_metadata()), doing, group)
+    noted: Any = [[], []]
+    if NOTES in metadata[0].state_dict_metadata:
+        noted = _read(reader, {NOTES: None}, trust, group)[NOTES]
+
+    def choose() -> None:
+        rank, size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+        saved.update(tree(stored_values(metadata[0], noted[1], rank, size), dict(map(tuple, noted[0]))))
+        for key, entry in entries.items():
+            if key not in saved:
+                raise CheckpointError(f"state has {key!r}, and the checkpoint has not: it has {', '.join(saved)}")
+            chosen[key] = entry.fill(saved[key], partial)
+
+    all_succeed(choose, doing, group)
+    wanted = [stored.to_read() for _, stored in leaves(chosen) if isinstance(stored, Stored)]
+    values = _read(reader, {name: target for each in wanted for name, target in each.items()}, trust, group)
+
+    def put() -> None:
+        for key, entry in entries.items():
+            found = map_leaves(lambda _, each: each.loaded(values) if isinstance(each, Stored) else each, chosen[key])
+            loaded[key] = entry.put(found)
+
+    all_succeed(put, doing, group)
+    return loaded
+
+
+def optimizer_in(models: Sequence[nn.Module], optimizer: Optimizer, what: str) -> InModel:
     """The state of an optimizer under the names of that model which has its parameters; ValueError if there is none."""
-    params = {param for group in optimizer.param_groups for param in group["params"]}
-    owner = next((model for model in models if params <= set(model.parameters())), None)
-    if owner is None:
-        raise ValueError(f"{what}: no model in state has all of the optimizer's parameters; save and load the two "
-                         f"together")  # fmt: skip
-    return _InModel(
-        dcp_state.get_optimizer_state_dict, dcp_state.set_optimizer_state_dict, _unwrapped(owner), optimizer
-    )
+    return InModel(what, models, optimizer, what)
 
 
-def trained_in(model: nn.Module) -> Any:
+def trained_in(model: nn.Module) -> Model:
     """The state of a model without its frozen parameters, which stay what they are when it is loaded."""
-
-    def get(model: nn.Module) -> dict[str, Any]:  # torch's own `ignore_frozen_params` keeps further names of tied ones
-        named = model.named_parameters(remove_duplicate=False)
-        frozen = {clean_name(name) for name, param in named if not param.requires_grad}
-        state: dict[str, Any] = dcp_state.get_model_state_dict(model)
-        return {name: value for name, value in state.items() if name not in frozen}
-
-    put = partial(dcp_state.set_model_state_dict, options=dcp_state.StateDictOptions(strict=False))
-    return _InModel(get, put, _unwrapped(model))
-
-
-def _as_stateful(state: dict[str, Any]) -> dict[str, Any]:
-    """Replace models and optimizers by objects that DCP takes; ValueError for an optimizer without its model."""
-    models = [value for value in state.values() if isinstance(value, nn.Module)]
-    stateful = dict(state)
-    for key, value in state.items():
-        if isinstance(value, nn.Module):
-            stateful[key] = _InModel(dcp_state.get_model_state_dict, dcp_state.set_model_state_dict, _unwrapped(value))
-        elif isinstance(value, Optimizer):
-            stateful[key] = optimizer_in(models, value, f"state[{key!r}]")
-        elif not isinstance(value, Stateful):
-            _refuse_stateful(value, f"state[{key!r}]")
-    return stateful
-
-
-def _refuse_stateful(value: Any, where: str) -> None:
-    if isinstance(value, (dict, list, tuple)):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            _refuse_stateful(inner, f"{where}[{key!r}]")
-    elif isinstance(value, Stateful):  # as models and optimizers are; DCP would pickle it, and loading would replace it
-        raise ValueError(f"{where}: expected a tensor or a plain value, found a {type(value).__name__}; put what has a "
-                         f"state_dict() into the outermost dict")  # fmt: skip
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """Take off our wrapper and the compiler's, so that optimizer state gets the same names as parameters."""
-    model = getattr(model, "_orig_mod", model)
-    return model._modules.get(WRAPPED) or model
+    return Model("model", model, only_trained=True)
 
 
 # --- errors of all ranks ----------------------------------------------------------------------------------------------

@@ -271,7 +271,9 @@ class ShardSpec:
 
     @cached_property
     def storage_metadata(self) -> tuple[ChunkStorageMetadata, ...]:
-        """The chunks as DCP describes them."""
+        """The chunks as DCP describes them; one of a tensor without elements, which otherwise had no name there."""
+        if not math.prod(self.shape):
+            return (ChunkStorageMetadata(torch.Size([0] * len(self.shape)), torch.Size(self.shape)),)
         return tuple(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in self.chunks)
 
     def mesh(self, device_type: str) -> DeviceMesh:

@@ -290,6 +290,8 @@ class ShardedTensor(Tensor):
         for chunk in self.spec.chunks:
             if chunk.offsets == index.offset:
                 return self.view_of(chunk)
+        if not self.numel():
+            return self.local.detach().view(self.shape)
         expected = [chunk.offsets for chunk in self.spec.chunks]
         raise ValueError(
             f"{index.fqn}: expected the offsets of one of this rank's chunks, {expected}, found {index.offset}"

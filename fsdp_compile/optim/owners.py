@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
+from fsdp_compile.core.nested import is_container, map_items
 from fsdp_compile.core.shard_spec import FlatSharding, ShardRanks, ShardSpec
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.unsharded_tensor import UnreducedGradient, UnshardedTensor, refuse_unreduced
@@ -280,7 +281,7 @@ class ByOwner(Optimizer):
     def _shown(self, param: Any, value: Any) -> Any:
         """Turn state of a parameter, or its outline, into sharded tensors."""
         if not isinstance(value, Tensor):
-            return _map(lambda each: self._shown(param, each), value)
+            return map_items(lambda _, each: self._shown(param, each), value)
         if _is_scalar(param, value) or not value.numel():
             return value if value.device.type != "meta" else torch.empty_like(value, device=param.device)
         if value.device.type == "meta":
@@ -312,7 +313,7 @@ class ByOwner(Optimizer):
     def _loaded(self, param: Any, value: Any) -> Any:
         """Turn a value of a state dict into a plain, full one; all ranks gather what is sharded."""
         if not isinstance(value, Tensor):
-            return _map(lambda each: self._loaded(param, each), value)
+            return map_items(lambda _, each: self._loaded(param, each), value)
         if not isinstance(value, ShardedTensor):
             return value.full_tensor() if hasattr(value, "full_tensor") else value  # a DTensor
         theirs = value.spec.ranks
@@ -353,21 +354,14 @@ def _local_gradient(param: ShardedTensor) -> Tensor:
     return param.spec.local_of(full).to(param.dtype)
 
 
-def _map(convert: Callable[[Any], Any], value: Any) -> Any:
-    """Apply `convert` to the items of a dict, list or tuple; return any other value unchanged."""
-    if isinstance(value, dict):
-        return {key: convert(each) for key, each in value.items()}
-    return type(value)(map(convert, value)) if isinstance(value, (list, tuple)) else value
-
-
 def _outline(param: Any, value: Any) -> Any:
     """State without data: tensors on the meta device, dicts without scalars."""
     if isinstance(value, Tensor):
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
     if isinstance(value, dict):
-        value = {key: each for key, each in value.items() if isinstance(each, (Tensor, dict, list))}
+        value = {key: each for key, each in value.items() if isinstance(each, Tensor) or is_container(each)}
         value = {key: each for key, each in value.items() if not _is_scalar(param, each)}
-    return _map(lambda each: _outline(param, each), value)
+    return map_items(lambda _, each: _outline(param, each), value)
 
 
 def _is_scalar(param: Tensor, value: Any) -> bool:

@@ -3,6 +3,7 @@
     what the optimizer has                             what its state dict has, unless LOCAL is set
     exp_avg   ShardedTensor of the parameter's shape   ShardedValue of that shape
     others    0-d and other plain tensors, numbers     the same: equal on all ranks
+    nested    dicts, lists, tuples, dataclasses        the same containers, with each tensor converted as above
 
     optimizer.state_dict()      {0: {"exp_avg": original shape, "step": ()}, ...}, groups of integers
     optim_state_dict            {"blocks.0.weight": {"exp_avg": original shape, "step": ()}, ...}, groups of names
@@ -33,15 +34,24 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile.comm import collectives
+from fsdp_compile.core.nested import Path, dotted, leaves, map_leaves, nested_as
+from fsdp_compile.core.shard_spec import ShardSpec
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import clean_name, clean_names, units_used_below
 from fsdp_compile.core.unit import Unit, unit_of
-from fsdp_compile.state_dict._torch import tree_map_only
 from fsdp_compile.state_dict.model import FULL, LOCAL, SHARDED, is_first_rank, settings_of
-from fsdp_compile.state_dict.sharded_value import ManagedParameter, ShardedValue, full_tensor, managed, torch_values
+from fsdp_compile.state_dict.sharded_value import (
+    ManagedParameter,
+    ShardedValue,
+    full_tensor,
+    managed,
+    torch_values,
+    value_of,
+)
 
 StateDict = dict[str, Any]
 State = dict[str, Any]  # of one parameter
+Group = dict[str, Any]  # of parameters
 Params = list[dict[str, Any]] | Iterable[nn.Parameter]
 
 # State of a parameter of shape () has that shape too. These are not sharded: one per parameter in torch's optimizers.
@@ -78,7 +88,7 @@ def watch_state(optimizer: Optimizer, *_: Any) -> None:
 @torch.compiler.disable  # once for each optimizer, in a step that may be compiled
 def _watch(optimizer: Optimizer) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if getattr(optimizer, "shards_own_state", False) or not any(managed(param) for param in params):
+    if _shards_own_state(optimizer) or not any(managed(param) for param in params):
         _unrelated.add(optimizer)
         return
     _watched.add(optimizer)
@@ -86,10 +96,26 @@ def _watch(optimizer: Optimizer) -> None:
         optimizer.register_state_dict_post_hook(functools.partial(_converted, convert=_saved))
     except AttributeError:  # it has no hooks, as it is around another optimizer, which is watched when it steps
         return
-    optimizer.register_load_state_dict_pre_hook(functools.partial(_converted, convert=local_state))
+    optimizer.register_load_state_dict_pre_hook(_before_load)
     for param in params:
         if param in optimizer.state:
             optimizer.state[param] = local_state(param, optimizer.state[param])
+
+
+def _before_load(optim: Optimizer, state_dict: StateDict) -> StateDict:
+    """What `load_state_dict` of a watched optimizer gets: state that is sharded as its parameters."""
+
+    def convert(param: nn.Parameter, state: State) -> State:
+        return local_state(param, nested_as(optim.state.get(param, {}), state))
+
+    for own, group in zip(optim.param_groups, state_dict["param_groups"], strict=False):
+        if "lr" in own and "lr" not in group:
+            raise ValueError(
+                "load_state_dict: a parameter group has no lr; torch's set_optimizer_state_dict loses the options of a "
+                "group if an empty one is before it: save and load with fsdp_compile.checkpoint, or leave out the "
+                "empty group"
+            )
+    return _converted(optim, state_dict, convert)
 
 
 def _params_by_key(
@@ -119,12 +145,12 @@ def _saved(param: nn.Parameter, state: State, kind: StateDictType | None = None)
     parameter = managed(param)
     if parameter is None or (kind or settings_of(parameter.unit).state_dict_type) is LOCAL:
         return state
-    return {name: _value(parameter, value) for name, value in state.items()}
+    return {name: map_leaves(_value, value) for name, value in state.items()}
 
 
-def _value(parameter: ManagedParameter, value: Any) -> Any:
+def _value(_: Path, value: Any) -> Any:
     if type(value) is ShardedTensor:
-        return parameter.value(value.to_local())
+        return value_of(value.to_local(), value.spec)
     # DCP's stagers do not copy 0-d tensors.
     return value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
 
@@ -136,16 +162,17 @@ def local_state(param: nn.Parameter, state: State) -> State:
     """
     parameter = managed(param)
     if parameter is None:
-        return {name: full_tensor(value) for name, value in state.items()}
-    return {name: _local(parameter, name, value) for name, value in state.items()}
+        return {name: map_leaves(lambda _, leaf: full_tensor(leaf), value) for name, value in state.items()}
+    return {name: map_leaves(functools.partial(_local, parameter), value, (name,)) for name, value in state.items()}
 
 
-def _local(parameter: ManagedParameter, name: str, value: Any) -> Any:
+def _local(parameter: ManagedParameter, path: Path, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    is_scalar = value.dim() == 0 and (parameter.spec.shape or name in _SCALARS)
+    is_scalar = value.dim() == 0 and (parameter.spec.shape or path[-1] in _SCALARS)
     flat, index = parameter.unit.in_flat(parameter.index)
-    local = None if is_scalar else parameter.local_of(value, f"optimizer state {name} of parameter {flat.names[index]}")
+    what = f"optimizer state {dotted(path)} of parameter {flat.names[index]}"
+    local = None if is_scalar else parameter.local_of(value, what)
     if local is None:
         return full_tensor(value)
     return ShardedTensor(local if parameter.is_alike(value) else local.clone(), parameter.spec)
@@ -195,29 +222,37 @@ def _by_name(
 ) -> StateDict:
     watch_state(optim)
     given = optim.state_dict() if state_dict is None else state_dict
-    names = clean_names(model)
-    keys = itertools.count()
-    own_groups = [{**each, "params": list(itertools.islice(keys, len(each["params"])))} for each in optim.param_groups]
-    given_groups = given.get("param_groups", own_groups)
-    named = {name: param for param, name in names.items()}
-    params = {key: (_name_of(param, names), param) for key, param in _params_by_key(optim, given_groups, named)}
-    groups = [{**each, "params": [params[key][0] for key in each["params"]]} for each in given_groups]
-    keyed = {**given, "param_groups": given_groups}
-    sharded = _converted(optim, keyed, functools.partial(_saved, kind=kind), named)["state"]
-    states = {name: sharded[key] for key, (name, _) in params.items() if key in sharded}
+    params, named = _named(model, optim, given, functools.partial(_saved, kind=kind))
+    states = named["state"]
     if kind is FULL:
         unit = units_used_below(model)[0]
         wanted = not getattr(config, "rank0_only", False) or is_first_rank(unit)
-        ordered = [name for name, _ in params.values()]
+        ordered, names = list(params), clean_names(model)
         states = _gathered(ordered, _shared(ordered, names, states), states, config, wanted, group or unit.group)
         if not wanted:
             return {}
     else:
         if kind is SHARDED:
-            states = _as_set(dict(params.values()), states, config, group)
+            states = _as_set(params, states, config, group)
         if not shares_memory:  # training goes on in the optimizer's memory
-            states = tree_map_only(Tensor, functools.partial(_copied, config), states)
-    return {"state": states, "param_groups": groups} if "param_groups" in given else {"state": states}
+            states = map_leaves(lambda _, leaf: _copied(config, leaf), states)
+    return {**named, "state": states} if "param_groups" in given else {"state": states}
+
+
+def _named(
+    model: nn.Module, optim: Optimizer, given: StateDict, convert: Callable[[nn.Parameter, State], State]
+) -> tuple[dict[str, nn.Parameter], StateDict]:
+    """The optimizer's parameters by name, and `given` with names in the place of its keys and with converted states."""
+    names = clean_names(model)
+    keys = itertools.count()
+    own_groups = [{**each, "params": list(itertools.islice(keys, len(each["params"])))} for each in optim.param_groups]
+    given_groups = given.get("param_groups", own_groups)
+    by_name = {name: param for param, name in names.items()}
+    params = {key: (_name_of(param, names), param) for key, param in _params_by_key(optim, given_groups, by_name)}
+    groups = [{**each, "params": [params[key][0] for key in each["params"]]} for each in given_groups]
+    states = _converted(optim, {**given, "param_groups": given_groups}, convert, by_name)["state"]
+    named = {name: states[key] for key, (name, _) in params.items() if key in states}
+    return dict(params.values()), {"state": named, "param_groups": groups}
 
 
 def _shared(listed: Iterable[str], names: dict[nn.Parameter, str], states: dict[str, State]) -> list[str]:
@@ -230,7 +265,7 @@ def _shared(listed: Iterable[str], names: dict[nn.Parameter, str], states: dict[
     return [
         name
         for name in listed
-        if name not in own or any(isinstance(value, DTensor) for value in states.get(name, {}).values())
+        if name not in own or any(isinstance(leaf, DTensor) for _, leaf in leaves(states.get(name, {})))
     ]
 
 
@@ -245,18 +280,17 @@ def _as_set(
     was_set = [parameter.unit for parameter in parameters.values() if parameter.unit.state_settings is not None]
     if not was_set:
         return states
-    of_units: dict[Unit, list[tuple[str, str]]] = {unit: [] for unit in was_set}
+    of_units: dict[Unit, list[Path]] = {unit: [] for unit in was_set}
+    found = dict(leaves(states))
     for name, kinds in _kinds_of_state(list(parameters), states, group or was_set[0].group).items():
-        for key in kinds:
-            if isinstance(states[name][key], ShardedValue) and parameters[name].unit in of_units:
-                of_units[parameters[name].unit].append((name, key))
-    converted = {name: dict(state) for name, state in states.items()}
-    for unit, keys in of_units.items():
+        for path in kinds:
+            if isinstance(found[name, *path], ShardedValue) and parameters[name].unit in of_units:
+                of_units[parameters[name].unit].append((name, *path))
+    for unit, paths in of_units.items():
         as_dtensors = config._use_dtensor or not unit.chunked_values  # type: ignore[attr-defined]  # of SHARDED
-        made = torch_values([states[name][key] for name, key in keys], as_dtensors)
-        for (name, key), value in zip(keys, made, strict=True):
-            converted[name][key] = value
-    return converted
+        made = torch_values([found[path] for path in paths], as_dtensors)
+        found.update(zip(paths, made, strict=True))
+    return {name: map_leaves(lambda path, _: found[path], state, (name,)) for name, state in states.items()}
 
 
 def _gathered(
@@ -271,24 +305,29 @@ def _gathered(
 
     State that is not `shared` comes from this rank.
     """
-    full: dict[str, State] = {}
+    full: dict[Path, Any] = {}
     others = set(shared)
-    own = {name: states[name] for name in names if name in states and name not in others}
+    own = {name: dict(leaves(states[name])) for name in names if name in states and name not in others}
     for name, kinds in (_kinds_of_state(shared, states, group) | own).items():
-        for key in kinds:
-            value = full_tensor(states[name][key])
+        here = dict(leaves(states.get(name, {})))
+        for path in kinds:
+            value = full_tensor(here[path])
             if wanted:
-                full.setdefault(name, {})[key] = _copied(config, value) if isinstance(value, Tensor) else value
-    return {name: full[name] for name in names if name in full}
+                full[name, *path] = _copied(config, value)
+    kept = [name for name in names if wanted and states.get(name)]
+    return {name: map_leaves(lambda path, _: full[path], states[name], (name,)) for name in kept}
 
 
-def _kinds_of_state(names: list[str], states: dict[str, State], group: dist.ProcessGroup) -> dict[str, dict[str, str]]:
-    """For each name and key the dtype or type, in the first rank's order; RuntimeError on all ranks if they differ."""
+def _kinds_of_state(names: list[str], states: dict[str, State], group: dist.ProcessGroup) -> dict[str, dict[Path, str]]:
+    """For each leaf of a name's state the dtype or type, in the first rank's order.
+
+    RuntimeError on all ranks if they differ.
+    """
     mine = {
-        name: {k: str(v.dtype) if isinstance(v, Tensor) else type(v).__name__ for k, v in states.get(name, {}).items()}
+        name: {path: str(getattr(leaf, "dtype", type(leaf).__name__)) for path, leaf in leaves(states.get(name, {}))}
         for name in names
     }
-    first: dict[str, dict[str, str]]
+    first: dict[str, dict[Path, str]]
     first, *others = collectives.gather_objects(mine, group)
     for rank, theirs in enumerate(others, 1):
         if theirs.keys() != first.keys():
@@ -299,13 +338,19 @@ def _kinds_of_state(names: list[str], states: dict[str, State], group: dist.Proc
         for name in first:
             if theirs[name] != first[name]:
                 raise RuntimeError(
-                    f"optimizer state of parameter {name}: expected the same on all ranks, found {first[name]} and on "
-                    f"rank {rank} of the group {theirs[name]}"
+                    f"optimizer state of parameter {name}: expected the same on all ranks, found "
+                    f"{_printed(first[name])} and on rank {rank} of the group {_printed(theirs[name])}"
                 )
     return first
 
 
-def _copied(config: OptimStateDictConfig, value: Tensor) -> Tensor:
+def _printed(kinds: dict[Path, str]) -> dict[str, str]:
+    return {dotted(path): kind for path, kind in kinds.items()}
+
+
+def _copied(config: OptimStateDictConfig, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
     return value.cpu() if config.offload_to_cpu and value.device.type != "cpu" else value.clone()
 
 
@@ -361,7 +406,7 @@ def _check_alike(model: nn.Module, states: dict[str, State]) -> None:
     With a `ShardedValue`, which is loaded without communication, nothing is compared.
     """
     units = units_used_below(model)
-    if units and not any(isinstance(value, ShardedValue) for state in states.values() for value in state.values()):
+    if units and not any(isinstance(leaf, ShardedValue) for _, leaf in leaves(states)):
         _kinds_of_state(_shared(states, clean_names(model), states), states, units[0].group)
 
 
@@ -372,6 +417,7 @@ def _to_load(
     optim_input: Params | None = None,
     named: bool = False,
 ) -> StateDict:
+    """`state_dict`, by names, with the keys and groups of `optim`; ValueError where they do not fit."""
     names, saved = clean_names(model), state_dict.get("param_groups")
     if saved is None:  # the optimizer's settings stay
         own_groups = _groups_of(optim, model.parameters() if optim_input is None else optim_input)
@@ -385,33 +431,52 @@ def _to_load(
     if named and optim is not None:  # its names may have prefixes of wrappers
         own = _params_by_key(optim, optim.state_dict()["param_groups"], {name: param for param, name in names.items()})
         keys = {param: key for key, param in own}
-    saved_group = {name: group for group in saved for name in group["params"]}
+    saved_group = {name for group in saved for name in group["params"]}
     # Others load the state of parameters that fully_shard left alone, if it is not in this state dict.
     params = [param for param in params if _name_of(param, names) in saved_group or unit_of(param) is not None]
     expected = {_name_of(param, names) for param in params}
-    if expected != saved_group.keys() or not expected >= state_dict["state"].keys():
+    if expected != saved_group or not expected >= state_dict["state"].keys():
         raise ValueError(
             f"optim_state_dict: expected the optimizer's parameters in its param_groups, found missing "
-            f"{sorted(expected - saved_group.keys())} and unexpected "
-            f"{sorted((saved_group.keys() | state_dict['state'].keys()) - expected)}"
+            f"{sorted(expected - saved_group)} and unexpected "
+            f"{sorted((saved_group | state_dict['state'].keys()) - expected)}"
         )
-    wanted, matched = set(params), []  # the optimizer's groups with the saved settings
-    for group in groups:
-        listed = [names[param] for param in group["params"] if param in wanted]
-        settings = saved_group[listed[0]] if listed else group
-        for name in listed:
-            if saved_group[name] is not settings:
-                raise ValueError(
-                    f"optim_state_dict: {name} and {listed[0]} are in one group of the optimizer and in different ones "
-                    f"of the state dict; make the optimizer with the saved groups"
-                )
-        matched.append({**settings, "params": [keys[param] for param in group["params"] if param in wanted]})
+    wanted = set(params)
+    matched = [
+        {**settings, "params": [keys[param] for param in group["params"] if param in wanted]}
+        for group, settings in zip(groups, _saved_settings(groups, saved, names), strict=True)
+    ]
     states = {}
     for param, name in names.items():  # in the same order on all ranks, as some state may have to be gathered
         state = local_state(param, state_dict["state"].get(name, {})) if param in wanted else {}
         if state:
             states[keys[param]] = state
     return {"state": states, "param_groups": matched}
+
+
+def _saved_settings(groups: list[Group], saved: list[Group], names: dict[nn.Parameter, str]) -> list[Group]:
+    """For each of an optimizer's groups the saved one with its parameters; itself, if no group has any of them.
+
+    Groups without parameters have no names: they are matched in order, if equally many were saved.
+    """
+    of_name = {name: group for group in saved for name in group["params"]}
+    empty = [group for group in saved if not group["params"]]
+    if len(empty) != sum(not group["params"] for group in groups):
+        empty = []
+    matched = []
+    for group in groups:
+        listed = [names[param] for param in group["params"] if names[param] in of_name]
+        settings = of_name[listed[0]] if listed else group
+        if empty and not group["params"]:
+            settings = empty.pop(0)
+        for name in listed:
+            if of_name[name] is not settings:
+                raise ValueError(
+                    f"optim_state_dict: {name} and {listed[0]} are in one group of the optimizer and in different ones "
+                    f"of the state dict; make the optimizer with the saved groups"
+                )
+        matched.append(settings)
+    return matched
 
 
 def _groups_of(optim: Optimizer | None, optim_input: Params | None) -> list[dict[str, Any]]:
@@ -426,28 +491,118 @@ def _received(unit: Unit, model: nn.Module, state_dict: StateDict | None) -> Sta
     if unit.replicas is not None and dist.get_rank(unit.group) == 0:
         from_first.insert(0, unit.replicas)
     mine = state_dict or {"state": {}, "param_groups": []}
-    outlines = {  # tensors without values
-        name: {k: torch.empty(v.shape, dtype=v.dtype, device="meta") if isinstance(v, Tensor) else v
-               for k, v in state.items()}
-        for name, state in mine["state"].items()
-    }  # fmt: skip
-    sent = (outlines, mine["param_groups"])
+    own = dict(leaves(mine["state"])) if is_first_rank(unit) else {}
+    sent = (map_leaves(_without_values, mine["state"]), mine["param_groups"])
     for group in from_first:
         sent = collectives.broadcast_object(sent, group)
+
+    def received(path: Path, outline: Any) -> Any:
+        if not isinstance(outline, Tensor):
+            return outline
+        value = own[path].to(unit.device).contiguous() if own else torch.empty_like(outline, device=unit.device)
+        for group in from_first:
+            collectives.broadcast(value, group)
+        return value
+
     params = {name: param for param, name in clean_names(model).items()}
     states = {}
-    for name, state in sent[0].items():
-        own = mine["state"].get(name, {}) if is_first_rank(unit) else {}
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                state[key] = (
-                    own[key].to(unit.device).contiguous() if own else torch.empty_like(value, device=unit.device)
-                )
-                for group in from_first:
-                    collectives.broadcast(state[key], group)
+    for name, outline in sent[0].items():
+        state = map_leaves(received, outline, (name,))
         if name in params:
             states[name] = local_state(params[name], state)
     return {"state": states, "param_groups": sent[1]}
+
+
+def _without_values(_: Path, value: Any) -> Any:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
+
+
+# --- checkpoints: without communication and without a step ------------------------------------------------------------
+
+
+def state_to_save(model: nn.Module, optim: Optimizer) -> StateDict:
+    """The state that the optimizer has, by names, whichever kind is set; its tensors share memory with the optimizer.
+
+    An optimizer that has not stepped yet has no state, and does not step here.
+    """
+    watch_state(optim)
+    return _named(model, optim, optim.state_dict(), _kept if _shards_own_state(optim) else _sharded)[1]
+
+
+def state_to_fill(model: nn.Module, optim: Optimizer, saved: dict[str, State]) -> dict[str, State]:
+    """`saved`, states by name with tensors without values, with tensors in their places that can be filled.
+
+    Where the optimizer has a tensor of that shape it is filled in place; others are new, and sharded as their
+    parameters if they have their shapes.
+    """
+    params = {name: param for param, name in clean_names(model).items()}
+    own = dict(leaves(state_to_save(model, optim)["state"]))
+
+    def to_fill(path: Path, outline: Any) -> Any:
+        if not isinstance(outline, Tensor):
+            return outline
+        here, param = own.get(path), params[path[0]]
+        if isinstance(here, Tensor) and (here.shape, here.dtype) == (outline.shape, outline.dtype):
+            return here
+        return _new_like(param, path[-1], outline, ShardedTensor if _shards_own_state(optim) else value_of)
+
+    return {name: map_leaves(to_fill, state, (name,)) for name, state in saved.items() if name in params}
+
+
+def load_saved_state(model: nn.Module, optim: Optimizer, saved: StateDict) -> list[str]:
+    """Load state by names; return the names of what the optimizer needs or has and `saved` lacks: it starts anew.
+
+    A parameter that `saved` does not have keeps its group's settings. Names in `saved` that are none of the optimizer's
+    are ignored. ValueError: parameters of one group are in several groups of `saved`.
+    """
+    names = clean_names(model)
+    had = {(name, *path) for name, state in state_to_save(model, optim)["state"].items() for path in _keys(state)}
+    ordered = [param for group in optim.param_groups for param in group["params"]]
+    groups, keys = [], itertools.count()
+    for group, settings in zip(
+        optim.param_groups, _saved_settings(optim.param_groups, saved["param_groups"], names), strict=True
+    ):
+        own = {key: group[key] for key in ("param_names",) if key in group}
+        groups.append({**settings, **own, "params": [next(keys) for _ in group["params"]]})
+    states = {}
+    for index, param in enumerate(ordered):
+        state = saved["state"].get(_name_of(param, names), {})
+        if state:
+            states[index] = state if _shards_own_state(optim) else local_state(param, state)
+    optim.load_state_dict({"state": states, "param_groups": groups})
+    stateless = [names[param] for param in ordered if param.requires_grad and not saved["state"].get(names[param])]
+    anew = dict.fromkeys(stateless if saved["state"] else ())
+    has = {(name, *path) for name, state in saved["state"].items() for path in _keys(state)}
+    anew |= dict.fromkeys(dotted(path) for path in sorted(had - has) if path[0] not in anew)
+    return list(anew)
+
+
+def _keys(state: State) -> Iterator[Path]:
+    yield from ((key,) for key in state)
+
+
+def _shards_own_state(optim: Optimizer) -> bool:
+    return getattr(optim, "shards_own_state", False)
+
+
+def _kept(_: nn.Parameter, state: State) -> State:
+    return state
+
+
+def _sharded(param: nn.Parameter, state: State) -> State:
+    return _saved(param, state, SHARDED)
+
+
+def _new_like(param: nn.Parameter, key: Any, outline: Tensor, sharded: Callable[[Tensor, ShardSpec], Tensor]) -> Tensor:
+    """A tensor for the state `key` of `param`, of the shape and dtype that `outline` has."""
+    parameter = managed(param)
+    alike = outline.shape == param.shape and (outline.dim() > 0 or key not in _SCALARS)
+    if alike and parameter is not None:
+        local = torch.empty(parameter.spec.numel, dtype=outline.dtype, device=parameter.local.device)
+        return sharded(local, parameter.spec)
+    if alike and isinstance(param, DTensor):
+        return torch.empty_like(param, dtype=outline.dtype, requires_grad=False)
+    return torch.empty(outline.shape, dtype=outline.dtype, device=param.device if outline.dim() else "cpu")
 
 
 # --- between names and integers ---------------------------------------------------------------------------------------

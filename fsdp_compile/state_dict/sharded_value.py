@@ -239,6 +239,14 @@ def _placement_of_rows(spec: ShardSpec) -> Placement:
     return Shard(0) if parts == 1 else StridedShard(0, split_factor=parts)
 
 
+def value_of(local: Tensor, spec: ShardSpec) -> Tensor:
+    """A value of the shape that `spec` has over `local`, the elements `[n]` that this rank stores; not a copy.
+
+    It is a plain tensor if it has no elements: no rank stores any, yet a checkpoint must have its name.
+    """
+    return ShardedValue(local, spec) if math.prod(spec.shape) else local.view(spec.shape)
+
+
 # --- a parameter and the values that belong to it ---------------------------------------------------------------------
 
 
@@ -257,11 +265,8 @@ class ManagedParameter:
         return self.param.local.detach()  # type: ignore[attr-defined]  # a ShardedTensor
 
     def value(self, local: Tensor) -> Tensor:
-        """A value of the parameter's shape over `local`, the elements `[n]` that this rank stores; not a copy.
-
-        It is a plain tensor if the parameter has no elements: no rank stores any, yet a checkpoint must have its name.
-        """
-        return ShardedValue(local, self.spec) if math.prod(self.spec.shape) else local.view(self.spec.shape)
+        """A value of the parameter's shape over `local`, the elements `[n]` that this rank stores; see `value_of`."""
+        return value_of(local, self.spec)
 
     def is_alike(self, value: Any) -> TypeGuard[ShardedValue]:
         """Whether `value` is sharded as the parameter is, so that no rank needs what other ranks store of it."""

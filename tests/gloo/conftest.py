@@ -21,6 +21,12 @@ def _pool(world_size: int, folder: Path) -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
+def one(folder: Path) -> Iterator[Ranks]:
+    """One rank."""
+    yield from _pool(1, folder)
+
+
+@pytest.fixture(scope="session")
 def two(folder: Path) -> Iterator[Ranks]:
     """Two ranks."""
     yield from _pool(2, folder)

@@ -408,9 +408,9 @@ def test_what_trains_is_saved_without_the_rest() -> None:
     model[0].requires_grad_(False)
     model[2].weight = model[0].weight
     inner = trained_in(model)
-    saved = inner.state_dict()
+    saved = inner.collect()
     assert {*saved} == {name for name in model.state_dict() if name[0] == "1" or name == "2.bias"}
     frozen = model[0].weight.clone()
-    inner.load_state_dict({name: torch.full_like(value, 7) for name, value in saved.items()})
+    inner.put({name: torch.full_like(value, 7) for name, value in saved.items()})
     assert torch.equal(model[0].weight, frozen)
     assert bool((model[2].bias == 7).all())

@@ -1,0 +1,103 @@
+"""Values of which each rank has its own, such as the state of its random numbers or of its sampler.
+
+    state["rng"]                              differs between the ranks, which `save` compares
+    rng                                       the value of the first rank that has one
+    values_of_ranks.rank1.rng                 that of each rank, in a tuple, so that it is written as one value
+
+`load` gives each rank its own value back, if as many ranks load as have saved. With another number it raises, unless
+`state` has a `PerRank` in that place.
+"""
+
+import pickle
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_compile.comm.collectives import gather_objects
+
+VALUES = "values_of_ranks"  # their first key in a checkpoint
+
+
+class PerRank:
+    """A value of this rank's own in the `state` that `checkpoint.save` and `checkpoint.load` take, at any depth.
+
+        state = {"model": model, "rng": checkpoint.PerRank(torch.get_rng_state())}
+
+    Attributes:
+        value: what this rank saves. After `load` what this rank has saved; unchanged if another number of ranks has.
+        of_ranks: after `load` the values of all ranks that have saved, in order; None before.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.of_ranks: list[Any] | None = None
+
+
+def own_name(name: str, rank: int) -> str:
+    """The name of what `rank` has saved as its own value of `name`."""
+    return f"{VALUES}.rank{rank}.{name}"
+
+
+def checksums(found: dict[str, Any]) -> dict[str, tuple[bool, int | None]]:
+    """For each value by name whether it is a tensor, and a checksum; None: it is in a `PerRank`.
+
+    Sharded tensors, and others that are distributed, are left out: all ranks share them.
+    """
+    sums: dict[str, tuple[bool, int | None]] = {}
+    for name, value in found.items():
+        if isinstance(value, PerRank):
+            sums[name] = False, None
+        elif not isinstance(value, Tensor):
+            sums[name] = False, zlib.crc32(pickle.dumps(value))
+        elif type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_meta:
+            here: Any = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).numpy()
+            sums[name] = True, zlib.crc32(here, zlib.crc32(repr(value.shape).encode()))
+    return sums
+
+
+def find_by_rank(
+    found: dict[str, Any], sums: Sequence[dict[str, tuple[bool, int | None]]], group: dist.ProcessGroup | None
+) -> dict[str, list[int]]:
+    """The names whose values ranks do not share, each with the ranks that have one; all ranks must call it.
+
+    A tensor that some ranks do not have is shared: `state` says at loading which ranks have it.
+
+    Args:
+        found: this rank's values by name.
+        sums: the `checksums` of all ranks, in order.
+        group: the ranks.
+    """
+    of_name: dict[str, dict[int, tuple[bool, int | None]]] = {}
+    for rank, theirs in enumerate(sums):
+        for name, each in theirs.items():
+            of_name.setdefault(name, {})[rank] = each
+    apart = [name for name, of_ranks in of_name.items() if len(set(of_ranks.values())) > 1]
+    by_rank = set(_unequal(apart, found, group) if apart else ())  # equal values may be pickled differently
+    for name, of_ranks in of_name.items():
+        is_explicit = (False, None) in of_ranks.values()
+        is_value = not all(is_tensor for is_tensor, _ in of_ranks.values())
+        if is_explicit or (is_value and len(of_ranks) < len(sums)):
+            by_rank.add(name)
+    return {name: list(of_ranks) for name, of_ranks in of_name.items() if name in by_rank}
+
+
+def _unequal(names: list[str], found: dict[str, Any], group: dist.ProcessGroup | None) -> list[str]:
+    """Those of `names` whose values are not equal on all ranks that have one."""
+    firsts: dict[str, Any] = {}
+    for theirs in gather_objects({name: found[name] for name in names if name in found}, group):
+        for name, value in theirs.items():
+            firsts.setdefault(name, []).append(value)
+    return [name for name, (first, *others) in firsts.items() if not all(_equal(first, other) for other in others)]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, (Tensor, PerRank)) or type(one) is not type(other):
+        return False  # of tensors the bytes were compared
+    try:
+        return bool(one == other)
+    except Exception:  # of a type that cannot be compared
+        return False

@@ -1,0 +1,308 @@
+"""The entries of the `state` that `save` and `load` take: models, optimizers, objects with `state_dict()`, and values.
+
+entry.collect()               what is saved: nested values, sharded ones over memory of the shards
+entry.fill(saved, partial)    what is read of `saved`, the `Stored` of a checkpoint, each with the tensor to fill
+entry.put(loaded)             the same with values in the place of each `Stored`
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from fsdp_compile.checkpoint.by_rank import PerRank
+from fsdp_compile.checkpoint.structure import Stored
+from fsdp_compile.checkpoint.untrusted import CheckpointError
+from fsdp_compile.core.nested import Path, dotted, is_container, leaves, map_leaves
+from fsdp_compile.core.settings import warn_caller
+from fsdp_compile.core.sharding import WRAPPED, clean_name, clean_names
+from fsdp_compile.state_dict.optimizer import load_saved_state, state_to_fill, state_to_save
+
+_EXTRA = "_extra_state"  # the last part of its names in a model's state dict
+
+
+class Entry(ABC):
+    """One entry of `state`, under the key `key`."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    @abstractmethod
+    def collect(self) -> Any:
+        """What is saved."""
+
+    @abstractmethod
+    def fill(self, saved: Any, partial: bool) -> Any:
+        """What is read of `saved`; CheckpointError if names are missing, or would not be read and not `partial`."""
+
+    @abstractmethod
+    def put(self, loaded: Any) -> Any:
+        """Load; return what `state` has afterwards."""
+
+    def is_compared(self, value: Any) -> bool:
+        """Whether `value`, which `collect` has given, is compared between ranks, as each may have its own."""
+        return True
+
+    def _lacking(self, names: list[str]) -> CheckpointError:
+        return CheckpointError(f"state[{self.key!r}] has names that the checkpoint does not have: {_listed(names)}")
+
+    def _unread(self, names: list[str], what: str) -> CheckpointError:
+        return CheckpointError(f"the checkpoint has names that {what} in state[{self.key!r}] does not have: "
+                               f"{_listed(names)}; load with partial=True to leave them out")  # fmt: skip
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+class Model(Entry):
+    """A model, sharded or not, under original names."""
+
+    def __init__(self, key: str, model: nn.Module, only_trained: bool = False) -> None:
+        super().__init__(key)
+        self.model, self.only_trained = model, only_trained
+
+    def collect(self) -> dict[str, Any]:
+        """Values over memory of the model."""
+        model = unwrapped(self.model)
+        state: dict[str, Any] = dcp_state.get_model_state_dict(model)
+        if not self.only_trained:
+            return state
+        # torch's own `ignore_frozen_params` keeps further names of tied ones
+        named = model.named_parameters(remove_duplicate=False)
+        frozen = {clean_name(name) for name, param in named if not param.requires_grad}
+        return {name: value for name, value in state.items() if name not in frozen}
+
+    def is_compared(self, value: Any) -> bool:
+        """Extra state alone: of buffers one rank's are saved, as of any replicated tensor."""
+        return not isinstance(value, Tensor)
+
+    def fill(self, saved: Any, partial: bool) -> dict[str, Any]:
+        """The model says what it has; extra state is read as it was saved."""
+        own = self.collect()
+        if missing := [name for name, value in own.items() if name not in saved and _has_leaves(value)]:
+            raise self._lacking(missing)
+        if not partial and (unread := [name for name in saved if name not in own]):
+            raise self._unread(unread, "the model")
+        for name, value in own.items():
+            here = saved.get(name)
+            if name.rpartition(".")[2] == _EXTRA or not isinstance(value, Tensor):
+                _fill_as_saved(here, value)
+            elif not isinstance(here, Stored) or here.tensor is None:
+                raise CheckpointError(f"{self.key}.{name}: expected a tensor in the checkpoint, as the model has one, "
+                                      f"found another value; load a checkpoint of this model")  # fmt: skip
+            else:
+                here.fill(value)
+        return {name: saved.get(name, value) for name, value in own.items()}
+
+    def put(self, loaded: Any) -> nn.Module:
+        """Load into the model."""
+        options = dcp_state.StateDictOptions(strict=not self.only_trained)
+        dcp_state.set_model_state_dict(unwrapped(self.model), loaded, options=options)
+        return self.model
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Take off our wrapper and the compiler's, so that optimizer state gets the same names as parameters."""
+    model = getattr(model, "_orig_mod", model)
+    return model._modules.get(WRAPPED) or model
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+
+class InModel(Entry):
+    """An optimizer over parameters of a model, under the model's names. It is never stepped."""
+
+    def __init__(self, key: str, models: Sequence[nn.Module], optimizer: Optimizer, what: str) -> None:
+        super().__init__(key)
+        params = {param for group in optimizer.param_groups for param in group["params"]}
+        owner = next((model for model in models if params <= set(model.parameters())), None)
+        if owner is None:
+            raise ValueError(f"{what}: no model in state has all of the optimizer's parameters; save and load the two "
+                             f"together")  # fmt: skip
+        self.model, self.optimizer = unwrapped(owner), optimizer
+
+    def collect(self) -> dict[str, Any]:
+        """The state that the optimizer has: nothing before its first step."""
+        found = state_to_save(self.model, self.optimizer)
+        states = {name: state for name, state in found["state"].items() if state}
+        return {"state": states, "param_groups": found["param_groups"]} if states else {
+            "param_groups": found["param_groups"]
+        }  # fmt: skip
+
+    def is_compared(self, value: Any) -> bool:
+        """Nothing: ranks have equal state, but that which `by_owner` leaves on one of them."""
+        return False
+
+    def fill(self, saved: Any, partial: bool) -> dict[str, Any]:
+        """All that was saved of the optimizer's parameters, whether it has stepped or not."""
+        names, states, groups = clean_names(self.model), saved.get("state", {}), saved["param_groups"]
+        own = {names[param] for group in self.optimizer.param_groups for param in group["params"]}
+        listed = [name for name in states if name not in own]
+        if listed and not partial:
+            raise self._unread(listed, "the optimizer")
+        states = {name: state for name, state in states.items() if name in own}
+        outlines = map_leaves(lambda _, stored: stored.outline, states)
+        targets = state_to_fill(self.model, self.optimizer, outlines)
+        for (_, stored), (_, target) in zip(leaves(states), leaves(targets), strict=True):
+            stored.fill(target)
+        for (_, key, *_), stored in leaves(groups):
+            like = [group[key] for group in self.optimizer.param_groups if isinstance(group.get(key), Tensor)]
+            stored.fill(torch.empty_like(stored.outline, device=like[0].device) if stored.tensor and like else None)
+        return {"state": states, "param_groups": groups}
+
+    def put(self, loaded: Any) -> Optimizer:
+        """Load state and options; warn of what the checkpoint does not have."""
+        off = list(_switched_off(self.optimizer, loaded["param_groups"]))
+        anew = load_saved_state(self.model, self.optimizer, loaded)
+        if anew or off:
+            new = f"the checkpoint has no state of {_listed(anew)}, which starts anew" if anew else ""
+            options = f"the saved options replace {_listed(off)}" if off else ""
+            warn_caller(f"state[{self.key!r}]: " + "; ".join(filter(None, (new, options))))
+        return self.optimizer
+
+
+def _switched_off(optimizer: Optimizer, saved: list[dict[str, Any]]) -> Iterator[str]:
+    """Options that the optimizer was made with, such as amsgrad, and that all saved groups have switched off."""
+    for key, value in optimizer.defaults.items():
+        kept = [group[key] for group in saved if key in group]
+        if key != "lr" and value and kept and not any(kept):
+            yield f"{key}={value} by {kept[0]}"
+
+
+# --- objects and values -----------------------------------------------------------------------------------------------
+
+
+class Object(Entry):
+    """An object with `state_dict()` and `load_state_dict()`, which gets what was saved."""
+
+    def __init__(self, key: str, value: Stateful) -> None:
+        super().__init__(key)
+        self.value = value
+
+    def collect(self) -> Any:
+        """Its state dict."""
+        return self.value.state_dict()
+
+    def fill(self, saved: Any, partial: bool) -> Any:
+        """All that was saved; with `partial` what its state dict has now. Tensors of it are filled in place."""
+        own = self.collect()
+        if isinstance(own, dict) and isinstance(saved, dict):
+            if missing := [f"{self.key}.{key}" for key in own if key not in saved and _has_leaves(own[key])]:
+                raise self._lacking(missing)
+            own = {key: value for key, value in own.items() if key in saved or not _has_leaves(value)}
+            saved = {**{key: value for key, value in own.items() if key not in saved},
+                     **{key: value for key, value in saved.items() if key in own or not partial}}  # fmt: skip
+        _fill_as_saved(saved, own)
+        return saved
+
+    def put(self, loaded: Any) -> Stateful:
+        """Call its `load_state_dict`."""
+        self.value.load_state_dict(loaded)
+        return self.value
+
+
+class Value(Entry):
+    """A tensor, a value, or dicts and lists of them: tensors are filled in place, dicts and lists changed in place."""
+
+    def __init__(self, key: str, value: Any) -> None:
+        super().__init__(key)
+        self.value = value
+
+    def collect(self) -> Any:
+        """The value itself."""
+        return self.value
+
+    def fill(self, saved: Any, partial: bool) -> Any:
+        """All that was saved; with `partial` what the value has."""
+        if missing := [dotted(path) for path in _missing(saved, self.value, (self.key,))]:
+            raise self._lacking(missing)
+        kept = _common(saved, self.value) if partial else saved
+        own = dict(leaves(self.value))
+        for path, stored in leaves(kept):
+            stored.fill(own.get(path))
+        return kept
+
+    def put(self, loaded: Any) -> Any:
+        """The value itself if it can be changed, else what was loaded."""
+        return _merged(self.value, loaded)
+
+
+def _missing(saved: Any, own: Any, path: Path) -> Iterator[Path]:
+    """Paths of `own` that `saved` does not have; of another type it may be."""
+    if isinstance(own, dict) and isinstance(saved, dict):
+        for key, value in own.items():
+            if key in saved:
+                yield from _missing(saved[key], value, (*path, key))
+            elif _has_leaves(value):
+                yield (*path, key)
+
+
+def _common(saved: Any, own: Any) -> Any:
+    """Of nested dicts the keys that both have."""
+    if not isinstance(saved, dict) or not isinstance(own, dict):
+        return saved
+    return {key: _common(value, own[key]) for key, value in saved.items() if key in own}
+
+
+def _merged(own: Any, new: Any) -> Any:
+    if isinstance(own, dict) and isinstance(new, dict):
+        for key, value in new.items():
+            own[key] = _merged(own.get(key), value)
+        return own
+    if isinstance(own, list) and isinstance(new, list):
+        own[:] = [_merged(own[index] if index < len(own) else None, value) for index, value in enumerate(new)]
+        return own
+    return new
+
+
+def _has_leaves(value: Any) -> bool:
+    return not is_container(value) or any(True for _ in leaves(value))
+
+
+def _fill_as_saved(saved: Any, own: Any) -> None:
+    """Choose what to fill for each `Stored` in `saved`: tensors of `own` that fit, and new ones."""
+    here = dict(leaves(own))
+    for path, stored in leaves(saved):
+        if isinstance(stored, Stored):
+            value = here.get(path)
+            fits = isinstance(value, Tensor) and stored.tensor is not None and value.shape == stored.tensor.size
+            stored.fill(value if fits or isinstance(value, PerRank) or stored.of_ranks else None)
+
+
+def entries_of(state: dict[str, Any]) -> dict[str, Entry]:
+    """An entry for each key; ValueError for an optimizer without its model, or for a model within a dict."""
+    models = [value for value in state.values() if isinstance(value, nn.Module)]
+    found: dict[str, Entry] = {}
+    for key, value in state.items():
+        if isinstance(value, Entry):
+            found[key] = value
+        elif isinstance(value, nn.Module):
+            found[key] = Model(key, value)
+        elif isinstance(value, Optimizer):
+            found[key] = InModel(key, models, value, f"state[{key!r}]")
+        elif isinstance(value, Stateful):
+            found[key] = Object(key, value)
+        else:
+            _refuse_stateful(value, f"state[{key!r}]")
+            found[key] = Value(key, value)
+    return found
+
+
+def _refuse_stateful(value: Any, where: str) -> None:
+    if isinstance(value, (dict, list, tuple)):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            _refuse_stateful(inner, f"{where}[{key!r}]")
+    elif isinstance(value, Stateful):  # as models and optimizers are; DCP would pickle it, and loading would replace it
+        raise ValueError(f"{where}: expected a tensor or a plain value, found a {type(value).__name__}; put what has a "
+                         f"state_dict() into the outermost dict")  # fmt: skip

@@ -1,0 +1,232 @@
+"""How nested state is written under flat names, and what a checkpoint says of its nesting.
+
+    {"seen": {3: 120}, "last": (a, b), "empty": {}}       what is saved
+    {"seen": {"3": 120}, "last": [a, b]}                  what DCP can write: dicts with strings as keys, and lists
+    seen.3, last.0, last.1                                its names, with the paths ("seen", "3"), ("last", 0), ...
+    {("seen",): ("dict", [3]), ("last",): ("tuple",), ("empty",): ("dict", [])}    what is missing there: the notes
+
+DCP writes each dict, and each list that holds tensors, item by item, and pickles anything else as one value. So a tuple
+or a dataclass with sharded tensors would be written as one rank's part. `pack` turns these into lists and dicts, and
+notes their types, which are saved as one more value; `unpack` makes them again.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from fsdp_compile.checkpoint.by_rank import VALUES, PerRank, own_name
+from fsdp_compile.checkpoint.untrusted import CheckpointError
+from fsdp_compile.core.nested import Path, dotted, is_dataclass, is_named_tuple, leaves
+
+NOTES = "structure_of_state"  # the name in a checkpoint of what is noted here, and of which values ranks do not share
+Notes = dict[Path, tuple[Any, ...]]  # for a container that DCP does not restore: its kind, and what `unpack` needs
+
+
+class Stored:
+    """A value of a checkpoint, and how it is read.
+
+    Args:
+        name: of the value.
+        tensor: the description of a tensor; None: another value.
+        of_ranks: for a value of which each rank has saved its own, the names of these, in order of ranks.
+        mine: which of these this rank has saved; None: another number of ranks has saved.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensor: dcp.TensorStorageMetadata | None = None,
+        of_ranks: Sequence[str] = (),
+        mine: str | None = None,
+    ) -> None:
+        self.name, self.tensor, self.of_ranks, self.mine = name, tensor, of_ranks, mine
+        self.target: Tensor | None = None  # which is filled
+        self._own: Any = None  # what `state` has in its place
+
+    @property
+    def outline(self) -> Tensor | None:
+        """A tensor of its shape and dtype without values; None for other values."""
+        stored = self.tensor
+        return None if stored is None else torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+
+    def fill(self, own: Any) -> None:
+        """Let `own`, what `state` has in its place, be filled if it is a tensor; otherwise a new tensor, or a value.
+
+        Raises:
+            CheckpointError: `own` has another shape; it is no tensor, and ranks have saved parts of one; or another
+                number of ranks has saved its own values, and `own` is no `PerRank`.
+        """
+        self._own = own
+        if self.of_ranks:
+            if self.mine is None and not isinstance(own, PerRank):
+                raise CheckpointError(
+                    f"{self.name} differs between the {len(self.of_ranks)} ranks that have saved it, and another "
+                    f"number of ranks loads it; put checkpoint.PerRank(value) there, whose of_ranks then has all of "
+                    f"their values, or leave it out by partial=True"
+                )
+        elif self.tensor is not None:
+            self.target = own if isinstance(own, Tensor) else self._new(self.tensor)
+            if self.target.shape != self.tensor.size:
+                raise CheckpointError(
+                    f"{self.name}: expected shape {tuple(self.target.shape)}, as in state, found "
+                    f"{tuple(self.tensor.size)} in the checkpoint; put a tensor of that shape there"
+                )
+
+    def _new(self, tensor: dcp.TensorStorageMetadata) -> Tensor:
+        if len(tensor.chunks) > 1:
+            raise CheckpointError(
+                f"{self.name} was saved in parts, as a sharded tensor, and state has no tensor in its place; put one "
+                f"there, such as torch.zeros_like(parameter), or leave it out by partial=True"
+            )
+        return torch.empty(tensor.size, dtype=tensor.properties.dtype)
+
+    def to_read(self) -> dict[str, Tensor | None]:
+        """The names that are read, with the tensor to fill; None for values."""
+        if not self.of_ranks:
+            return {self.name: self.target}
+        return dict.fromkeys(self.of_ranks if isinstance(self._own, PerRank) else filter(None, [self.mine]))
+
+    def loaded(self, values: dict[str, Any]) -> Any:
+        """What `state` has in its place afterwards, of what was read by name."""
+        if not self.of_ranks:
+            found = values[self.name] if self.target is None else self.target
+            if isinstance(self._own, PerRank):
+                self._own.value, found = found, self._own
+            return found
+        if isinstance(self._own, PerRank):
+            self._own.of_ranks = [values[name][0] for name in self.of_ranks]
+            if self.mine is not None:
+                self._own.value = values[self.mine][0]
+            return self._own
+        (found,) = values[self.mine or ""]
+        is_alike = isinstance(found, Tensor) and isinstance(self._own, Tensor) and found.shape == self._own.shape
+        return self._own.copy_(found) if is_alike else found
+
+
+# --- containers that DCP writes ---------------------------------------------------------------------------------------
+
+
+def pack(value: Any, path: Path, notes: Notes) -> Any:
+    """`value`, found at `path`, as dicts with strings as keys and lists; adds to `notes` what these do not say."""
+    if isinstance(value, Mapping):
+        keys, names = list(value), [str(key) for key in value]
+        kind = None if type(value) in (dict, OrderedDict) else type(value)
+        if not keys or keys != names or kind is not None:
+            notes[path] = ("dict", keys, kind) if kind else ("dict", keys)
+        return {name: pack(value[key], (*path, name), notes) for key, name in zip(keys, names, strict=True)}
+    if isinstance(value, list) or _has_tensors(value):
+        if is_dataclass(value):
+            notes[path] = ("dataclass", type(value))
+            return {field.name: pack(getattr(value, field.name), (*path, field.name), notes) for field in fields(value)}
+        if is_named_tuple(value):
+            notes[path] = ("namedtuple", type(value))
+        elif isinstance(value, deque):
+            notes[path] = ("deque", value.maxlen)
+        elif isinstance(value, tuple):
+            notes[path] = ("tuple",)
+        return [pack(item, (*path, index), notes) for index, item in enumerate(value)]
+    return value
+
+
+def merge_notes(of_ranks: Iterable[Notes]) -> Notes:
+    """The notes of all ranks, whose dicts may have different keys."""
+    merged: Notes = {}
+    for notes in of_ranks:
+        for path, note in notes.items():
+            before = merged.setdefault(path, note)
+            if before[0] == note[0] == "dict" and before != note:
+                merged[path] = ("dict", list(dict.fromkeys((*before[1], *note[1]))), *note[2:])
+    return merged
+
+
+def _has_tensors(value: Any) -> bool:
+    is_nested = isinstance(value, (tuple, deque)) or is_dataclass(value)
+    return is_nested and any(isinstance(leaf, Tensor) for _, leaf in leaves(value))
+
+
+def unpack(value: Any, notes: Notes, path: Path = ()) -> Any:
+    """What `pack` was given, or a part of it; CheckpointError if notes do not fit."""
+    kind, *rest = notes.get(path, ("",))
+    if isinstance(value, dict):
+        items = {name: unpack(item, notes, (*path, name)) for name, item in value.items()}
+        if kind == "dataclass":
+            return _dataclass(rest[0], items, path)
+        keys = {str(key): key for key in rest[0]} if kind == "dict" else {}
+        made: Any = rest[1]() if len(rest) > 1 else {}
+        for name, item in items.items():
+            made[keys.get(name, name)] = item
+        return made
+    if isinstance(value, list):
+        new = [unpack(item, notes, (*path, index)) for index, item in enumerate(value)]
+        if kind == "namedtuple":
+            return rest[0](*new)
+        return tuple(new) if kind == "tuple" else deque(new, rest[0]) if kind == "deque" else new
+    return value
+
+
+def _dataclass(cls: Any, items: dict[str, Any], path: Path) -> Any:
+    made = object.__new__(cls)
+    for field in fields(cls):
+        if field.name not in items:
+            raise CheckpointError(f"{dotted(path)}: expected a {cls.__name__} with {field.name}, found none saved")
+        object.__setattr__(made, field.name, items[field.name])
+    return made
+
+
+# --- what a checkpoint has --------------------------------------------------------------------------------------------
+
+
+def tree(stored: Iterable[tuple[Path, Stored]], notes: Notes) -> dict[str, Any]:
+    """What was saved, nested as it was, with a `Stored` for each value; CheckpointError if paths contradict."""
+    root: dict[Any, Any] = {}
+    for path, each in stored:
+        _insert(root, path, each)
+    for path, (kind, *_) in notes.items():
+        if kind == "dict":
+            _insert(root, path, {})
+    packed = {key: _with_lists(value) for key, value in root.items()}
+    return {key: unpack(value, notes, (key,)) for key, value in packed.items()}
+
+
+def stored_values(metadata: dcp.Metadata, by_rank: list[Any], rank: int, size: int) -> Iterator[tuple[Path, Stored]]:
+    """What `rank` of `size` ranks finds in a checkpoint, with the path of each.
+
+    Args:
+        metadata: what DCP says of the checkpoint.
+        by_rank: for each value that ranks do not share its name, path, number of ranks, and ranks that have one.
+        rank: of the reader.
+        size: how many read.
+    """
+    apart = {name for name, *_ in by_rank}
+    for name, path, ranks, having in by_rank:
+        if size != ranks or rank in having:
+            of_ranks = [own_name(name, each) for each in having]
+            yield tuple(path), Stored(name, None, of_ranks, own_name(name, rank) if size == ranks else None)
+    for name, described in metadata.state_dict_metadata.items():
+        path = tuple((metadata.planner_data or {}).get(name, (name,)))
+        if name not in apart and name != NOTES and path[0] != VALUES:
+            yield path, Stored(name, described if isinstance(described, dcp.TensorStorageMetadata) else None)
+
+
+def _insert(root: dict[Any, Any], path: Path, value: Any) -> None:
+    *above, last = path
+    node: Any = root
+    for key in above:
+        node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise CheckpointError(f"{dotted(path)}: the checkpoint has a value and other names below it")
+    if not isinstance(value, dict) or last not in node:
+        node[last] = value
+
+
+def _with_lists(node: Any) -> Any:
+    """Nested dicts, of which those with integers as keys were lists."""
+    if not isinstance(node, dict):
+        return node
+    items = {key: _with_lists(value) for key, value in node.items()}
+    return [items[key] for key in sorted(items)] if items and all(type(key) is int for key in items) else items
