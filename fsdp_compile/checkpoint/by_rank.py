@@ -11,13 +11,14 @@
 import pickle
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile.comm.collectives import gather_objects
+from fsdp_compile.core.nested import Path
 
 VALUES = "values_of_ranks"  # their first key in a checkpoint
 
@@ -29,7 +30,8 @@ class PerRank:
 
     Attributes:
         value: what this rank saves. After `load` what this rank has saved; unchanged if another number of ranks has.
-        of_ranks: after `load` the values of all ranks that have saved, in order; None before.
+        of_ranks: after `load` the values of all ranks that have saved, in order, None for one that had no value. It is
+            None before, and if all ranks had one value.
     """
 
     def __init__(self, value: Any) -> None:
@@ -42,12 +44,22 @@ def own_name(name: str, rank: int) -> str:
     return f"{VALUES}.rank{rank}.{name}"
 
 
-def checksums(found: dict[str, Any]) -> dict[str, tuple[bool, int | None]]:
-    """For each value by name whether it is a tensor, and a checksum; None: it is in a `PerRank`.
+class Apart(NamedTuple):
+    """What a checkpoint notes of a value that not all ranks share."""
 
-    Sharded tensors, and others that are distributed, are left out: all ranks share them.
-    """
-    sums: dict[str, tuple[bool, int | None]] = {}
+    name: str
+    path: Path
+    ranks: int  # how many saved
+    having: list[int]  # those that have a value
+    is_own: bool  # each of these its own; False: a tensor that the others do not have
+
+
+Checksums = dict[str, tuple[bool, int | None]]  # by name: whether it is a tensor; a checksum, None if in a `PerRank`
+
+
+def checksums(found: dict[str, Any]) -> Checksums:
+    """What is compared of this rank's values by name. Distributed tensors are equal: ranks share what they have."""
+    sums: Checksums = {}
     for name, value in found.items():
         if isinstance(value, PerRank):
             sums[name] = False, None
@@ -56,33 +68,37 @@ def checksums(found: dict[str, Any]) -> dict[str, tuple[bool, int | None]]:
         elif type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_meta:
             here: Any = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).numpy()
             sums[name] = True, zlib.crc32(here, zlib.crc32(repr(value.shape).encode()))
+        else:
+            sums[name] = True, 0
     return sums
 
 
-def find_by_rank(
-    found: dict[str, Any], sums: Sequence[dict[str, tuple[bool, int | None]]], group: dist.ProcessGroup | None
-) -> dict[str, list[int]]:
-    """The names whose values ranks do not share, each with the ranks that have one; all ranks must call it.
-
-    A tensor that some ranks do not have is shared: `state` says at loading which ranks have it.
+def values_apart(
+    found: dict[str, Any], sums: Sequence[Checksums], paths: dict[str, Path], group: dist.ProcessGroup | None
+) -> list[Apart]:
+    """What ranks do not share; all ranks must call it.
 
     Args:
         found: this rank's values by name.
         sums: the `checksums` of all ranks, in order.
+        paths: of all names.
         group: the ranks.
     """
     of_name: dict[str, dict[int, tuple[bool, int | None]]] = {}
     for rank, theirs in enumerate(sums):
         for name, each in theirs.items():
             of_name.setdefault(name, {})[rank] = each
-    apart = [name for name, of_ranks in of_name.items() if len(set(of_ranks.values())) > 1]
-    by_rank = set(_unequal(apart, found, group) if apart else ())  # equal values may be pickled differently
+    differing = [name for name, of_ranks in of_name.items() if len(set(of_ranks.values())) > 1]
+    own = set(_unequal(differing, found, group) if differing else ())  # equal values may be pickled differently
+    apart = []
     for name, of_ranks in of_name.items():
         is_explicit = (False, None) in of_ranks.values()
-        is_value = not all(is_tensor for is_tensor, _ in of_ranks.values())
-        if is_explicit or (is_value and len(of_ranks) < len(sums)):
-            by_rank.add(name)
-    return {name: list(of_ranks) for name, of_ranks in of_name.items() if name in by_rank}
+        is_tensor = all(is_tensor for is_tensor, _ in of_ranks.values())
+        lacks = len(of_ranks) < len(sums)
+        if name in own or is_explicit or lacks:
+            is_own = name in own or not is_tensor
+            apart.append(Apart(name, paths[name], len(sums), list(of_ranks), is_own))
+    return apart
 
 
 def _unequal(names: list[str], found: dict[str, Any], group: dist.ProcessGroup | None) -> list[str]:

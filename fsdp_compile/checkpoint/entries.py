@@ -5,8 +5,9 @@ entry.fill(saved, partial)    what is read of `saved`, the `Stored` of a checkpo
 entry.put(loaded)             the same with values in the place of each `Stored`
 """
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,26 +38,26 @@ class Entry(ABC):
         """What is saved."""
 
     @abstractmethod
-    def fill(self, saved: Any, partial: bool) -> Any:
-        """What is read of `saved`; CheckpointError if names are missing, or would not be read and not `partial`."""
+    def fill(self, saved: Any, partial: bool) -> tuple[Any, list[str]]:
+        """What is read of `saved`, with `partial` nothing that this has not; and names that it cannot take.
+
+        CheckpointError if names are missing, or values do not fit.
+        """
 
     @abstractmethod
     def put(self, loaded: Any) -> Any:
         """Load; return what `state` has afterwards."""
 
-    def is_compared(self, value: Any) -> bool:
-        """Whether `value`, which `collect` has given, is compared between ranks, as each may have its own."""
+    def is_compared(self, path: Path, value: Any) -> bool:
+        """Whether the value at `path` of what is saved is compared between ranks, as each may have its own."""
         return True
 
     def _lacking(self, names: list[str]) -> CheckpointError:
-        return CheckpointError(f"state[{self.key!r}] has names that the checkpoint does not have: {_listed(names)}")
-
-    def _unread(self, names: list[str], what: str) -> CheckpointError:
-        return CheckpointError(f"the checkpoint has names that {what} in state[{self.key!r}] does not have: "
-                               f"{_listed(names)}; load with partial=True to leave them out")  # fmt: skip
+        return CheckpointError(f"state[{self.key!r}] has names that the checkpoint does not have: {listed(names)}")
 
 
-def _listed(names: Sequence[str], most: int = 8) -> str:
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Names for a message."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -82,17 +83,15 @@ class Model(Entry):
         frozen = {clean_name(name) for name, param in named if not param.requires_grad}
         return {name: value for name, value in state.items() if name not in frozen}
 
-    def is_compared(self, value: Any) -> bool:
+    def is_compared(self, path: Path, value: Any) -> bool:
         """Extra state alone: of buffers one rank's are saved, as of any replicated tensor."""
         return not isinstance(value, Tensor)
 
-    def fill(self, saved: Any, partial: bool) -> dict[str, Any]:
+    def fill(self, saved: Any, partial: bool) -> tuple[Any, list[str]]:
         """The model says what it has; extra state is read as it was saved."""
         own = self.collect()
         if missing := [name for name, value in own.items() if name not in saved and _has_leaves(value)]:
             raise self._lacking(missing)
-        if not partial and (unread := [name for name in saved if name not in own]):
-            raise self._unread(unread, "the model")
         for name, value in own.items():
             here = saved.get(name)
             if name.rpartition(".")[2] == _EXTRA or not isinstance(value, Tensor):
@@ -102,7 +101,8 @@ class Model(Entry):
                                       f"found another value; load a checkpoint of this model")  # fmt: skip
             else:
                 here.fill(value)
-        return {name: saved.get(name, value) for name, value in own.items()}
+        chosen = {name: saved.get(name, value) for name, value in own.items()}
+        return chosen, [name for name in saved if name not in own]
 
     def put(self, loaded: Any) -> nn.Module:
         """Load into the model."""
@@ -140,17 +140,15 @@ class InModel(Entry):
             "param_groups": found["param_groups"]
         }  # fmt: skip
 
-    def is_compared(self, value: Any) -> bool:
-        """Nothing: ranks have equal state, but that which `by_owner` leaves on one of them."""
-        return False
+    def is_compared(self, path: Path, value: Any) -> bool:
+        """Groups, as ranks may have other parameters. State is equal, or with `by_owner` on one rank alone."""
+        return path[1] == "param_groups"
 
-    def fill(self, saved: Any, partial: bool) -> dict[str, Any]:
+    def fill(self, saved: Any, partial: bool) -> tuple[Any, list[str]]:
         """All that was saved of the optimizer's parameters, whether it has stepped or not."""
         names, states, groups = clean_names(self.model), saved.get("state", {}), saved["param_groups"]
         own = {names[param] for group in self.optimizer.param_groups for param in group["params"]}
-        listed = [name for name in states if name not in own]
-        if listed and not partial:
-            raise self._unread(listed, "the optimizer")
+        unread = [name for name in states if name not in own]
         states = {name: state for name, state in states.items() if name in own}
         outlines = map_leaves(lambda _, stored: stored.outline, states)
         targets = state_to_fill(self.model, self.optimizer, outlines)
@@ -159,15 +157,15 @@ class InModel(Entry):
         for (_, key, *_), stored in leaves(groups):
             like = [group[key] for group in self.optimizer.param_groups if isinstance(group.get(key), Tensor)]
             stored.fill(torch.empty_like(stored.outline, device=like[0].device) if stored.tensor and like else None)
-        return {"state": states, "param_groups": groups}
+        return {"state": states, "param_groups": groups}, unread
 
     def put(self, loaded: Any) -> Optimizer:
         """Load state and options; warn of what the checkpoint does not have."""
         off = list(_switched_off(self.optimizer, loaded["param_groups"]))
         anew = load_saved_state(self.model, self.optimizer, loaded)
         if anew or off:
-            new = f"the checkpoint has no state of {_listed(anew)}, which starts anew" if anew else ""
-            options = f"the saved options replace {_listed(off)}" if off else ""
+            new = f"the checkpoint has no state of {listed(anew)}, which starts anew" if anew else ""
+            options = f"the saved options replace {listed(off)}" if off else ""
             warn_caller(f"state[{self.key!r}]: " + "; ".join(filter(None, (new, options))))
         return self.optimizer
 
@@ -194,9 +192,10 @@ class Object(Entry):
         """Its state dict."""
         return self.value.state_dict()
 
-    def fill(self, saved: Any, partial: bool) -> Any:
+    def fill(self, saved: Any, partial: bool) -> tuple[Any, list[str]]:
         """All that was saved; with `partial` what its state dict has now. Tensors of it are filled in place."""
         own = self.collect()
+        saved = _needed(saved, own)
         if isinstance(own, dict) and isinstance(saved, dict):
             if missing := [f"{self.key}.{key}" for key in own if key not in saved and _has_leaves(own[key])]:
                 raise self._lacking(missing)
@@ -204,7 +203,7 @@ class Object(Entry):
             saved = {**{key: value for key, value in own.items() if key not in saved},
                      **{key: value for key, value in saved.items() if key in own or not partial}}  # fmt: skip
         _fill_as_saved(saved, own)
-        return saved
+        return saved, []
 
     def put(self, loaded: Any) -> Stateful:
         """Call its `load_state_dict`."""
@@ -223,15 +222,16 @@ class Value(Entry):
         """The value itself."""
         return self.value
 
-    def fill(self, saved: Any, partial: bool) -> Any:
+    def fill(self, saved: Any, partial: bool) -> tuple[Any, list[str]]:
         """All that was saved; with `partial` what the value has."""
+        saved = _needed(saved, self.value)
         if missing := [dotted(path) for path in _missing(saved, self.value, (self.key,))]:
             raise self._lacking(missing)
         kept = _common(saved, self.value) if partial else saved
         own = dict(leaves(self.value))
         for path, stored in leaves(kept):
             stored.fill(own.get(path))
-        return kept
+        return kept, []
 
     def put(self, loaded: Any) -> Any:
         """The value itself if it can be changed, else what was loaded."""
@@ -248,11 +248,27 @@ def _missing(saved: Any, own: Any, path: Path) -> Iterator[Path]:
                 yield (*path, key)
 
 
+def _needed(saved: Any, own: Any) -> Any:
+    """Without tensors that some of another number of ranks have saved, where `own` does not have them."""
+    return _pruned(saved, own, lambda value: isinstance(value, Stored) and value.is_of_some)
+
+
 def _common(saved: Any, own: Any) -> Any:
     """Of nested dicts the keys that both have."""
-    if not isinstance(saved, dict) or not isinstance(own, dict):
+    return _pruned(saved, own, lambda value: True)
+
+
+def _pruned(saved: Any, own: Any, is_left_out: Callable[[Any], bool]) -> Any:
+    """Nested dicts without those keys that `own` does not have and whose values `is_left_out`."""
+    if not isinstance(saved, dict):
         return saved
-    return {key: _common(value, own[key]) for key, value in saved.items() if key in own}
+    mine, kept = own if isinstance(own, dict) else {}, copy.copy(saved)
+    for key, value in saved.items():
+        if key not in mine and is_left_out(value):
+            del kept[key]
+        else:
+            kept[key] = _pruned(value, mine.get(key), is_left_out)
+    return kept
 
 
 def _merged(own: Any, new: Any) -> Any:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.optim import Optimizer
 
-from fsdp_compile.checkpoint.by_rank import VALUES, PerRank, checksums, find_by_rank
+from fsdp_compile.checkpoint.by_rank import VALUES, PerRank, checksums, values_apart
 from fsdp_compile.checkpoint.directory import DirectoryReader, DirectoryWriter, committed, open_checkpoint, step_of
-from fsdp_compile.checkpoint.entries import Entry, InModel, Model, entries_of
+from fsdp_compile.checkpoint.entries import Entry, InModel, Model, entries_of, listed
 from fsdp_compile.checkpoint.structure import (
     NOTES,
     Notes,
@@ -160,32 +160,31 @@ def _to_save(entries: dict[str, Entry], doing: str, group: dist.ProcessGroup | N
         for key, entry in entries.items():
             packed[key] = pack(entry.collect(), (key,), notes)
             found, found_paths = flatten_state_dict({key: packed[key]})
-            mine = {name: value for name, value in found.items() if entry.is_compared(value)}
+            mine = {name: value for name, value in found.items() if entry.is_compared(found_paths[name], value)}
             compared.update(mine)
             paths.update((name, found_paths[name]) for name in mine)
         sums.update(checksums(compared))
 
     all_succeed(collect, doing, group)
     of_ranks = gather_objects((sums, paths, notes), group)
-    by_rank = find_by_rank(compared, [theirs for theirs, _, _ in of_ranks], group)
+    all_paths = {name: path for _, theirs, _ in of_ranks for name, path in theirs.items()}
+    apart = values_apart(compared, [theirs for theirs, _, _ in of_ranks], all_paths, group)
     rank, left_out = dist.get_rank(group) if dist.is_initialized() else 0, []
     own: dict[str, Any] = {}
-    for name, ranks in by_rank.items():
-        if rank in ranks:
-            value = compared[name].value if (is_explicit := isinstance(compared[name], PerRank)) else compared[name]
+    for each in apart:
+        if each.is_own and rank in each.having:
+            value = compared[each.name]
+            if is_explicit := isinstance(value, PerRank):
+                value = value.value
             # In a tuple DCP writes it as one value. A view would be written with all of its storage.
-            own[name] = (value.clone() if isinstance(value, Tensor) else value,)
-            if is_explicit or rank != ranks[0]:
-                left_out.append(name)
+            own[each.name] = (value.clone() if isinstance(value, Tensor) else value,)
+            if is_explicit or rank != each.having[0]:
+                left_out.append(each.name)
     if own:
         packed[VALUES] = {f"rank{rank}": own}
-    all_paths = {name: path for _, theirs, _ in of_ranks for name, path in theirs.items()}
     merged = merge_notes([theirs for _, _, theirs in of_ranks])
-    if merged or by_rank:
-        packed[NOTES] = [
-            [[path, note] for path, note in merged.items()],
-            [[name, all_paths[name], len(of_ranks), ranks] for name, ranks in by_rank.items()],
-        ]
+    if merged or apart:
+        packed[NOTES] = [list(merged.items()), [tuple(each) for each in apart]]
     return _Saved(packed, left_out)
 
 
@@ -238,6 +237,7 @@ def _load(
     """Load all entries; what `state` has afterwards."""
     saved: dict[str, Any] = {}
     chosen: dict[str, Any] = {}
+    unread: dict[str, list[str]] = {}
     loaded: dict[str, Any] = {}
     metadata: list[dcp.Metadata] = []
     all_succeed(lambda: metadata.append(reader.read_metadata()), doing, group)
@@ -251,9 +251,15 @@ def _load(
         for key, entry in entries.items():
             if key not in saved:
                 raise CheckpointError(f"state has {key!r}, and the checkpoint has not: it has {', '.join(saved)}")
-            chosen[key] = entry.fill(saved[key], partial)
+            chosen[key], unread[key] = entry.fill(saved[key], partial)
 
     all_succeed(choose, doing, group)
+    all_unread = gather_objects(unread, group)  # ranks may have different parts of a model, as stages of a pipeline
+    for key in entries if not partial else ():
+        names = [name for name in unread[key] if all(name in theirs[key] for theirs in all_unread)]
+        if names:
+            raise CheckpointError(f"{doing}: the checkpoint has names that state[{key!r}] does not have: "
+                                  f"{listed(names)}; pass partial=True to leave them out")  # fmt: skip
     wanted = [stored.to_read() for _, stored in leaves(chosen) if isinstance(stored, Stored)]
     values = _read(reader, {name: target for each in wanted for name, target in each.items()}, trust, group)
 

@@ -5,11 +5,14 @@
     seen.3, last.0, last.1                                its names, with the paths ("seen", "3"), ("last", 0), ...
     {("seen",): ("dict", [3]), ("last",): ("tuple",), ("empty",): ("dict", [])}    what is missing there: the notes
 
+An empty dict is written as None, for it would have no name.
+
 DCP writes each dict, and each list that holds tensors, item by item, and pickles anything else as one value. So a tuple
 or a dataclass with sharded tensors would be written as one rank's part. `pack` turns these into lists and dicts, and
 notes their types, which are saved as one more value; `unpack` makes them again.
 """
 
+import itertools
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -19,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from fsdp_compile.checkpoint.by_rank import VALUES, PerRank, own_name
+from fsdp_compile.checkpoint.by_rank import VALUES, Apart, PerRank, own_name
 from fsdp_compile.checkpoint.untrusted import CheckpointError
 from fsdp_compile.core.nested import Path, dotted, is_dataclass, is_named_tuple, leaves
 
@@ -33,7 +36,7 @@ class Stored:
     Args:
         name: of the value.
         tensor: the description of a tensor; None: another value.
-        of_ranks: for a value of which each rank has saved its own, the names of these, in order of ranks.
+        of_ranks: for a value of which each rank has saved its own, the names of these in order; None: it had none.
         mine: which of these this rank has saved; None: another number of ranks has saved.
     """
 
@@ -41,11 +44,12 @@ class Stored:
         self,
         name: str,
         tensor: dcp.TensorStorageMetadata | None = None,
-        of_ranks: Sequence[str] = (),
+        of_ranks: Sequence[str | None] = (),
         mine: str | None = None,
     ) -> None:
         self.name, self.tensor, self.of_ranks, self.mine = name, tensor, of_ranks, mine
         self.target: Tensor | None = None  # which is filled
+        self.is_of_some = False  # a tensor that not all ranks had, of which `state` says whether this one needs it
         self._own: Any = None  # what `state` has in its place
 
     @property
@@ -55,41 +59,35 @@ class Stored:
         return None if stored is None else torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
 
     def fill(self, own: Any) -> None:
-        """Let `own`, what `state` has in its place, be filled if it is a tensor; otherwise a new tensor, or a value.
+        """Let `own`, what `state` has in its place, be filled if it is a tensor; otherwise a new, full one, or a value.
 
         Raises:
-            CheckpointError: `own` has another shape; it is no tensor, and ranks have saved parts of one; or another
-                number of ranks has saved its own values, and `own` is no `PerRank`.
+            CheckpointError: `own` has another shape; or another number of ranks has saved its own values, and `own` is
+                no `PerRank`.
         """
         self._own = own
         if self.of_ranks:
             if self.mine is None and not isinstance(own, PerRank):
                 raise CheckpointError(
                     f"{self.name} differs between the {len(self.of_ranks)} ranks that have saved it, and another "
-                    f"number of ranks loads it; put checkpoint.PerRank(value) there, whose of_ranks then has all of "
-                    f"their values, or leave it out by partial=True"
+                    f"number of ranks loads it; put checkpoint.PerRank(value) in its place in state, whose of_ranks "
+                    f"then has the values of all of them"
                 )
         elif self.tensor is not None:
-            self.target = own if isinstance(own, Tensor) else self._new(self.tensor)
+            size, dtype = self.tensor.size, self.tensor.properties.dtype
+            self.target = own if isinstance(own, Tensor) else torch.empty(size, dtype=dtype)
             if self.target.shape != self.tensor.size:
                 raise CheckpointError(
                     f"{self.name}: expected shape {tuple(self.target.shape)}, as in state, found "
                     f"{tuple(self.tensor.size)} in the checkpoint; put a tensor of that shape there"
                 )
 
-    def _new(self, tensor: dcp.TensorStorageMetadata) -> Tensor:
-        if len(tensor.chunks) > 1:
-            raise CheckpointError(
-                f"{self.name} was saved in parts, as a sharded tensor, and state has no tensor in its place; put one "
-                f"there, such as torch.zeros_like(parameter), or leave it out by partial=True"
-            )
-        return torch.empty(tensor.size, dtype=tensor.properties.dtype)
-
     def to_read(self) -> dict[str, Tensor | None]:
         """The names that are read, with the tensor to fill; None for values."""
         if not self.of_ranks:
             return {self.name: self.target}
-        return dict.fromkeys(self.of_ranks if isinstance(self._own, PerRank) else filter(None, [self.mine]))
+        wanted = self.of_ranks if isinstance(self._own, PerRank) else [self.mine]
+        return {name: None for name in wanted if name is not None}
 
     def loaded(self, values: dict[str, Any]) -> Any:
         """What `state` has in its place afterwards, of what was read by name."""
@@ -99,7 +97,7 @@ class Stored:
                 self._own.value, found = found, self._own
             return found
         if isinstance(self._own, PerRank):
-            self._own.of_ranks = [values[name][0] for name in self.of_ranks]
+            self._own.of_ranks = [None if name is None else values[name][0] for name in self.of_ranks]
             if self.mine is not None:
                 self._own.value = values[self.mine][0]
             return self._own
@@ -118,6 +116,8 @@ def pack(value: Any, path: Path, notes: Notes) -> Any:
         kind = None if type(value) in (dict, OrderedDict) else type(value)
         if not keys or keys != names or kind is not None:
             notes[path] = ("dict", keys, kind) if kind else ("dict", keys)
+        if not keys:
+            return None
         return {name: pack(value[key], (*path, name), notes) for key, name in zip(keys, names, strict=True)}
     if isinstance(value, list) or _has_tensors(value):
         if is_dataclass(value):
@@ -152,14 +152,17 @@ def _has_tensors(value: Any) -> bool:
 def unpack(value: Any, notes: Notes, path: Path = ()) -> Any:
     """What `pack` was given, or a part of it; CheckpointError if notes do not fit."""
     kind, *rest = notes.get(path, ("",))
+    if isinstance(value, Stored) and value.tensor is None and kind == "dict" and not rest[0]:
+        value = {}
     if isinstance(value, dict):
         items = {name: unpack(item, notes, (*path, name)) for name, item in value.items()}
         if kind == "dataclass":
             return _dataclass(rest[0], items, path)
         keys = {str(key): key for key in rest[0]} if kind == "dict" else {}
         made: Any = rest[1]() if len(rest) > 1 else {}
-        for name, item in items.items():
-            made[keys.get(name, name)] = item
+        for name in dict.fromkeys((*keys, *items)):
+            if name in items:
+                made[keys.get(name, name)] = items[name]
         return made
     if isinstance(value, list):
         new = [unpack(item, notes, (*path, index)) for index, item in enumerate(value)]
@@ -182,46 +185,48 @@ def _dataclass(cls: Any, items: dict[str, Any], path: Path) -> Any:
 
 
 def tree(stored: Iterable[tuple[Path, Stored]], notes: Notes) -> dict[str, Any]:
-    """What was saved, nested as it was, with a `Stored` for each value; CheckpointError if paths contradict."""
+    """What was saved, nested as it was, with a `Stored` for each value."""
     root: dict[Any, Any] = {}
     for path, each in stored:
         _insert(root, path, each)
-    for path, (kind, *_) in notes.items():
-        if kind == "dict":
-            _insert(root, path, {})
     packed = {key: _with_lists(value) for key, value in root.items()}
     return {key: unpack(value, notes, (key,)) for key, value in packed.items()}
 
 
-def stored_values(metadata: dcp.Metadata, by_rank: list[Any], rank: int, size: int) -> Iterator[tuple[Path, Stored]]:
+def stored_values(metadata: dcp.Metadata, apart: list[Any], rank: int, size: int) -> Iterator[tuple[Path, Stored]]:
     """What `rank` of `size` ranks finds in a checkpoint, with the path of each.
 
     Args:
         metadata: what DCP says of the checkpoint.
-        by_rank: for each value that ranks do not share its name, path, number of ranks, and ranks that have one.
+        apart: what `save` has noted of values that ranks do not share, as `Apart`.
         rank: of the reader.
         size: how many read.
     """
-    apart = {name for name, *_ in by_rank}
-    for name, path, ranks, having in by_rank:
-        if size != ranks or rank in having:
-            of_ranks = [own_name(name, each) for each in having]
-            yield tuple(path), Stored(name, None, of_ranks, own_name(name, rank) if size == ranks else None)
-    for name, described in metadata.state_dict_metadata.items():
-        path = tuple((metadata.planner_data or {}).get(name, (name,)))
-        if name not in apart and name != NOTES and path[0] != VALUES:
-            yield path, Stored(name, described if isinstance(described, dcp.TensorStorageMetadata) else None)
+    paths: dict[str, Path] = {name: tuple(path) for name, path in (metadata.planner_data or {}).items()}
+    of_name = {each.name: each for each in itertools.starmap(Apart, apart)}
+    for name in dict.fromkeys((*paths, *metadata.state_dict_metadata, *of_name)):  # as they were nested, and others
+        described, path = metadata.state_dict_metadata.get(name), paths.get(name, (name,))
+        noted = of_name.get(name)
+        if noted is not None and size == noted.ranks and rank not in noted.having:
+            continue
+        if noted is not None and noted.is_own:
+            of_ranks = [own_name(name, each) if each in noted.having else None for each in range(noted.ranks)]
+            yield tuple(noted.path), Stored(name, None, of_ranks, of_ranks[rank] if size == noted.ranks else None)
+        elif described is not None and name != NOTES and path[0] != VALUES:
+            stored = Stored(name, described if isinstance(described, dcp.TensorStorageMetadata) else None)
+            stored.is_of_some = noted is not None and size != noted.ranks
+            yield path, stored
 
 
-def _insert(root: dict[Any, Any], path: Path, value: Any) -> None:
+def _insert(root: dict[Any, Any], path: Path, value: Stored) -> None:
+    """Put `value` at its path, unless this rank has a value above it: then it is of other ranks."""
     *above, last = path
     node: Any = root
     for key in above:
         node = node.setdefault(key, {})
-        if not isinstance(node, dict):
-            raise CheckpointError(f"{dotted(path)}: the checkpoint has a value and other names below it")
-    if not isinstance(value, dict) or last not in node:
-        node[last] = value
+        if isinstance(node, Stored):
+            return
+    node[last] = value
 
 
 def _with_lists(node: Any) -> Any:
