@@ -348,6 +348,8 @@ class DirectoryWriter(FileSystemWriter):
         ValueError: `step` is below 0 or `keep` below 1.
     """
 
+    keeps_chunks = True  # see Note [Writers that keep one item]
+
     def __init__(self, root: str | os.PathLike[str], step: int, keep: int | None = None) -> None:
         if step < 0 or (keep is not None and keep < 1):
             raise ValueError(f"expected step of at least 0 and keep of at least 1 or None, found {step} and {keep}")

@@ -26,6 +26,8 @@ torch.distributed.tensor.placement_types                 `_StridedShard`: a dime
 torch.nn.modules.module                                  whether hooks of all modules are registered
 torch.nn.parallel.DistributedDataParallel                the one whose forward runs, as Dynamo asks for it, and its
                                                          parameters
+_save_state_dict                                         the function of torch.distributed.checkpoint that plans and
+                                                         saves, with its argument `storage_writer`
 torch.utils._pytree                                      the tensors in the arguments and outputs of a module
 
 docs/upgrading_torch.md says of the others what to look for.
@@ -105,6 +107,19 @@ __all__ = [
     "while_tracing",
     "without_dispatch_modes",
 ]  # of torch, for others
+
+
+def saving_writer() -> tuple[Any, bool]:
+    """The StorageWriter for which torch.distributed.checkpoint makes a plan, and whether it saves for one rank alone.
+
+    (None, False) outside of it. Planners are not told: only the stack says it.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_save_state_dict" and "storage_writer" in frame.f_locals:
+            return frame.f_locals["storage_writer"], bool(frame.f_locals.get("no_dist"))
+        frame = frame.f_back
+    return None, False
 
 
 def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:

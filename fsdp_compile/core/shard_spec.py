@@ -254,6 +254,11 @@ class ShardSpec:
         return math.prod(self.split_shape[1:])
 
     @cached_property
+    def is_one_chunk_on_all_ranks(self) -> bool:
+        """Whether no rank stores more than one chunk of it."""
+        return all(len(self.sharding.chunks(rank)) <= 1 for rank in range(self.ranks.size))
+
+    @cached_property
     def rows(self) -> tuple[int, int]:
         """The half-open range of indices into the first dimension of which this rank stores some elements."""
         if not self.numel:

@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -42,6 +42,7 @@ from fsdp_compile.core._torch import (
 from fsdp_compile.core.shard_spec import Chunk, FlatSharding, ShardRanks, ShardSpec
 from fsdp_compile.core.tensor_parallel import TensorParallel
 from fsdp_compile.core.traced_writes import note_written
+from fsdp_compile.core.write_items import tensor_of, write_items
 
 _SHAPE, _GRAD, _FLAT, _SPEC, _NUMEL = map(operator.attrgetter, ("shape", "grad", "_flat", "spec", "numel"))
 
@@ -276,26 +277,11 @@ class ShardedTensor(Tensor):
         return list(self.spec.storage_metadata)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.local)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
-            )
-            for chunk in self.spec.storage_metadata
-        ]
+        return write_items(fqn, self)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for chunk in self.spec.chunks:
-            if chunk.offsets == index.offset:
-                return self.view_of(chunk)
-        if not self.numel():
-            return self.local.detach().view(self.shape)
-        expected = [chunk.offsets for chunk in self.spec.chunks]
-        raise ValueError(
-            f"{index.fqn}: expected the offsets of one of this rank's chunks, {expected}, found {index.offset}"
-        )
+        found: Tensor = tensor_of(index, self)
+        return found
 
 
 def _is_tracked(tensor: Tensor) -> bool:

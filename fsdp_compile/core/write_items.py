@@ -1,0 +1,91 @@
+"""How torch.distributed.checkpoint (DCP) writes a sharded tensor: as chunks, or as rows.
+
+FileSystemWriter, and what writes as it does      each chunk of this rank is an item: nothing is communicated
+other writers                                     the rows that `torch.chunk` gives to this rank are one item
+"""
+
+# Note [Writers that keep one item]
+# A range of elements is up to `2 * ndim - 1` chunks, which DCP tells apart by their offsets. Writers of safetensors, as
+# torch's HuggingFaceStorageWriter, keep tensors by name: of several chunks of a rank all but the last would be lost,
+# and nothing would be said. So a writer that is not known to keep chunks gets what every sharding of DTensor gives it,
+# one item for each rank. Ranks exchange their rows for that while they plan, before a file is written, which they
+# cannot do in the background: there, the plan is refused. A writer says by `keeps_chunks = True` that it keeps them.
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from fsdp_compile.core._torch import saving_writer
+from fsdp_compile.core.shard_spec import ShardSpec, exchange_rows
+
+_ROWS = "_rows_to_write"  # an attribute of a tensor between planning and writing
+
+
+def write_items(name: str, value: Any) -> list[WriteItem]:
+    """What DCP writes of `value`, which has `local` and `spec`; RuntimeError if its writer would lose some of it."""
+    spec: ShardSpec = value.spec
+    writer, is_alone = saving_writer()
+    chunks: Sequence[ChunkStorageMetadata] = spec.storage_metadata
+    if writer is not None and not _keeps_chunks(writer):
+        _check(name, spec, writer, is_alone)
+        if not spec.is_one_chunk_on_all_ranks:
+            rows = exchange_rows([value.local.detach()], [spec])[0]
+            setattr(value, _ROWS, rows)
+            first, shape = spec.chunk_of(spec.ranks.rank)
+            offsets = [first // shape[1:].numel(), *[0] * (len(shape) - 1)]
+            chunks = [ChunkStorageMetadata(torch.Size(offsets), shape)] if rows.numel() else []
+    properties = TensorProperties.create_from_tensor(value.local)
+    return [
+        WriteItem(
+            index=MetadataIndex(name, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=spec.shape),
+        )
+        for chunk in chunks
+    ]
+
+
+def tensor_of(index: MetadataIndex, value: Any) -> Any:
+    """The chunk, or the rows, that belong to an item; ValueError if this rank has none at these offsets."""
+    if (rows := value.__dict__.pop(_ROWS, None)) is not None:
+        return rows
+    spec: ShardSpec = value.spec
+    for chunk in spec.chunks:
+        if chunk.offsets == index.offset:
+            return value.view_of(chunk)
+    if not spec.shape.numel():
+        return value.local.detach().view(spec.shape)
+    expected = [chunk.offsets for chunk in spec.chunks]
+    raise ValueError(
+        f"{index.fqn}: expected the offsets of one of this rank's chunks, {expected}, found {index.offset}"
+    )
+
+
+def _keeps_chunks(writer: Any) -> bool:
+    """Whether it tells chunks of one name apart, as the files of `torch.save` do."""
+    if hasattr(writer, "keeps_chunks"):
+        return bool(writer.keeps_chunks)
+    is_torch_save = getattr(writer, "serialization_format", None) is SerializationFormat.TORCH_SAVE
+    return type(writer).write_data is getattr(FileSystemWriter, "write_data", None) and is_torch_save
+
+
+def _check(name: str, spec: ShardSpec, writer: Any, is_alone: bool) -> None:
+    what = None
+    if is_alone or not getattr(writer, "save_distributed", True):
+        what = "writes what one rank has, which is a part of it"
+    elif not spec.is_one_chunk_on_all_ranks and threading.current_thread() is not threading.main_thread():
+        what = "keeps one item of each name, for which ranks exchange rows, and cannot in the background"
+    elif not spec.is_one_chunk_on_all_ranks and spec.tensor_parallel is not None:
+        what = "keeps one item of each name, and with tensor parallelism this rank has several"
+    if what is not None:
+        raise RuntimeError(
+            f"{name}: {type(writer).__name__} {what}; save full tensors, as get_model_state_dict gives them with "
+            f"StateDictOptions(full_state_dict=True), or use fsdp_compile.checkpoint.save_safetensors; of torch's "
+            f"HuggingFaceStorageWriter, dcp.save with save_distributed=True"
+        )
