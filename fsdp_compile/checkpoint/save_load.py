@@ -29,7 +29,7 @@ from fsdp_compile.checkpoint.structure import (
     stored_values,
     tree,
 )
-from fsdp_compile.checkpoint.untrusted import CheckpointError, ValuePlanner
+from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, ValuePlanner
 from fsdp_compile.comm.collectives import gather_objects, on_first_rank
 from fsdp_compile.core import nested
 from fsdp_compile.core.nested import leaves, map_leaves
@@ -51,8 +51,9 @@ def save(
 
     Args:
         state: models and their optimizers, sharded or not: each rank writes what it stores, under original names and
-            shapes. Objects with `state_dict()`. Tensors and values that can be pickled, also in nested dicts and
-            lists; of those that all ranks have under one name, one rank writes its own.
+            shapes; an optimizer is not stepped. Objects with `state_dict()`. Tensors and values that can be pickled,
+            also in nested dicts and lists. Of those that are equal on all ranks, and of buffers of models, one rank
+            writes its own; of others each rank writes its own, see `PerRank`.
         root: a folder that all ranks share; made if it does not exist.
         step: names the checkpoint; 0 or more.
         keep: how many checkpoints stay, this one included; None: all.
@@ -86,8 +87,10 @@ def load(
 ) -> int:
     """Load a checkpoint of the folder `root` into `state`, in place, by name; all ranks must call it.
 
-    Tensors are filled in place, models, optimizers and other objects load by `load_state_dict`, other values are
-    replaced. Entries of the checkpoint that `state` does not have are not read. Any number of ranks may have saved it.
+    Tensors are filled in place, models, optimizers and other objects load by `load_state_dict`, dicts and lists are
+    changed in place, other values are replaced. What was saved decides: names and values that `state` does not have are
+    loaded too, a sharded tensor then in full. State of an optimizer that the checkpoint does not have starts anew, with
+    a warning. Keys of `state` may be fewer than those of the checkpoint. Any number of ranks may have saved it.
 
     Args:
         state: nested as the one that was saved.
@@ -95,6 +98,8 @@ def load(
         step: which checkpoint; None: the newest whose files are all there.
         trust: load values of any type, which can run code that their author chose. Otherwise only tensors, plain types
             and those of `torch.serialization.safe_globals` are loaded.
+        partial: leave out the names of the checkpoint that a model, optimizer, object or dict of `state` does not have.
+            Otherwise those of a model or optimizer that no rank has are an error.
         process_group: the ranks that call it; default: all.
 
     Returns:
@@ -103,8 +108,8 @@ def load(
     Raises:
         FileNotFoundError: there is no such checkpoint.
         CheckpointError: on all ranks, if on one of them a file is missing, truncated or altered (the message names the
-            file and the tensor), `state` has a name that the checkpoint does not have, a value needs `trust`, or a
-            `load_state_dict` raised. What was read before stays.
+            file and the tensor), names or shapes do not fit, another number of ranks has saved values of which each
+            had its own, a value needs `trust`, or a `load_state_dict` raised. What was read before stays.
         RuntimeError: a rank died or exceeded the group's timeout.
     """
 
@@ -112,6 +117,12 @@ def load(
         checkpoint = open_checkpoint(root, step)
         if checkpoint is None:
             steps = ", ".join(str(step_of(path)) for path in committed(root)) or "none"
+            if (Path(root) / METADATA).is_file():
+                raise FileNotFoundError(
+                    f"{root}: expected what checkpoint.save has written, found a folder of "
+                    f"torch.distributed.checkpoint; load it with torch.distributed.checkpoint.load, or convert it: "
+                    f"fsdp-compile checkpoint convert {root} NEW --format dcp"
+                )
             what = "a complete checkpoint" if step is None else f"a checkpoint of step {step}"
             raise FileNotFoundError(f"{root}: expected {what}, found steps: {steps}; pass one of them")
         return *checkpoint, _state_of_folder(checkpoint[0])

@@ -26,8 +26,8 @@ torch.distributed.tensor.placement_types                 `_StridedShard`: a dime
 torch.nn.modules.module                                  whether hooks of all modules are registered
 torch.nn.parallel.DistributedDataParallel                the one whose forward runs, as Dynamo asks for it, and its
                                                          parameters
-_save_state_dict                                         the function of torch.distributed.checkpoint that plans and
-                                                         saves, with its argument `storage_writer`
+torch.distributed.checkpoint.state_dict_saver            `_save_state_dict`, the function that plans and saves, with
+                                                         its arguments `storage_writer`, `no_dist`, `process_group`
 torch.utils._pytree                                      the tensors in the arguments and outputs of a module
 
 docs/upgrading_torch.md says of the others what to look for.
@@ -45,7 +45,7 @@ from enum import Enum
 from functools import partial
 from itertools import repeat
 from types import CodeType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,7 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
     fp16_compress_hook,
     reduce_scatter_hook,
 )
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_shape_and_offset
@@ -109,17 +110,23 @@ __all__ = [
 ]  # of torch, for others
 
 
-def saving_writer() -> tuple[Any, bool]:
-    """The StorageWriter for which torch.distributed.checkpoint makes a plan, and whether it saves for one rank alone.
+class Saving(NamedTuple):
+    """A save of torch.distributed.checkpoint that is being planned."""
 
-    (None, False) outside of it. Planners are not told: only the stack says it.
-    """
+    writer: Any  # a StorageWriter
+    is_alone: bool  # it saves for one rank alone
+    group: Any  # the process group that was passed to it
+
+
+def current_save() -> Saving | None:
+    """The save for which torch.distributed.checkpoint makes a plan. Planners are not told: only the stack says it."""
     frame: Any = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "_save_state_dict" and "storage_writer" in frame.f_locals:
-            return frame.f_locals["storage_writer"], bool(frame.f_locals.get("no_dist"))
+        if frame.f_code.co_name == _save_state_dict.__name__ and "storage_writer" in frame.f_locals:
+            found = frame.f_locals
+            return Saving(found["storage_writer"], bool(found.get("no_dist")), found.get("process_group"))
         frame = frame.f_back
-    return None, False
+    return None
 
 
 def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:

@@ -12,6 +12,7 @@ other writers                                     the rows that `torch.chunk` gi
 # cannot do in the background: there, the plan is refused. A writer says by `keeps_chunks = True` that it keeps them.
 
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,19 +22,23 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from fsdp_compile.core._torch import saving_writer
+from fsdp_compile.core._torch import Saving, current_save
+from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.shard_spec import ShardSpec, exchange_rows
 
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()  # writers
 _ROWS = "_rows_to_write"  # an attribute of a tensor between planning and writing
 
 
 def write_items(name: str, value: Any) -> list[WriteItem]:
     """What DCP writes of `value`, which has `local` and `spec`; RuntimeError if its writer would lose some of it."""
     spec: ShardSpec = value.spec
-    writer, is_alone = saving_writer()
+    save = current_save()
     chunks: Sequence[ChunkStorageMetadata] = spec.storage_metadata
-    if writer is not None and not _keeps_chunks(writer):
-        _check(name, spec, writer, is_alone)
+    if save is not None:
+        _warn_of_shared_group(save, value.local.device)
+    if save is not None and not _keeps_chunks(save.writer):
+        _check(name, spec, save)
         if not spec.is_one_chunk_on_all_ranks:
             rows = exchange_rows([value.local.detach()], [spec])[0]
             setattr(value, _ROWS, rows)
@@ -75,17 +80,33 @@ def _keeps_chunks(writer: Any) -> bool:
     return type(writer).write_data is getattr(FileSystemWriter, "write_data", None) and is_torch_save
 
 
-def _check(name: str, spec: ShardSpec, writer: Any, is_alone: bool) -> None:
+def _is_in_background() -> bool:
+    return threading.current_thread() is not threading.main_thread()
+
+
+def _warn_of_shared_group(save: Saving, device: torch.device) -> None:
+    """Warn once of a save in the background through the process group that training communicates by, too."""
+    if _is_in_background() and save.group is None and device.type == "cpu" and save.writer not in _warned:
+        _warned.add(save.writer)
+        warn_caller(
+            "async_save plans in the background through the default process group; on a CPU collectives of training go "
+            "through it as well, and ranks wait for each other until its timeout. Pass "
+            'process_group=torch.distributed.new_group(backend="gloo"), made once on all ranks, or wait for the result '
+            "before training goes on"
+        )
+
+
+def _check(name: str, spec: ShardSpec, save: Saving) -> None:
     what = None
-    if is_alone or not getattr(writer, "save_distributed", True):
+    if save.is_alone or not getattr(save.writer, "save_distributed", True):
         what = "writes what one rank has, which is a part of it"
-    elif not spec.is_one_chunk_on_all_ranks and threading.current_thread() is not threading.main_thread():
+    elif not spec.is_one_chunk_on_all_ranks and _is_in_background():
         what = "keeps one item of each name, for which ranks exchange rows, and cannot in the background"
     elif not spec.is_one_chunk_on_all_ranks and spec.tensor_parallel is not None:
         what = "keeps one item of each name, and with tensor parallelism this rank has several"
     if what is not None:
         raise RuntimeError(
-            f"{name}: {type(writer).__name__} {what}; save full tensors, as get_model_state_dict gives them with "
+            f"{name}: {type(save.writer).__name__} {what}; save full tensors, as get_model_state_dict gives them with "
             f"StateDictOptions(full_state_dict=True), or use fsdp_compile.checkpoint.save_safetensors; of torch's "
             f"HuggingFaceStorageWriter, dcp.save with save_distributed=True"
         )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from fsdp_compile import checkpoint, fully_shard
@@ -102,9 +103,14 @@ def _values(rank: int, root: Path) -> None:
     assert state["seen"] is seen and seen == {"b": {"c": 2}, "a": 1}
     assert state["log"] == [1.0, 2.0] and state["best"] == 0.25
     assert state["kept"] is kept and kept.eq(1).all()
+    dcp.save({"seen": {"a": 1}}, checkpoint_id=root / "plain")
     seen = {"b": {}}
     checkpoint.load({"seen": seen}, root, partial=True)
     assert seen == {"b": {}}
+    with pytest.raises(
+        FileNotFoundError, match=r"a folder of torch.distributed.checkpoint; .* checkpoint convert .* NEW"
+    ):
+        checkpoint.load({"seen": seen}, root / "plain")
     for wrong, said in (
         ({"seen": {"d": 0}}, r"state\['seen'\] has names that the checkpoint does not have: seen.d"),
         ({"kept": torch.zeros(3)}, r"kept: expected shape \(3,\), as in state, found \(2,\) in the checkpoint"),

@@ -1,5 +1,6 @@
 """Sharded values through StorageWriters of torch and of others: right, or refused before a file is written."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,13 @@ def _refused(rank: int, root: Path) -> None:
     with pytest.raises(dcp.api.CheckpointException, match="FileSystemWriter keeps one item of each name"):
         future.result()
     assert not list(path.glob("*distcp"))
-    written: Any = dcp.async_save(state, storage_writer=DirectoryWriter(root / "ours", 1), process_group=group)
-    written.result()
+    for path, passed in ((root / "ours", group), (root / "shared", None)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            written: Any = dcp.async_save(state, storage_writer=DirectoryWriter(path, 1), process_group=passed)
+            written.result()
+        said = [each for each in caught if "through the default process group" in str(each.message)]
+        assert len(said) == (passed is None), caught
     names = {item.index.fqn for item in _planned(state)}
     assert names <= set(state) and len(_planned(state)) > len(names), "other planners get chunks"
 
@@ -110,5 +116,8 @@ def _planned(state: dict[str, Any]) -> list[Any]:
 
 
 def test_writers_that_cannot(two: Ranks, tmp_path: Path) -> None:
-    """What would write a part of a tensor is refused before a file is written; chunks go to writers that keep them."""
+    """What would write a part of a tensor is refused before a file is written; chunks go to writers that keep them.
+
+    `async_save` through the process group of training warns, and names the group that is needed.
+    """
     two.run(_refused, tmp_path)
