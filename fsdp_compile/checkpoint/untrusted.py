@@ -12,7 +12,7 @@ import io
 import math
 import pickle
 from collections import OrderedDict
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any
 
@@ -72,7 +72,14 @@ class SafeReader(dcp.FileSystemReader):
     """DCP's reader; unpickles `.metadata` without calling anything, and checks it."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """Read `.metadata`; CheckpointError if it names files outside of the folder or makes no sense."""
+        """Read `.metadata`, once; CheckpointError if it names files outside of the folder or makes no sense."""
+        metadata = self._read_metadata
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    @cached_property
+    def _read_metadata(self) -> dcp.Metadata:
         folder = Path(self.path)
         path = file_in(folder, METADATA)
         try:
@@ -88,8 +95,6 @@ class SafeReader(dcp.FileSystemReader):
         except Exception as error:  # an unpickler raises nearly anything
             raise CheckpointError(f"{path}: this is not the list of tensors that torch.distributed.checkpoint writes: "
                                   f"{error!r}; do not use this checkpoint") from None  # fmt: skip
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
         return metadata
 
 

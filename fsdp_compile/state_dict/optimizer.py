@@ -555,30 +555,23 @@ def load_saved_state(model: nn.Module, optim: Optimizer, saved: StateDict) -> li
     A parameter that `saved` does not have keeps its group's settings. Names in `saved` that are none of the optimizer's
     are ignored. ValueError: parameters of one group are in several groups of `saved`.
     """
-    names = clean_names(model)
-    had = {(name, *path) for name, state in state_to_save(model, optim)["state"].items() for path in _keys(state)}
+    names, current = clean_names(model), optim.state
     ordered = [param for group in optim.param_groups for param in group["params"]]
+    had = [(param, key) for param in ordered for key in current.get(param, {})]
     groups, keys = [], itertools.count()
     for group, settings in zip(
         optim.param_groups, _saved_settings(optim.param_groups, saved["param_groups"], names), strict=True
     ):
         own = {key: group[key] for key in ("param_names",) if key in group}
         groups.append({**settings, **own, "params": [next(keys) for _ in group["params"]]})
-    states = {}
-    for index, param in enumerate(ordered):
-        state = saved["state"].get(_name_of(param, names), {})
-        if state:
-            states[index] = state if _shards_own_state(optim) else local_state(param, state)
+    found = [saved["state"].get(_name_of(param, names), {}) for param in ordered]
+    converted = found if _shards_own_state(optim) else map(local_state, ordered, found)
+    states = {index: state for index, state in enumerate(converted) if state}
     optim.load_state_dict({"state": states, "param_groups": groups})
-    stateless = [names[param] for param in ordered if param.requires_grad and not saved["state"].get(names[param])]
-    anew = dict.fromkeys(stateless if saved["state"] else ())
-    has = {(name, *path) for name, state in saved["state"].items() for path in _keys(state)}
-    anew |= dict.fromkeys(dotted(path) for path in sorted(had - has) if path[0] not in anew)
-    return list(anew)
-
-
-def _keys(state: State) -> Iterator[Path]:
-    yield from ((key,) for key in state)
+    of_param = dict(zip(ordered, found, strict=True))
+    stateless = {param for param in ordered if param.requires_grad and not of_param[param] and saved["state"]}
+    lost = [f"{names[param]}.{key}" for param, key in had if key not in of_param[param] and param not in stateless]
+    return [*(names[param] for param in ordered if param in stateless), *lost]
 
 
 def _shards_own_state(optim: Optimizer) -> bool:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import mlp, seeded
 from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from fsdp_compile import checkpoint, fully_shard
 from fsdp_compile.core.sharded_tensor import ShardedTensor
@@ -227,3 +228,64 @@ def test_any_number_of_ranks(request: Any, saving: str, loading: str, tmp_path: 
     """The same of 13 optimizers, from 1, 2 and 3 ranks to 1, 2 and 3."""
     request.getfixturevalue(saving).run(_save, tmp_path, CASES)
     request.getfixturevalue(loading).run(_resume, tmp_path, CASES)
+
+
+def _other_options(rank: int, root: Path) -> None:
+    def warnings_of(saved: optim.Optimizer, loaded: optim.Optimizer, stepped: bool, **options: Any) -> list[str]:
+        checkpoint.save({"model": model, "optimizer": saved}, root, 1)
+        if stepped:
+            _step(0, MOMENTS["in the middle"], model, loaded)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            checkpoint.load({"model": model, "optimizer": loaded}, root, **options)
+        _step(1, MOMENTS["in the middle"], model, loaded)
+        return [str(each.message) for each in caught if "state['optimizer']" in str(each.message)]
+
+    model = _sharded(0)
+    adamw, sgd = optim.AdamW(model.parameters()), optim.SGD(model.parameters())
+    for saved in (adamw, sgd):
+        _step(0, MOMENTS["in the middle"], model, saved)
+    for stepped in (False, True):
+        (said,) = warnings_of(adamw, optim.AdamW(model.parameters(), amsgrad=True), stepped)
+        assert "the saved options replace amsgrad=True by False" in said
+        assert ("no state of stem.weight.max_exp_avg_sq, stem.bias.max_exp_avg_sq" in said) == stepped, said
+    (said,) = warnings_of(sgd, optim.SGD(model.parameters(), momentum=0.9), False)
+    assert said.endswith("state['optimizer']: the saved options replace momentum=0.9 by 0")
+    for param in model.head.parameters():
+        assert "exp_avg" in adamw.state[param]
+    head = optim.AdamW(model.head.parameters())
+    with pytest.raises(checkpoint.CheckpointError, match=r"names that state\['optimizer'\] does not have: stem.weight"):
+        warnings_of(adamw, head, False)
+    assert warnings_of(adamw, head, False, partial=True) == []
+    _assert_same(head.state[model.head.bias]["exp_avg_sq"], _twice(model, adamw), "the head alone")
+
+
+def _twice(model: nn.Module, optimizer: optim.Optimizer) -> Tensor:
+    """The head's second moment after one more step of its bias."""
+    index = [name for name, _ in model.named_parameters()].index("head.bias")
+    full = torch.randn(model.head.bias.shape, generator=seeded(100 + index))
+    before = optimizer.state[model.head.bias]["exp_avg_sq"].full_tensor()
+    return before * 0.999 + full**2 * 0.001
+
+
+def test_other_options(two: Ranks, tmp_path: Path) -> None:
+    """Options that were switched on since the save are the saved ones again, with a warning, as is state of theirs.
+
+    State of parameters that the optimizer does not have is an error, unless `partial=True`.
+    """
+    two.run(_other_options, tmp_path)
+
+
+def _through_torch(rank: int) -> None:
+    model = _sharded(0)
+    optimizer = optim.AdamW(_with_empty_groups(model))
+    _step(0, MOMENTS["in the middle"], model, optimizer)
+    del optimizer.param_groups[2]  # torch's function takes one empty group
+    found = get_optimizer_state_dict(model, optimizer)
+    with pytest.raises(ValueError, match=r"a parameter group has no lr; .* fsdp_compile.checkpoint"):
+        set_optimizer_state_dict(model, optimizer, found)
+
+
+def test_an_empty_group_through_torch(two: Ranks) -> None:
+    """Options that torch's function loses behind an empty group are not lost without an error."""
+    two.run(_through_torch)
