@@ -266,9 +266,9 @@ def _load(
 
     all_succeed(choose, doing, group)
     all_unread = gather_objects(unread, group)  # ranks may have different parts of a model, as stages of a pipeline
-    for key in entries if not partial else ():
-        names = [name for name in unread[key] if all(name in theirs[key] for theirs in all_unread)]
-        if names:
+    for key in dict.fromkeys(key for theirs in all_unread for key in theirs) if not partial else ():
+        first, *others = [theirs[key] for theirs in all_unread if key in theirs]
+        if names := [name for name in first if all(name in theirs for theirs in others)]:
             raise CheckpointError(f"{doing}: the checkpoint has names that state[{key!r}] does not have: "
                                   f"{listed(names)}; pass partial=True to leave them out")  # fmt: skip
     wanted = [stored.to_read() for _, stored in leaves(chosen) if isinstance(stored, Stored)]

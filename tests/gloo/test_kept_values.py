@@ -240,3 +240,34 @@ def _without_elements(rank: int, root: Path) -> None:
 def test_a_tensor_without_elements(two: Ranks, tmp_path: Path) -> None:
     """A sharded tensor without elements in a dict or list is saved and loaded."""
     two.run(_without_elements, tmp_path)
+
+
+def _stages(rank: int, root: Path) -> None:
+    def stage(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(10 * seed + rank)
+        model = nn.ModuleDict({f"layer{rank}": nn.Linear(3, 3), "shared": nn.Linear(3, 3)})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + rank)
+        for param in model.parameters():
+            param.grad = torch.full_like(param, float(seed + rank))
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.5
+        return model, optimizer
+
+    model, optimizer = stage(0)
+    checkpoint.save({"model": model, "optimizer": optimizer}, root, 1)
+    other, other_optimizer = stage(1)
+    checkpoint.load({"model": other, "optimizer": other_optimizer}, root)
+    assert other_optimizer.param_groups[0]["lr"] == (0.1 + rank) * 0.5
+    assert torch.equal(other[f"layer{rank}"].weight, model[f"layer{rank}"].weight)
+    found = other_optimizer.state[other[f"layer{rank}"].weight]
+    assert torch.equal(found["exp_avg"], optimizer.state[model[f"layer{rank}"].weight]["exp_avg"])
+    fewer = {"model": nn.ModuleDict({"shared": nn.Linear(3, 3), f"layer{2 * rank - 1}": nn.Linear(3, 3)})}
+    if not rank:
+        del fewer["model"]["layer-1"]
+    with pytest.raises(CheckpointError, match=r"names that state\['model'\] does not have: layer0.weight, layer0.bias"):
+        checkpoint.load(fewer, root)
+
+
+def test_stages_of_a_pipeline(two: Ranks, tmp_path: Path) -> None:
+    """Ranks with other layers save and load them under one key, with the groups of their optimizers."""
+    two.run(_stages, tmp_path)

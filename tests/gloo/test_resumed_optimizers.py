@@ -13,7 +13,7 @@ from models import mlp, seeded
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from fsdp_compile import checkpoint, fully_shard
+from fsdp_compile import CPUOffload, ShardingStrategy, checkpoint, fully_shard
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import clean_name
 from fsdp_compile.optim import by_owner
@@ -104,8 +104,11 @@ def _build(seed: int) -> nn.Module:
     return mlp(2)
 
 
-def _sharded(seed: int) -> nn.Module:
-    return fully_shard(_build(seed), auto_wrap_policy={type(_build(0).blocks[0])})
+def _sharded(seed: int, strategy: str = "FULL_SHARD") -> nn.Module:
+    options: dict[str, Any] = {"devices_per_node": 2} if "HYBRID" in strategy else {}
+    if strategy == "offload":
+        strategy, options = "FULL_SHARD", {"cpu_offload": CPUOffload(offload_params=True)}
+    return fully_shard(_build(seed), sharding_strategy=ShardingStrategy[strategy], **options)
 
 
 def _optimizer(name: str, moment: Moment, model: nn.Module) -> optim.Optimizer:
@@ -140,9 +143,9 @@ def _refuse_step(*_: Any) -> None:
     raise AssertionError("an optimizer steps in save or load")
 
 
-def _save(rank: int, root: Path, cases: list[tuple[str, str]]) -> None:
+def _save(rank: int, root: Path, cases: list[tuple[str, str]], strategy: str = "FULL_SHARD") -> None:
     for name, when in cases:
-        moment, model = MOMENTS[when], _sharded(0)
+        moment, model = MOMENTS[when], _sharded(0, strategy)
         optimizer = _optimizer(name, moment, model)
         for step in range(moment.steps):
             _step(step, moment, model, optimizer)
@@ -152,9 +155,9 @@ def _save(rank: int, root: Path, cases: list[tuple[str, str]]) -> None:
         _go_on(name, when, model, optimizer)
 
 
-def _resume(rank: int, root: Path, cases: list[tuple[str, str]]) -> None:
+def _resume(rank: int, root: Path, cases: list[tuple[str, str]], strategy: str = "FULL_SHARD") -> None:
     for name, when in cases:
-        moment, model = MOMENTS[when], _sharded(1)
+        moment, model = MOMENTS[when], _sharded(1, strategy)
         optimizer = _optimizer(name, moment, model)
         moment.resumed(model, optimizer)
         hook = optimizer.register_step_pre_hook(_refuse_step)
@@ -228,6 +231,15 @@ def test_any_number_of_ranks(request: Any, saving: str, loading: str, tmp_path: 
     """The same of 13 optimizers, from 1, 2 and 3 ranks to 1, 2 and 3."""
     request.getfixturevalue(saving).run(_save, tmp_path, CASES)
     request.getfixturevalue(loading).run(_resume, tmp_path, CASES)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("loading", ["NO_SHARD", "HYBRID_SHARD", "offload"])
+@pytest.mark.parametrize("saving", ["NO_SHARD", "HYBRID_SHARD", "offload"])
+def test_any_strategy(four: Ranks, two: Ranks, saving: str, loading: str, tmp_path: Path) -> None:
+    """The same from each strategy on four ranks to each on two, where hybrid sharding is as full."""
+    four.run(_save, tmp_path, SAMPLE, saving)
+    two.run(_resume, tmp_path, SAMPLE, loading)
 
 
 def _other_options(rank: int, root: Path) -> None:
