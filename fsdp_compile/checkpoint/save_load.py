@@ -166,11 +166,13 @@ def _to_save(entries: dict[str, Entry], doing: str, group: dist.ProcessGroup | N
     compared: dict[str, Any] = {}
     paths: dict[str, nested.Path] = {}
     sums: dict[str, Any] = {}
+    left_out: list[str] = []
 
     def collect() -> None:
         for key, entry in entries.items():
             packed[key] = pack(entry.collect(), (key,), notes)
             found, found_paths = flatten_state_dict({key: packed[key]})
+            left_out.extend(name for name, value in found.items() if _is_elsewhere(value))
             mine = {name: value for name, value in found.items() if entry.is_compared(found_paths[name], value)}
             compared.update(mine)
             paths.update((name, found_paths[name]) for name in mine)
@@ -180,7 +182,7 @@ def _to_save(entries: dict[str, Entry], doing: str, group: dist.ProcessGroup | N
     of_ranks = gather_objects((sums, paths, notes), group)
     all_paths = {name: path for _, theirs, _ in of_ranks for name, path in theirs.items()}
     apart = values_apart(compared, [theirs for theirs, _, _ in of_ranks], all_paths, group)
-    rank, left_out = dist.get_rank(group) if dist.is_initialized() else 0, []
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
     own: dict[str, Any] = {}
     for each in apart:
         if each.is_own and rank in each.having:
@@ -197,6 +199,11 @@ def _to_save(entries: dict[str, Entry], doing: str, group: dist.ProcessGroup | N
     if merged or apart:
         packed[NOTES] = [list(merged.items()), [tuple(each) for each in apart]]
     return _Saved(packed, left_out)
+
+
+def _is_elsewhere(value: Any) -> bool:
+    """Whether another rank has the value, or all that is in it."""
+    return any(leaf is nested.ABSENT for _, leaf in leaves(value))
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):

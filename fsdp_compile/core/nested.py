@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
+ABSENT = object()  # in the place of a value that another rank has
 Path = tuple[Any, ...]  # keys of dicts, indices of lists, names of fields
 
 

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.core.nested import Path, dotted, leaves, map_leaves, nested_as
+from fsdp_compile.core.nested import ABSENT, Path, dotted, leaves, map_leaves, nested_as
 from fsdp_compile.core.shard_spec import ShardSpec
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import clean_name, clean_names, units_used_below
@@ -579,7 +579,11 @@ def _shards_own_state(optim: Optimizer) -> bool:
 
 
 def _kept(_: nn.Parameter, state: State) -> State:
-    return state
+    """State that an optimizer shards itself: what is in full on the owner of a parameter is `ABSENT` on other ranks."""
+    sharded = [leaf for _, leaf in leaves(state) if isinstance(leaf, ShardedTensor)]
+    if not sharded or any(leaf.spec.numel for leaf in sharded):
+        return state
+    return map_leaves(lambda _, leaf: leaf if isinstance(leaf, ShardedTensor) else ABSENT, state)
 
 
 def _sharded(param: nn.Parameter, state: State) -> State:

@@ -29,6 +29,7 @@ from fsdp_compile import (
 from fsdp_compile.core.nested import leaves
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import clean_names
+from fsdp_compile.optim import by_owner
 from fsdp_compile.state_dict import optimizer as functions
 from fsdp_compile.state_dict.sharded_value import full_tensor
 
@@ -61,11 +62,13 @@ class History(torch.optim.Optimizer):
             if grad is None:
                 continue
             if not state:
+                state["plain"] = [1, (2, {"a": 3})]
                 state["last"] = [torch.zeros_like(param), torch.zeros_like(param)]
                 state["by_age"] = {0: torch.zeros_like(param), "pair": (torch.zeros_like(param), torch.zeros(()), 3)}
                 if self.with_dataclass:
                     state["moments"] = Moments(torch.zeros_like(param), {"twice": torch.zeros_like(param)}, 0)
             state["last"] = [grad.clone(), state["last"][0]]
+            state["plain"] = [state["plain"][0] + 1, (2, {"a": 3})]
             mean = state["by_age"][0].mul_(0.9).add_(grad)
             mean, steps, three = mean, state["by_age"]["pair"][1] + 1, state["by_age"]["pair"][2]
             state["by_age"]["pair"] = (mean * 2, steps, three)
@@ -216,6 +219,43 @@ def _load(rank: int, root: Path) -> None:
         checkpoint.load(state, root)
     _assert_goes_on(model, optimizer, "checkpoint")
     checkpoint.load(state, root, trust=True)  # again, into state that there is
+
+
+def _owned(model: nn.Module) -> Any:
+    return by_owner(
+        model.parameters(), lambda groups: History([param for group in groups for param in group["params"]])
+    )
+
+
+def _save_by_owner(rank: int, root: Path) -> None:
+    model = fully_shard(_model())
+    optimizer = _owned(model)
+    _train(model, optimizer, range(2))
+    checkpoint.save({"model": model, "optimizer": optimizer}, root, 2)
+
+
+def _load_by_owner(rank: int, root: Path) -> None:
+    model = fully_shard(_model(1))
+    optimizer = _owned(model)
+    for trained in (False, True):
+        if trained:
+            _train(model, optimizer, range(7, 8))
+        checkpoint.load({"model": model, "optimizer": optimizer}, root, trust=True)
+        _train(model, optimizer, range(2, 4))
+        reference, expected = _trained(lambda model: model)
+        _train(reference, expected, range(2, 4))
+        for param, plain in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(full_tensor(param.detach()), plain.detach())
+            if optimizer.owners[param] == rank:
+                assert optimizer.state[param]["by_age"]["pair"][1:] == expected.state[plain]["by_age"]["pair"][1:]
+                assert optimizer.state[param]["moments"].steps == 4
+                assert optimizer.state[param]["plain"] == [5, (2, {"a": 3})]
+
+
+def test_by_owner(two: Ranks, three: Ranks, tmp_path: Path) -> None:
+    """`by_owner` saves nested state from its owners, scalars in tuples and dataclasses too, and resumes on three."""
+    two.run(_save_by_owner, tmp_path)
+    three.run(_load_by_owner, tmp_path)
 
 
 def test_checkpoints(two: Ranks, three: Ranks, tmp_path: Path) -> None:
