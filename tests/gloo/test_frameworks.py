@@ -173,7 +173,7 @@ folder, phase, kind = sys.argv[1:]
 ranks = int(os.environ["WORLD_SIZE"])
 
 class Tokens(torch.utils.data.Dataset):
-    rows = torch.randint(50, (32, 8), generator=seeded(1))
+    rows = torch.randint(50, (32, 8), generator=torch.Generator().manual_seed(1))
     def __len__(self):
         return len(self.rows)
     def __getitem__(self, index):
@@ -246,7 +246,7 @@ def prepared(seed=0):
     return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 def steps(model, optimizer, numbers):
-    rows = torch.randint(50, (6, 4, 8), generator=seeded(1))
+    rows = torch.randint(50, (6, 4, 8), generator=torch.Generator().manual_seed(1))
     for number in numbers:
         loss = model(input_ids=rows[number], labels=rows[number]).loss
         accelerator.backward(loss)
