@@ -77,7 +77,7 @@ class Model(Entry):
         model = unwrapped(self.model)
         state: dict[str, Any] = dcp_state.get_model_state_dict(model)
         if not self.only_trained:
-            return state
+            return dict(state)
         # torch's own `ignore_frozen_params` keeps further names of tied ones
         named = model.named_parameters(remove_duplicate=False)
         frozen = {clean_name(name) for name, param in named if not param.requires_grad}

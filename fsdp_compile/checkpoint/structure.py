@@ -13,7 +13,7 @@ notes their types, which are saved as one more value; `unpack` makes them again.
 """
 
 import itertools
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -113,9 +113,8 @@ def pack(value: Any, path: Path, notes: Notes) -> Any:
     """`value`, found at `path`, as dicts with strings as keys and lists; adds to `notes` what these do not say."""
     if isinstance(value, Mapping):
         keys, names = list(value), [str(key) for key in value]
-        kind = None if type(value) in (dict, OrderedDict) else type(value)
-        if not keys or keys != names or kind is not None:
-            notes[path] = ("dict", keys, kind) if kind else ("dict", keys)
+        if not keys or keys != names or type(value) is not dict:
+            notes[path] = ("dict", keys, *_kind_of_dict(value))
         if not keys:
             return None
         return {name: pack(value[key], (*path, name), notes) for key, name in zip(keys, names, strict=True)}
@@ -149,6 +148,25 @@ def _has_tensors(value: Any) -> bool:
     return is_nested and any(isinstance(leaf, Tensor) for _, leaf in leaves(value))
 
 
+_KINDS = {"OrderedDict": OrderedDict, "Counter": Counter, "defaultdict": defaultdict}  # others have to be trusted
+_FACTORIES = {each.__name__: each for each in (int, float, list, dict, set)}
+
+
+def _kind_of_dict(value: Any) -> tuple[Any, ...]:
+    """What `_empty_dict` makes a dict of the same type of."""
+    kind: Any = type(value)
+    if kind is dict:
+        return ()
+    kind = next((name for name, each in _KINDS.items() if each is kind), kind)
+    factory = getattr(getattr(value, "default_factory", None), "__name__", None)
+    return (kind, factory) if factory in _FACTORIES else (kind,)
+
+
+def _empty_dict(kind: Any = dict, factory: str | None = None) -> Any:
+    made = _KINDS.get(kind, kind)
+    return made() if factory is None else made(_FACTORIES[factory])
+
+
 def unpack(value: Any, notes: Notes, path: Path = ()) -> Any:
     """What `pack` was given, or a part of it; CheckpointError if notes do not fit."""
     kind, *rest = notes.get(path, ("",))
@@ -159,7 +177,7 @@ def unpack(value: Any, notes: Notes, path: Path = ()) -> Any:
         if kind == "dataclass":
             return _dataclass(rest[0], items, path)
         keys = {str(key): key for key in rest[0]} if kind == "dict" else {}
-        made: Any = rest[1]() if len(rest) > 1 else {}
+        made = _empty_dict(*rest[1:])
         for name in dict.fromkeys((*keys, *items)):
             if name in items:
                 made[keys.get(name, name)] = items[name]

@@ -242,7 +242,10 @@ def _by_name(
 def _named(
     model: nn.Module, optim: Optimizer, given: StateDict, convert: Callable[[nn.Parameter, State], State]
 ) -> tuple[dict[str, nn.Parameter], StateDict]:
-    """The optimizer's parameters by name, and `given` with names in the place of its keys and with converted states."""
+    """The optimizer's parameters by name, and `given` with names in the place of its keys and with converted states.
+
+    Parameters and states are in the model's order, which ranks share.
+    """
     names = clean_names(model)
     keys = itertools.count()
     own_groups = [{**each, "params": list(itertools.islice(keys, len(each["params"])))} for each in optim.param_groups]
@@ -251,8 +254,11 @@ def _named(
     params = {key: (_name_of(param, names), param) for key, param in _params_by_key(optim, given_groups, by_name)}
     groups = [{**each, "params": [params[key][0] for key in each["params"]]} for each in given_groups]
     states = _converted(optim, {**given, "param_groups": given_groups}, convert, by_name)["state"]
-    named = {name: states[key] for key, (name, _) in params.items() if key in states}
-    return dict(params.values()), {"state": named, "param_groups": groups}
+    # In the model's order, so that ranks whose optimizers have another one may gather values one after the other.
+    of_name = {name: (param, key) for key, (name, param) in params.items()}
+    ordered = {name: of_name[name] for name in by_name if name in of_name}
+    named = {name: states[key] for name, (_, key) in ordered.items() if key in states}
+    return {name: param for name, (param, _) in ordered.items()}, {"state": named, "param_groups": groups}
 
 
 def _shared(listed: Iterable[str], names: dict[nn.Parameter, str], states: dict[str, State]) -> list[str]:

@@ -34,6 +34,7 @@ from fsdp_compile import (
     summon_full_params,
 )
 from fsdp_compile.fsdp_module import HasShardedParameters
+from fsdp_compile.state_dict.sharded_value import full_tensor
 
 from .ranks import Ranks
 from .training import backward, build, mine
@@ -133,7 +134,14 @@ def _optimizer_state(rank: int, folder: Path) -> None:
     backwards.load_state_dict(cls.optim_state_dict_to_load(model, backwards, cls.optim_state_dict(model, optimizer)))
     assert_known(model, backwards)
     full = cls.full_optim_state_dict(model, backwards, rank0_only=False)
-    assert full["param_groups"][0]["params"] == (names if rank == 0 else names[::-1]) == list(full["state"])
+    assert full["param_groups"][0]["params"] == (names if rank == 0 else names[::-1])
+    assert list(full["state"]) == names
+    for kind in (SHARDED, StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT):
+        with cls.state_dict_type(model, kind):
+            found = cls.optim_state_dict(model, backwards)["state"]
+        assert list(found) == names
+        for name, state in found.items():  # one after the other, as torch's own tests gather them
+            assert torch.equal(full_tensor(state["exp_avg"]), full["state"][name]["exp_avg"]), name
     fresh = OPTIMIZERS["adamw"](model.parameters())
     fresh.load_state_dict(cls.optim_state_dict_to_load(model, fresh, {"state": full["state"]}))
     assert_known(model, fresh)

@@ -1,6 +1,6 @@
 """Values beside models and optimizers in checkpoints: what has grown or changed, and what each rank has alone."""
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ SAVED = {
     "a list of tensors": [torch.ones(2), torch.zeros(2)],
     "a tuple with tensors": (torch.ones(2), {"a": [torch.ones(1), "text"]}),
     "milestones": Counter({30: 1, 80: 2}),
+    "ordered": OrderedDict(b=1, a=torch.ones(1)),
     "emptied": {},
     "emptied list": [],
     "shorter": [torch.ones(2)],
@@ -78,14 +79,12 @@ BEFORE = {
 def _changed(rank: int, root: Path) -> None:
     checkpoint.save({"progress": Progress(**SAVED)}, root, 1)
     progress = Progress(**BEFORE)
-    with torch.serialization.safe_globals([Counter]):
-        checkpoint.load({"progress": progress}, root)
+    checkpoint.load({"progress": progress}, root)
     for name, value in SAVED.items():
         assert _same(progress.state[name], value), (name, progress.state[name], value)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], 1.0), [2, 2, 5])
     checkpoint.save({"scheduler": scheduler}, root, 2)
-    with torch.serialization.safe_globals([Counter]):
-        checkpoint.load({"scheduler": scheduler}, root)
+    checkpoint.load({"scheduler": scheduler}, root)
     assert scheduler.milestones == Counter({2: 2, 5: 1})
 
 
