@@ -62,9 +62,14 @@ def save(
     Raises:
         CheckpointError: on all ranks, if one of them could not give its state or write its part.
         RuntimeError: a rank died or exceeded the group's timeout. Earlier checkpoints stay.
-        ValueError: `step` is below 0 or `keep` below 1; or the parameters of an optimizer are in no model of `state`;
-            or an object with a `state_dict()` is nested within a dict, list or tuple.
+        ValueError: `step` is below 0 or `keep` below 1; a key is one that checkpoints use themselves; the parameters of
+            an optimizer are in no model of `state`; or an object with a `state_dict()` is nested within a dict, list or
+            tuple.
     """
+    if reserved := {NOTES, VALUES} & state.keys():
+        raise ValueError(
+            f"state: expected keys of your own, found {sorted(reserved)}, which checkpoints use themselves"
+        )
     entries, doing = entries_of(state), f"saving step {step} in {root}"
     writer = DirectoryWriter(root, step, keep)
     try:

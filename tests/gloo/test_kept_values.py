@@ -110,6 +110,8 @@ def _values(rank: int, root: Path) -> None:
         FileNotFoundError, match=r"a folder of torch.distributed.checkpoint; .* checkpoint convert .* NEW"
     ):
         checkpoint.load({"seen": seen}, root / "plain")
+    with pytest.raises(ValueError, match=r"found \['values_of_ranks'\], which checkpoints use themselves"):
+        checkpoint.save({"values_of_ranks": 1}, root, 2)
     for wrong, said in (
         ({"seen": {"d": 0}}, r"state\['seen'\] has names that the checkpoint does not have: seen.d"),
         ({"kept": torch.zeros(3)}, r"kept: expected shape \(3,\), as in state, found \(2,\) in the checkpoint"),
