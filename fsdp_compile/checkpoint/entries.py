@@ -133,12 +133,14 @@ class InModel(Entry):
         self.model, self.optimizer = unwrapped(owner), optimizer
 
     def collect(self) -> dict[str, Any]:
-        """The state that the optimizer has: nothing before its first step."""
+        """The state that the optimizer has: nothing before its first step. Names are in the model's order."""
         found = state_to_save(self.model, self.optimizer)
+        order = {name: index for index, name in enumerate(clean_names(self.model).values())}
+        groups = [
+            {**group, "params": sorted(group["params"], key=order.__getitem__)} for group in found["param_groups"]
+        ]
         states = {name: state for name, state in found["state"].items() if state}
-        return {"state": states, "param_groups": found["param_groups"]} if states else {
-            "param_groups": found["param_groups"]
-        }  # fmt: skip
+        return {"state": states, "param_groups": groups} if states else {"param_groups": groups}
 
     def is_compared(self, path: Path, value: Any) -> bool:
         """Groups, as ranks may have other parameters. State is equal, or with `by_owner` on one rank alone."""

@@ -288,6 +288,30 @@ def test_other_options(two: Ranks, tmp_path: Path) -> None:
     two.run(_other_options, tmp_path)
 
 
+def _in_another_order(rank: int, root: Path, saving: bool) -> None:
+    model = _sharded(0 if saving else 1)
+    params = list(model.parameters())
+    optimizer = optim.AdamW([{"params": params[rank:] + params[:rank]}], lr=0.02 if saving else 0.5)
+    if saving:
+        _step(0, MOMENTS["in the middle"], model, optimizer)
+        checkpoint.save({"model": model, "optimizer": optimizer}, root, 1)
+    else:
+        checkpoint.load({"model": model, "optimizer": optimizer}, root)
+    reference = _build(0)
+    expected = optim.AdamW(reference.parameters(), lr=0.02)
+    for step in range(2):
+        _step(step, MOMENTS["in the middle"], reference, expected)
+    _step(1, MOMENTS["in the middle"], model, optimizer)
+    for param, plain in zip(model.parameters(), reference.parameters(), strict=True):
+        _assert_same(param, plain, "in another order")
+
+
+def test_parameters_in_another_order(two: Ranks, three: Ranks, tmp_path: Path) -> None:
+    """Ranks whose optimizers have parameters in another order save and load them on any number of ranks."""
+    two.run(_in_another_order, tmp_path, True)
+    three.run(_in_another_order, tmp_path, False)
+
+
 def _through_torch(rank: int) -> None:
     model = _sharded(0)
     optimizer = optim.AdamW(_with_empty_groups(model))
