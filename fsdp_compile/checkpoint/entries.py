@@ -201,9 +201,8 @@ class Object(Entry):
         if isinstance(own, dict) and isinstance(saved, dict):
             if missing := [f"{self.key}.{key}" for key in own if key not in saved and _has_leaves(own[key])]:
                 raise self._lacking(missing)
-            own = {key: value for key, value in own.items() if key in saved or not _has_leaves(value)}
-            saved = {**{key: value for key, value in own.items() if key not in saved},
-                     **{key: value for key, value in saved.items() if key in own or not partial}}  # fmt: skip
+            empty = {key: value for key, value in own.items() if key not in saved}  # an older checkpoint has no name
+            saved = empty | {key: value for key, value in saved.items() if key in own or not partial}
         _fill_as_saved(saved, own)
         return saved, []
 
