@@ -8,9 +8,11 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed.fsdp
 from torch import Tensor, nn
 
 from fsdp_compile.comm.groups import separate_group
+from fsdp_compile.core._torch import set_state_of_fully_shard
 from fsdp_compile.core.ops import NamedGroup
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharded_rules import multiply
@@ -28,7 +30,7 @@ from fsdp_compile.core.sharding import (
 )
 from fsdp_compile.core.unit import Unit, check_idle
 from fsdp_compile.eager import Runtime, compiled_forward
-from fsdp_compile.eager.accumulate import check_reduced
+from fsdp_compile.eager.accumulate import check_reduced, settle
 from fsdp_compile.eager.casting import cast_buffers, computes_in_full_precision, convert
 from fsdp_compile.eager.forward import CheckParams, gathering, hooked_call
 from fsdp_compile.eager.reduce import compresses, set_sync
@@ -85,11 +87,12 @@ def _refresh_own_units(module: Any) -> None:
             refresh(unit)
 
 
-class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
+class FSDPModule(HasShardedParameters, CheckParams, nn.Module, torch.distributed.fsdp.FSDPModule):
     """A module that `fully_shard` was called on or chose as a unit. It is an instance of its original class as well.
 
-    Type checkers know both where `isinstance(model, FSDPModule)` holds: Note [What type checkers see]. To them
-    attributes that neither class declares are of any type.
+    It is an instance of torch's class of that name too, for trainers that look for these; all of torch's methods are
+    defined anew. Type checkers know the original class and this one where `isinstance(model, FSDPModule)` holds: Note
+    [What type checkers see]. To them attributes that neither class declares are of any type.
     """
 
     _fsdp: ModuleSharding
@@ -98,6 +101,10 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Raises TypeError: `fully_shard` makes sharded modules of others, in classes with a `__new__` of their own."""
+        raise TypeError("FSDPModule cannot be called: fully_shard(module) makes one of a module")
 
     summon_full_params = staticmethod(summon_full_params)
 
@@ -109,6 +116,7 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
         """What remains when the class was swapped: buffers are cast, and a compiled call gathers around itself."""
         cast_buffers(module)
         gather_around_compiled(module)
+        set_state_of_fully_shard(module, StateForPipelines(module))
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As `nn.Module.compile`: from now on a call of this module runs compiled.
@@ -399,13 +407,15 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Accepted for FSDP2's sake: what backward does not read is not gathered again in a compiled step anyway."""
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module | torch.distributed.fsdp.FSDPModule]) -> None:
         """Let an eager forward of this module start the all-gathers of `modules`, once it has waited for its own."""
         chosen = _units_of(modules)
         for unit in self._fsdp.units:
             unit.set_options(prefetch_in_forward=chosen)
 
-    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+    def set_modules_to_backward_prefetch(
+        self, modules: Sequence[nn.Module | torch.distributed.fsdp.FSDPModule]
+    ) -> None:
         """Let an eager backward of this module prefetch `modules`, not the module whose forward ended before."""
         chosen = _units_of(modules)
         for unit in self._fsdp.units:
@@ -415,6 +425,12 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
         """Let the all-gathers of the next eager forward of the root wait for `event`, recorded behind the optimizer's
         step, and not for what the current stream was given after it. It holds once."""
         self._fsdp_runtime.post_optim_event = event
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted for FSDP2's sake: where all-gathers are allocated is up to the runtime."""
+
+    def _get_fsdp_state(self) -> Any:
+        return StateForPipelines(self)
 
     # --- not offered --------------------------------------------------------------------------------------------------
 
@@ -445,6 +461,40 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
             "set_symm_mem_for_comm: collectives read and write flat parameters in place, in memory of the caching "
             "allocator"
         )
+
+
+class StateForPipelines:
+    """What `torch.distributed.fsdp.fully_shard.state(module)` gives: the part of FSDP2's that is used outside of it.
+
+    A stage of `torch.distributed.pipelining` accumulates gradients, and then asks all states around to reduce them.
+    """
+
+    def __init__(self, module: FSDPModule) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_module":  # of a copy that has nothing yet
+            raise AttributeError(name)
+        raise AttributeError(
+            f"{name}: the state of a module of fsdp_compile has no such attribute, which is private to torch's "
+            f"fully_shard; use the methods of FSDPModule"
+        )
+
+    @property
+    def _state_ctx(self) -> "StateForPipelines":
+        return self
+
+    @property
+    def all_states(self) -> list["StateForPipelines"]:
+        """Those of all modules that reduce together, of which one does the work."""
+        return [self]
+
+    @property
+    def _fsdp_param_groups(self) -> Sequence[Any]:
+        return ()
+
+    def _root_post_backward_final_callback(self) -> None:
+        settle(self._module._fsdp_runtime.reduces_in_flight)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -13,7 +13,11 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharding import WRAPPED, sharding_of
 
-_FOREIGN = (torch.distributed.fsdp.FSDPModule, torch.distributed.fsdp.FullyShardedDataParallel)
+
+def _is_foreign(module: nn.Module) -> bool:
+    """Whether torch has sharded `module`."""
+    theirs = (torch.distributed.fsdp.FSDPModule, torch.distributed.fsdp.FullyShardedDataParallel)
+    return isinstance(module, theirs) and not sharding_of(module)
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ def collect_ignored(
         ValueError: both are given; or one mixes modules and parameters, or holds a unit; or another API has sharded
             `model` itself.
     """
-    if isinstance(model, _FOREIGN):
+    if _is_foreign(model):
         raise ValueError(f"module: torch has sharded this {type(model).__name__} already; shard it once")
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError("ignored_modules and ignored_states: pass only one of them; ignored_states takes both kinds")
@@ -55,7 +59,7 @@ def collect_ignored(
     if model in modules:
         warn_caller(f"ignored modules: found the model itself, {type(model).__name__}; all of it is ignored")
     inside: dict[nn.Module, None] = {}
-    waiting = [*modules, *(module for module in model.modules() if isinstance(module, _FOREIGN))]
+    waiting = [*modules, *(module for module in model.modules() if _is_foreign(module))]
     while waiting:
         module = waiting.pop()
         if module not in inside and not sharding_of(module):

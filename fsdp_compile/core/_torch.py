@@ -66,7 +66,7 @@ from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_s
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_of_transforms
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.algorithms._comm_hooks.default_hooks import (
     allreduce_hook,
     bf16_compress_hook,
@@ -75,6 +75,7 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
 )
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_shape_and_offset
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -545,6 +546,12 @@ def gives_gradients_of_leaves(kind: type[Tensor], operands: Sequence[Any]) -> bo
 def mark_as_sharded(module: nn.Module) -> None:
     """Tell torch that `fully_shard` manages `module`: `replicate` refuses it, and leaves it alone within another."""
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+
+
+def set_state_of_fully_shard(module: nn.Module, state: Any) -> None:
+    """Let `torch.distributed.fsdp.fully_shard.state(module)` return `state`."""
+    key: Any = fully_shard.__wrapped__  # type: ignore[attr-defined]  # the function that `contract` decorates
+    module.__dict__.setdefault(STATE_KEY, {})[key] = state
 
 
 def _flat_weights(module: Any) -> list[Tensor | None]:

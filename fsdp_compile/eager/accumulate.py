@@ -146,6 +146,18 @@ def accumulate(unit: Unit, flat: FlatParam, packed: Tensor) -> None:
     _with_accumulated.add(flat)
 
 
+def returns_gradients(flat: FlatParam) -> bool:
+    """Whether the running backward pass returns gradients of the flat parameter: `torch.autograd.grad` was called."""
+    if current_backward() == -1 or flat.binding.all_are_asked():
+        return False
+    try:
+        for param in flat.params:
+            executes_node(get_gradient_edge(param).node) if param.requires_grad else None
+    except RuntimeError:  # torch cannot tell of leaves whose gradients are returned
+        return True
+    return False
+
+
 def _leave_out_unasked(flat: FlatParam, packed: Tensor) -> None:
     """Set gradients to zero in `packed` for which the running backward pass was not asked, as by `inputs`."""
     if current_backward() == -1 or flat.binding.all_are_asked():
@@ -249,10 +261,11 @@ def settle_after_backward(unit: Unit) -> None:
     queue, now = unit.reduces_in_flight, current_backward()
     if queue.awaiting_reduce and queue.settled_in != now != -1:
         queue.settled_in = now
-        call_after_backward(functools.partial(_settle, queue))
+        call_after_backward(functools.partial(settle, queue))
 
 
-def _settle(queue: ReduceQueue) -> None:
+def settle(queue: ReduceQueue) -> None:
+    """Reduce what units accumulated that synchronize gradients again; all ranks must call it."""
     for unit in filter(None, [each() for each in queue.awaiting_reduce]):
         flats = [flat for flat in unit.flats if flat.reduction.awaits_reduce and flat.trains]
         if not unit.syncs or not flats:

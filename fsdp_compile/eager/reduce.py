@@ -36,6 +36,7 @@ from fsdp_compile.eager.accumulate import (
     accumulate,
     accumulated_alone,
     join_accumulated,
+    returns_gradients,
     settle_after_backward,
     take_accumulated,
     wait_for_reduce,
@@ -131,7 +132,9 @@ def reduce_or_accumulate(
 
     `packed` may be overwritten. Returns the gradient of the shard; None if accumulated, or used in an update.
     """
-    if not unit.syncs:
+    # What is returned can only be reduced, and apart from what was accumulated.
+    is_returned = not unit.syncs and not unit.settings.same_bits and returns_gradients(flat)
+    if not unit.syncs and not is_returned:
         accumulate(unit, flat, packed)
         return None
     if unit.settings.same_bits and unit.awaiting_backward:  # it ran more than once: all of that is one leaf of the sum
@@ -143,9 +146,10 @@ def reduce_or_accumulate(
         return None
     if unit.reduces_in_flight.order is not None:
         unit.reduces_in_flight.order.next_in_backward("reduce", unit, flat.names[0] if len(unit.flats) > 1 else "")
-    flat.reduction.awaits_reduce = False
-    settle_after_backward(unit)
-    packed = join_accumulated(unit, flat, packed)
+    if not is_returned:
+        flat.reduction.awaits_reduce = False
+        settle_after_backward(unit)
+        packed = join_accumulated(unit, flat, packed)
     reduction, offload, options = flat.reduction, unit.settings.offload, unit.options
     _begin(unit, flat)
     reduction.wait()

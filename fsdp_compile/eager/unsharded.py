@@ -597,7 +597,7 @@ class UnshardedUnit:
             self.streams.note_free()
 
 
-class UnshardHandle:
+class UnshardHandle(torch.distributed.fsdp.UnshardHandle):
     """All-gathers that `FSDPModule.unshard(async_op=True)` has started."""
 
     def __init__(self, gathers: Sequence[UnshardedUnit]) -> None:

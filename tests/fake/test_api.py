@@ -4,11 +4,12 @@ import copy
 import inspect
 import re
 import warnings
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp2
 from conftest import RANK, WORLD_SIZE
 from models import GPT, MODULES, mlp, tied_blocks, tied_ends
 from refusing import local, refused, units
@@ -28,6 +29,8 @@ from fsdp_compile.api import _warn_of_untested_torch
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import original_class
 from fsdp_compile.core.unit import GradientDelivery, unit_of
+
+T = TypeVar("T")
 
 
 def test_reshard_after_forward_is_a_strategy() -> None:
@@ -486,3 +489,38 @@ def test_a_newer_torch_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> Non
         fully_shard(nn.Linear(2, 2))
         fully_shard(nn.Linear(2, 2))
     assert len(caught) == 1 and caught[0].filename == __file__
+
+
+class _Loose(nn.Module, Generic[T]):
+    """A module whose class has a `__new__`, a `__slots__` and a base of its own behind `nn.Module`."""
+
+    __slots__ = ("more",)
+
+    def __new__(cls, *args: Any) -> Any:
+        return super().__new__(cls)
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.more, self.weight = width, nn.Parameter(torch.ones(width, width))
+
+
+@pytest.mark.parametrize("kind", [_Loose, nn.LSTM])
+def test_torch_finds_its_class(kind: Any) -> None:
+    """A sharded module is an instance of torch's FSDPModule and of this package's; one that torch has sharded is not
+    of the latter. Slices and copies are what they were, whatever the original class has of its own."""
+    model = fully_shard(kind(4, *([4] if kind is nn.LSTM else [])))
+    assert isinstance(model, fsdp2.FSDPModule) and isinstance(model, FSDPModule) and isinstance(model, kind)
+    copied = copy.deepcopy(model)
+    assert type(copied) is type(model) and isinstance(copied, fsdp2.FSDPModule)
+    sliced = fully_shard(nn.Sequential(kind(4, *([4] if kind is nn.LSTM else [])), nn.Tanh()))[:1]
+    assert type(sliced) is nn.Sequential and isinstance(sliced[0], kind)
+    other = fsdp2.fully_shard(nn.Linear(4, 4))
+    assert isinstance(other, fsdp2.FSDPModule) and not isinstance(other, FSDPModule)
+    with pytest.raises(ValueError, match="torch has sharded this FSDPLinear already"):
+        fully_shard(other)
+    with pytest.raises(AssertionError, match="only be applied to a module once"):
+        fsdp2.fully_shard(model)
+    with pytest.raises(TypeError, match="FSDPModule cannot be called"):
+        FSDPModule()
+    with pytest.raises(AttributeError, match="_mp_policy: the state of a module of fsdp_compile has no such attribute"):
+        _ = fsdp2.fully_shard.state(model)._mp_policy

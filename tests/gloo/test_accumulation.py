@@ -135,16 +135,22 @@ def _some_inputs(rank: int, strategy: str, how: str) -> None:
         backward(run if each is model else each, MLP, batch(MLP, 2))
     assert_same_gradients(model, reference)
     with model.no_sync():
-        loss = MLP.loss(run, mine(MLP, 3))
-        with pytest.raises(RuntimeError, match=r"torch.autograd.grad under no_sync|appears to not have been used"):
-            torch.autograd.grad(loss, [*model.parameters()], allow_unused=strategy != "NO_SHARD")
+        MLP.loss(run, mine(MLP, 4)).backward()
+        found = torch.autograd.grad(MLP.loss(run, mine(MLP, 3)), [*model.parameters()])
+    expected = torch.autograd.grad(MLP.loss(reference, whole(MLP, 3)), [*reference.parameters()])
+    for mine_, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine_.full_tensor() if hasattr(mine_, "full_tensor") else mine_, theirs)
+    for each, batch in ((reference, whole), (model, mine)):
+        backward(run if each is model else each, MLP, batch(MLP, 5))
+    backward(reference, MLP, whole(MLP, 4))
     assert_same_gradients(model, reference)
 
 
 @pytest.mark.parametrize("how", ["eager", "aot_eager"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_backward_of_some_parameters(two: Ranks, strategy: str, how: str) -> None:
-    """Under no_sync `backward(inputs=...)` adds to the gradients of these alone; `torch.autograd.grad` is refused."""
+    """Under no_sync `backward(inputs=...)` adds to the gradients of these alone; `torch.autograd.grad` returns reduced
+    ones, without those that were accumulated, which the next backward reduces."""
     two.run(_some_inputs, strategy, how)
 
 

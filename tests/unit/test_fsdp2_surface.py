@@ -31,6 +31,16 @@ def test_methods() -> None:
     assert missing - {name.removeprefix("FSDPModule.") for name in LEFT_OUT} == set()
 
 
+def test_class() -> None:
+    """Whoever asks torch for its FSDPModules finds sharded modules; nothing that torch's class defines, private names
+    included, is inherited: a new torch version that adds a method fails here until the method is written or refused."""
+    assert issubclass(ours.FSDPModule, theirs.FSDPModule)
+    defined = {name for name, value in vars(theirs.FSDPModule).items() if callable(value) or name == "__new__"}
+    assert {"__new__", "_apply", "reshard", "set_gradient_divide_factor"} <= defined
+    owners = {name: next(each for each in ours.FSDPModule.__mro__ if name in vars(each)) for name in defined}
+    assert [name for name, owner in owners.items() if owner is theirs.FSDPModule] == []
+
+
 @pytest.mark.parametrize("name", ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"])
 def test_functions(name: str) -> None:
     """Functions take torch's arguments by the same names and positions, with the same defaults."""
