@@ -303,8 +303,9 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module, torch.distributed
             unit.set_comm_hook(state, hook, compresses(hook))
 
     # The `set_*` methods have FSDP2's names and meanings. Most are about the module's own units; with `recurse` also
-    # about those of sharded modules below. What changes how gradients are reduced holds in compiled steps too: there
-    # the eager runtime reduces what the graph packs. The order of all-gathers in a compiled step is its plan's.
+    # about those of sharded modules below. What changes how gradients are reduced holds in compiled steps too: graphs
+    # divide by a factor themselves, and leave reduces with hooks or in other groups to the eager runtime. The order of
+    # all-gathers in a compiled step is its plan's.
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
@@ -336,7 +337,10 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module, torch.distributed
                 set_sync(unit, requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of gradients over all ranks by `factor`, above 0, instead of by the number of ranks."""
+        """Divide the sum of gradients over all ranks by `factor`, above 0, instead of by the number of ranks.
+
+        A compiled step divides by the factor that its forward found; it compiles again when the factor has changed.
+        """
         if not isinstance(factor, int | float) or not factor > 0:
             raise ValueError(f"factor must be a number above 0, not {factor!r}")
         for unit in self._fsdp.units:
@@ -456,11 +460,8 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module, torch.distributed
             )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Raises NotImplementedError."""
-        raise NotImplementedError(
-            "set_symm_mem_for_comm: collectives read and write flat parameters in place, in memory of the caching "
-            "allocator"
-        )
+        """Accepted for FSDP2's sake, with one warning: collectives use memory of the caching allocator."""
+        _warn_of_symmetric_memory()
 
 
 class StateForPipelines:
@@ -540,6 +541,14 @@ def gather_around_compiled(module: Any) -> None:
     """Let the eager runtime gather around what `nn.Module.compile` made of `module`, if it was called."""
     if module._compiled_call_impl is not None:
         module._compiled_call_impl = functools.partial(compiled_forward, module, module._compiled_call_impl)
+
+
+@functools.cache
+def _warn_of_symmetric_memory() -> None:
+    warn_caller(
+        "set_symm_mem_for_comm has no effect: collectives read and write flat parameters in place, in memory of the "
+        "caching allocator; values are the same"
+    )
 
 
 def _describe(unit: Unit, sharding: ModuleSharding) -> str:

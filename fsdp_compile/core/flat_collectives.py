@@ -121,8 +121,10 @@ class Averaging(NamedTuple):
     after: float
 
 
-def dividing(dtype: torch.dtype, factor: float, same_bits: bool = False) -> Averaging:
-    """Sum gradients of `dtype` and divide by `factor`, in two halves if the dtype is narrow."""
+def dividing(dtype: torch.dtype, factor: float | None, same_bits: bool = False) -> Averaging | None:
+    """Sum gradients of `dtype` and divide by `factor`, in two halves if the dtype is narrow; None without a factor."""
+    if factor is None:
+        return None
     if same_bits:
         return averaging(dtype, 1, same_bits)._replace(after=float(factor))
     return Averaging("sum", *(gradient_divide_factors(factor) if dtype == torch.float16 else (1.0, float(factor))))

@@ -297,6 +297,7 @@ class UnshardSpec:
     same_bits: bool = False  # whether gradients are added up in an order that any number of ranks has
     updates: bool = False  # whether the unit may be updated in backward as soon as its gradient is reduced
     is_part: bool = False  # gathered outside of the graph: whether the unit has several flat parameters
+    divisor: float | None = None  # of the sum of gradients over all ranks; None: their mean, as the backend computes it
 
     @property
     def is_sharded(self) -> bool:
@@ -313,8 +314,8 @@ class UnshardSpec:
         """The specification as a constant for compilers; `parse` reads it back.
 
         Grammar: the layout's text, `groups=name:size[,name:size]`, `reshard=True|False|None`, and where they are not
-        the default `replicas=name:size`, `compute=dtype`, `reduce=dtype`, `order=tree`, `root=True`, `update=True` and
-        `part=True`; separated by blanks.
+        the default `replicas=name:size`, `compute=dtype`, `reduce=dtype`, `order=tree`, `divisor=number`, `root=True`,
+        `update=True` and `part=True`; separated by blanks.
         """
         fields = [self.layout.text, f"groups={_print(self.groups)}", f"reshard={self.reshard_after_forward}"]
         if self.replicas is not None:
@@ -323,6 +324,7 @@ class UnshardSpec:
             if dtype is not None:
                 fields.append(f"{name}={str(dtype).removeprefix('torch.')}")
         fields += ["order=tree"] * self.same_bits
+        fields += [f"divisor={self.divisor!r}"] * (self.divisor is not None)
         return " ".join(fields) + OF_ROOT * self.of_root + UPDATES * self.updates + " part=True" * self.is_part
 
     @staticmethod
@@ -334,8 +336,8 @@ class UnshardSpec:
         if len(fields) != len(pairs) or not {"groups", "reshard"} <= fields.keys() <= _FIELDS:
             raise ValueError(
                 f"{text!r} is not an unshard specification; expected LAYOUT groups=NAME:SIZE,... "
-                f"reshard=True|False|None [replicas=NAME:SIZE] [compute=DTYPE] [reduce=DTYPE] [order=tree] [root=True] "
-                f"[update=True] [part=True]"
+                f"reshard=True|False|None [replicas=NAME:SIZE] [compute=DTYPE] [reduce=DTYPE] [order=tree] "
+                f"[divisor=NUMBER] [root=True] [update=True] [part=True]"
             )
         replicas = _parse(fields.get("replicas", ""))
         return UnshardSpec(
@@ -349,10 +351,11 @@ class UnshardSpec:
             same_bits=fields.get("order") == "tree",
             updates=fields.get("update") == "True",
             is_part=fields.get("part") == "True",
+            divisor=float(fields["divisor"]) if "divisor" in fields else None,
         )
 
 
-_FIELDS = {"groups", "reshard", "replicas", "compute", "reduce", "order", "root", "update", "part"}
+_FIELDS = {"groups", "reshard", "replicas", "compute", "reduce", "order", "divisor", "root", "update", "part"}
 OF_ROOT, UPDATES = " root=True", " update=True"  # the end of a specification with `of_root`, `updates`
 
 

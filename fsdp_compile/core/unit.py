@@ -99,8 +99,7 @@ class UnitOptions:
     @property
     def changes_reduce(self) -> bool:
         """Whether gradients are reduced in another way than a graph's reduces do it."""
-        chosen = (self.divide_factor, self.reduce_groups, self.all_reduce_hook)
-        return self.has_deferred or self.only_sums or any(each is not None for each in chosen)
+        return self.has_deferred or self.reduce_groups is not None or self.all_reduce_hook is not None
 
 
 class VersionCounters(NamedTuple):
@@ -243,7 +242,9 @@ class Unit:
         self.update_dtypes()
         self.link_params()
 
-    def _spec(self, flat: FlatParam, compute: torch.dtype, reduce: torch.dtype) -> tuple[str, str]:
+    def _spec(
+        self, flat: FlatParam, compute: torch.dtype, reduce: torch.dtype, divisor: float | None
+    ) -> tuple[str, str]:
         spec = UnshardSpec(
             flat.layout,
             self.stages,
@@ -252,6 +253,7 @@ class Unit:
             compute_dtype=compute if compute != flat.shard.dtype else None,
             reduce_dtype=reduce if reduce != compute else None,
             same_bits=self.settings.same_bits,
+            divisor=divisor,
         )
         return spec.text, flat.layout.text
 
@@ -352,8 +354,10 @@ class Unit:
 
     def set_options(self, **changed: Any) -> None:
         """Change some of `options`."""
-        self.options = replace(self.options, **changed)
+        before, self.options = self.divisor, replace(self.options, **changed)
         self._choose_delivery()
+        if self.divisor != before:
+            self.update_dtypes()  # graphs divide too
 
     def set_reshard_after_forward(self, reshard_after_forward: bool) -> None:
         """Choose whether unsharded parameters are freed between forward and backward."""
@@ -390,6 +394,12 @@ class Unit:
     def data_parallel_size(self) -> int:
         """Over how many ranks gradients are averaged (E-PG-10)."""
         return self.group_size * (1 if self.replicas is None else self.replicas.size())
+
+    @property
+    def divisor(self) -> float | None:
+        """What the sum of gradients over all ranks is divided by; None: their mean, as the backend computes it."""
+        is_given = self.options.only_sums or self.options.divide_factor is not None
+        return float(self.options.divide_factor or self.data_parallel_size) if is_given else None
 
     @property
     def has_frozen(self) -> bool:
@@ -531,13 +541,17 @@ class Unit:
         self.path = self.flats[0].path
 
     def update_dtypes(self) -> None:
-        """Update what follows from the dtypes of shards and gradients, and from `reshard_after_forward`."""
-        self._traced = [self._spec(flat, self.compute_dtype(flat), self.sent_dtype(flat)) for flat in self.flats]
+        """Update what follows from the dtypes of shards and gradients, `reshard_after_forward` and `divisor`."""
+        self._traced = [
+            self._spec(flat, self.compute_dtype(flat), self.sent_dtype(flat), self.divisor) for flat in self.flats
+        ]
         unsharded = [replace(flat.layout, world_size=1) for flat in self.flats]  # nothing is left to gather
         reshards, is_part = self.reshard_after_forward is not False, len(unsharded) > 1
         specs = [UnshardSpec(layout, (), reshards, is_part=is_part) for layout in unsharded]
         self._gathered = [(spec.text, spec.layout.text) for spec in specs]
-        self._traced_in_full_precision = [self._spec(flat, flat.shard.dtype, flat.shard.dtype) for flat in self.flats]
+        self._traced_in_full_precision = [  # read outside of the unit's forward: the mean, as of eager reads
+            self._spec(flat, flat.shard.dtype, flat.shard.dtype, None) for flat in self.flats
+        ]
         if self.settings.precision.keep_low_precision_grads:
             for flat in self.flats:
                 flat.reduction.grad_dtype = self.reduce_dtype(flat)

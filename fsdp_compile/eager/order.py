@@ -23,7 +23,7 @@ from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists, follow
 from fsdp_compile.comm.waits import state_of
 from fsdp_compile.core._torch import call_after_backward, current_backward
-from fsdp_compile.core.flat_collectives import all_gather_flat, start_average
+from fsdp_compile.core.flat_collectives import all_gather_flat, dividing, start_average
 from fsdp_compile.core.flat_param import flat_param_at
 from fsdp_compile.core.ops import NamedGroup, UnshardSpec
 from fsdp_compile.core.settings import warn_caller
@@ -222,7 +222,8 @@ def _reduce_grads(packed: Tensor, spec: str) -> Tensor:
     parsed = UnshardSpec.parse(spec)
     _follow_in((*parsed.groups, parsed.replicas), "reduce", None, packed.numel())
     with collectives.waiting_for("reduce", packed.numel(), "reduce"):
-        groups = (parsed.groups, parsed.is_sharded, parsed.replicas)
+        how = dividing(packed.dtype, parsed.divisor, parsed.same_bits)
+        groups = (parsed.groups, parsed.is_sharded, parsed.replicas, how)
         mean, finish = start_average(packed.clone(), *groups, at_once=False, same_bits=parsed.same_bits)
         finish()
     return mean

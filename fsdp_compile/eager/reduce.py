@@ -244,9 +244,8 @@ def _start_reduce(
 ) -> tuple[Tensor, Callable[[], None]]:
     """Start to average `packed`; return where the average will be, and what waits for it (`start_average`)."""
     replicas, options = unit.replica_group, unit.options
-    how, same_bits = None, unit.settings.same_bits
-    if options.divide_factor is not None or options.only_sums:
-        how = dividing(packed.dtype, options.divide_factor or unit.data_parallel_size, same_bits)
+    same_bits = unit.settings.same_bits
+    how = dividing(packed.dtype, unit.divisor, same_bits)
     sums_wait = replicas is not None and options.has_deferred
     before_replicas = partial(_add_deferred, weakref.ref(flat), options.all_reduces) if sums_wait else None
     start = partial(start_average, at_once=at_once, same_bits=same_bits)

@@ -29,6 +29,7 @@ from fsdp_compile.api import _warn_of_untested_torch
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import original_class
 from fsdp_compile.core.unit import GradientDelivery, unit_of
+from fsdp_compile.fsdp_module import _warn_of_symmetric_memory
 
 T = TypeVar("T")
 
@@ -524,3 +525,14 @@ def test_torch_finds_its_class(kind: Any) -> None:
         FSDPModule()
     with pytest.raises(AttributeError, match="_mp_policy: the state of a module of fsdp_compile has no such attribute"):
         _ = fsdp2.fully_shard.state(model)._mp_policy
+
+
+def test_hints_warn_once() -> None:
+    """`set_symm_mem_for_comm` changes no value: the first call warns, and later ones say nothing."""
+    _warn_of_symmetric_memory.cache_clear()
+    model = fully_shard(mlp())
+    with pytest.warns(UserWarning, match="set_symm_mem_for_comm has no effect"):
+        model.set_symm_mem_for_comm()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.set_symm_mem_for_comm("NCCL")

@@ -1,5 +1,6 @@
 """The methods of FSDP2's sharded modules: each does here what it does there, eager and compiled."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +10,25 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from models import MODELS, Residual, seeded
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fsdp_compile
-from fsdp_compile import FSDPModule, fully_shard, share_comm_ctx
+from fsdp_compile import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 
 from .ranks import NIGHTLY, Ranks
-from .training import assert_same_gradients, assert_same_parameters, backward, build, follow, mine, units, whole
+from .training import (
+    assert_bitwise,
+    assert_same_gradients,
+    assert_same_parameters,
+    backward,
+    build,
+    follow,
+    mine,
+    units,
+    whole,
+)
 from .wire import Sent, wire
 
 MLP = MODELS["mlp"]
@@ -113,6 +125,65 @@ DAILY = ("_divide", "_memory")
 def test_as_torch(two: Ranks, name: str) -> None:
     """Two accumulated backward passes and two steps give the gradients and parameters of FSDP2, eager and compiled."""
     two.run(_as_torch, name)
+
+
+def _factors(rank: int, hybrid: bool, precision: MixedPrecisionPolicy | None) -> None:
+    mesh = init_device_mesh("cpu", (2, 2) if hybrid else (dist.get_world_size(),))
+    eager, other = (blocks_then_root(fsdp_compile, mesh=mesh, mp_policy=precision) for _ in range(2))
+    backwards: list[str] = []
+
+    def record(graph: torch.fx.GraphModule, _: Any) -> Any:
+        backwards.append(str(graph.graph))
+        return graph.forward
+
+    step = torch.compile(other, backend=aot_autograd(fw_compiler=record, bw_compiler=record), fullgraph=True)
+
+    def same_step(seed: int, micro: int = 1) -> list[Tensor]:
+        for model, run in ((eager, eager), (other, step)):
+            model.zero_grad()
+            for index in range(micro):
+                model.set_requires_gradient_sync(index == micro - 1)
+                backward(run, MLP, mine(MLP, seed + index))
+        assert_bitwise(other, eager, f"step {seed}")
+        return [full(param.grad).clone() for param in other.parameters()]
+
+    def set_all(**chosen: Any) -> None:
+        for module in [*_sharded(eager), *_sharded(other)]:
+            for name, value in chosen.items():
+                getattr(module, name)(value)
+
+    exact = {"rtol": 1e-5, "atol": 1e-6} if precision is None else {"rtol": 1e-2, "atol": 1e-3}
+    means = same_step(0)
+    set_all(set_gradient_divide_factor=1.0)
+    for total, mean in zip(same_step(0), means, strict=True):
+        torch.testing.assert_close(total, mean * dist.get_world_size(), **exact)
+    set_all(set_gradient_divide_factor=0.3)
+    for total, mean in zip(same_step(0), means, strict=True):
+        torch.testing.assert_close(total, mean * (dist.get_world_size() / 0.3), **exact)
+    same_step(10, micro=3)
+    step = torch.compile(other, backend=aot_autograd(fw_compiler=record, bw_compiler=record), fullgraph=True)
+    same_step(20)
+    set_all(set_gradient_divide_factor=dist.get_world_size(), set_force_sum_reduction_for_comms=True)
+    for again, mean in zip(same_step(0), means, strict=True):
+        torch.testing.assert_close(again, mean, **exact)
+    reducing = [graph for graph in backwards if "reduce_grads" in graph]
+    assert {"divisor=1.0", "divisor=0.3", f"divisor={float(dist.get_world_size())}"} == {
+        text for graph in reducing for text in re.findall(r"divisor=[0-9.]+", graph)
+    }
+    assert sum("defer_reduce" in graph for graph in backwards) == 1  # under no_sync
+
+
+def test_factors_in_graphs(two: Ranks) -> None:
+    """Compiled graphs reduce by the factor that gradients are divided by, or by sums alone, set before or after
+    compiling, or changed, with accumulation; gradients are those of eager steps bit for bit."""
+    two.run(_factors, False, None)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
+def test_factors_in_graphs_of_replicas(four: Ranks, dtype: torch.dtype | None) -> None:
+    """The same under hybrid sharding, also where a narrow dtype is divided before and after the sum."""
+    four.run(_factors, True, MixedPrecisionPolicy(reduce_dtype=dtype) if dtype else None)
 
 
 def _collectives(model: Any, seed: int) -> list[Sent]:

@@ -21,6 +21,7 @@ SPECS = st.builds(
     st.none() | GROUPS,
     DTYPES,
     DTYPES,
+    divisor=st.none() | st.floats(min_value=0, exclude_min=True, allow_infinity=False),
 )
 
 

@@ -25,7 +25,7 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.groups import shared_name
 from fsdp_compile.core import ops
-from fsdp_compile.core.flat_collectives import averaging
+from fsdp_compile.core.flat_collectives import averaging, dividing
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.passes.graph import nodes
 from fsdp_compile.passes.pipeline import GraphContext
@@ -223,7 +223,8 @@ def _expand_reduce(marker: fx.Node, emit: nodes.Emit) -> fx.Node:
     packed: Any
     packed, text = marker.args
     spec = ops.UnshardSpec.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
-    how = averaging(packed.meta["val"].dtype, spec.data_parallel_size, spec.same_bits)
+    dtype = packed.meta["val"].dtype
+    how = dividing(dtype, spec.divisor, spec.same_bits) or averaging(dtype, spec.data_parallel_size, spec.same_bits)
     if packed.target is ops.ADD_ACCUMULATED:  # accumulated gradients are divided too
         packed, flat_param_id = packed.args
         packed = emit("add_accumulated", ops.ADD_ACCUMULATED, _pack(packed, spec.layout, 1.0, emit), flat_param_id)
@@ -240,7 +241,7 @@ def _expand_reduce(marker: fx.Node, emit: nodes.Emit) -> fx.Node:
     for group in all_reduced:
         start = emit("reduce", collectives.ALL_REDUCE, packed, how.op, group.name)
         packed = emit("wait_reduce", collectives.WAIT, start)
-    return packed if how.after <= 1 else emit("scale", SCALE, packed, how.after)
+    return packed if how.after == 1 else emit("scale", SCALE, packed, how.after)
 
 
 def _pack(sent: Any, layout: FlatParamLayout, divisor: float, emit: nodes.Emit) -> fx.Node:
