@@ -27,13 +27,14 @@ from fsdp_compile.config import AUTO, CompileConfig, check_type
 from fsdp_compile.construct.arguments import (
     asks_same_bits,
     check_one,
+    dimensions_beside,
     given_device,
     mesh_to_shard,
     offload_of,
     precision_of,
     resolve_strategy,
 )
-from fsdp_compile.construct.prepare import prepare_units
+from fsdp_compile.construct.prepare import check_other_dimensions, prepare_units
 from fsdp_compile.construct.units import check_module, connect, group_of, join_divided, make_unit
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units, collect_ignored
 from fsdp_compile.core.ops import call_before_tracing
@@ -176,7 +177,8 @@ def fully_shard(
         ignored_params: FSDP2's name of `ignored_states`.
         shard_placement_fn: is asked about every parameter and may return a `Shard` or None. The dimension has no
             effect: see Note [Which elements a rank stores].
-        dp_mesh_dims: torch's `DataParallelMeshDims`: which dimensions of `mesh` to shard and to replicate over.
+        dp_mesh_dims: torch's `DataParallelMeshDims`: which dimensions of `mesh` to shard and to replicate over. If
+            others have more than one rank, all parameters must be DTensors on them.
 
     Raises:
         RuntimeError: no process group is initialized, or a unit's parameters are spread over devices.
@@ -197,7 +199,7 @@ def fully_shard(
     check_type("backward_prefetch", backward_prefetch, BackwardPrefetch | None)
     check_type("forward_prefetch", forward_prefetch, bool)
     check_type("limit_all_gathers", limit_all_gathers, bool)
-    mesh = mesh_to_shard(mesh, dp_mesh_dims)
+    mesh, beside = mesh_to_shard(mesh, dp_mesh_dims), dimensions_beside(mesh, dp_mesh_dims)
     strategy = resolve_strategy(sharding_strategy, reshard_after_forward, mesh)
     precision, output_dtype = precision_of(mixed_precision, mp_policy)
     same_bits = asks_same_bits(reduction_order, strategy, precision, modules)
@@ -230,6 +232,7 @@ def fully_shard(
     policy = None if is_list else auto_wrap_policy
     chosen = choose_units(model, policy, ignored, precision)
     prepared_units = prepare_units(model, chosen, settings, ignored)
+    check_other_dimensions(prepared_units, beside)
     # No argument is refused from here on, and modules change: Note [Nothing is changed on refusal].
     join_divided(model, FSDPModule)
     for prepared in prepared_units:

@@ -115,6 +115,17 @@ def mesh_to_shard(mesh: DeviceMesh | None, dp_mesh_dims: DataParallelMeshDims | 
     return mesh[tuple(names)] if len(names) > 1 else mesh[names[0]]
 
 
+def dimensions_beside(mesh: DeviceMesh | None, dp_mesh_dims: DataParallelMeshDims | None) -> dict[str, int]:
+    """The sizes of the dimensions of `mesh` that `dp_mesh_dims` leaves to other kinds of parallelism, those of one rank
+    left out."""
+    if mesh is None or dp_mesh_dims is None:
+        return {}
+    roles = (dp_mesh_dims.replicate, dp_mesh_dims.shard)
+    taken = {name for names in roles for name in ((names,) if isinstance(names, str) else names or ())}
+    sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
+    return {name: size for name, size in sizes if name not in taken and size > 1}
+
+
 def resolve_strategy(
     strategy: ShardingStrategy | None, choice: bool | int | str | None, mesh: DeviceMesh | None
 ) -> ShardingStrategy:

@@ -183,15 +183,16 @@ def _settings_of(path: str, differs: dict[str, Any], settings: Settings) -> Sett
 def must_stay_on_meta(modules: Iterable[tuple[str, nn.Module]], init: Any, ignored: Ignored) -> bool:
     """Whether what is on the meta device must stay there, because a module has nothing that initializes it.
 
-    Without `init` each module that directly owns meta tensors needs a `reset_parameters()`, and these must not be
-    DTensors, for which it would draw other values on each rank.
+    Without `init` each module that directly owns parameters on the meta device needs a `reset_parameters()`, and these
+    must not be DTensors, for which it would draw other values on each rank. Where a module has buffers alone there, and
+    no such method, these wait for the script by themselves.
     """
     if init is not None and not callable(init):
         raise ValueError(f"param_init_fn must be a callable (module) -> None, not a {type(init).__name__}")
     absent = [(path, module, meta_tensors(module, ignored)) for path, module in modules]
     for _, module, tensors in absent if init is None else ():
-        has_dtensors = any(isinstance(tensor, DTensor) for tensor in tensors.values())
-        if tensors and (has_dtensors or not callable(getattr(module, "reset_parameters", None))):
+        params = [tensor for tensor in tensors.values() if isinstance(tensor, nn.Parameter)]
+        if params and (any(isinstance(param, DTensor) for param in params) or not resets_parameters(module)):
             return True
     for path, _, tensors in absent:
         for name, tensor in tensors.items():
@@ -199,6 +200,11 @@ def must_stay_on_meta(modules: Iterable[tuple[str, nn.Module]], init: Any, ignor
                 raise ValueError(f"{tensor_name(path, name, tensor)} is on the meta device and has a weak reference, "
                                  f"which would not follow it to its device; drop the reference")  # fmt: skip
     return False
+
+
+def resets_parameters(module: nn.Module) -> bool:
+    """Whether `module` has a `reset_parameters()`, as torch's own layers have."""
+    return callable(getattr(module, "reset_parameters", None))
 
 
 def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -387,6 +393,23 @@ def _check_distributions(params: NamedParams, path: str, settings: Settings) -> 
             peers = [group] if replicas is None else [group, replicas]
             ranks = [rank for each in peers for rank in dist.get_process_group_ranks(each)]
             check_distribution(_join(path, name), param, ranks)
+
+
+def check_other_dimensions(prepared_units: Iterable[PreparedUnit], beside: Mapping[str, int]) -> None:
+    """Raise ValueError if a parameter is plain, and the mesh has dimensions `beside` the data-parallel ones.
+
+    It may be a part of a tensor or all of it: nothing says which, and norms and checkpoints would have this rank's own.
+    """
+    for prepared in prepared_units if beside else ():
+        for name, param in prepared.params:
+            if not isinstance(param, DTensor):
+                sizes = ", ".join(f"{dim} of {size} ranks" for dim, size in beside.items())
+                raise ValueError(
+                    f"parameter {_join(prepared.path, name)} is no DTensor, and dp_mesh_dims leaves {sizes} of the "
+                    f"mesh: whether ranks have parts or copies of it is unknown; make it a DTensor on these dimensions "
+                    f"(parallelize_module, distribute_tensor), or pass the data-parallel part of the mesh if they have "
+                    f"copies, or list it in ignored_params"
+                )
 
 
 def _check_sendable(model: nn.Module, prepared: list[PreparedUnit], carried: frozenset[str]) -> None:

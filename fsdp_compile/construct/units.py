@@ -21,6 +21,7 @@ from fsdp_compile.construct.prepare import (
     meta_tensors,
     own_tensors,
     prepare_units,
+    resets_parameters,
     tensor_name,
     unsent_buffers,
 )
@@ -192,8 +193,9 @@ def materialize(
 
     Only modules that directly own meta tensors are initialized, and values that are there stay (E-META-4). `init` is
     called with tensors still on meta, also on modules that own nothing at all (E-META-2); what it puts on the CPU stays
-    there. Without it tensors are made empty on `device`, and `module.reset_parameters()` is called (E-META-3). What
-    these raise is raised after a UserWarning that names the module.
+    there. Without it tensors are made empty on `device`, and `module.reset_parameters()` is called (E-META-3); without
+    that method a module, which has buffers alone then, is left as it is. What these raise is raised after a UserWarning
+    that names the module.
     """
     if not any(meta_tensors(module, ignored) for _, module in modules):
         return
@@ -201,6 +203,8 @@ def materialize(
         absent = meta_tensors(module, ignored)
         if not absent and not (init and not own_tensors(module)):
             continue
+        if init is None and not resets_parameters(module):
+            continue  # it has buffers alone, which wait for the script
         try:
             with torch.no_grad(), _stand_ins(module, absent), _children_left_alone(module):
                 if init is not None:

@@ -94,6 +94,7 @@ class FlatParam:
             for param, part, record in zip(self.params, self.split(shard), self.records, strict=True):
                 if part is not None and record is not None:
                     part.view(-1).copy_(param.detach().reshape(-1)[record.first : record.last + 1])
+        self.shard = shard
         self.bind(shard)
 
     @property
@@ -122,6 +123,8 @@ class FlatParam:
 
     def bind(self, shard: Tensor) -> None:
         """Make `shard`, 1-D `[layout.shard_numel]`, the storage of all parameters, with an autograd node of its own."""
+        if self.shard.is_meta != shard.is_meta:  # no tensor takes over data from or to the meta device: swap them again
+            self._counted = ()
         self.shard = shard = with_counter_of(self.shard, shard) if self._counted else shard
         self.bindings += 1
         if shard.numel() and not (shard.is_meta or isinstance(shard, FakeTensor)):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import (
+    DataParallelMeshDims,
     FSDPModule,
     FullyShardedDataParallel,
     MixedPrecision,
@@ -536,3 +537,15 @@ def test_hints_warn_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.set_symm_mem_for_comm("NCCL")
+
+
+def test_plain_parameters_beside_other_dimensions() -> None:
+    """Where `dp_mesh_dims` leaves a dimension above one, a plain parameter may be a part or all of a tensor: it is
+    refused by name, unless it is ignored. One rank beside changes nothing."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dims, model = DataParallelMeshDims(shard="dp"), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(model[1], mesh=mesh["dp"])
+    refused(model, ValueError, "parameter 0.weight is no DTensor.*tp of 2 ranks", mesh=mesh, dp_mesh_dims=dims)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=dims, ignored_params=set(model[0].parameters()))
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+    assert units(fully_shard(nn.Linear(8, 8), mesh=alone, dp_mesh_dims=dims))

@@ -1,5 +1,6 @@
 """Models on the meta device: what is initialised, in which order, and what stays; on a fake group."""
 
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -228,6 +229,49 @@ def test_modules_without_reset_parameters_stay_on_meta() -> None:
         ValueError,
         r"parameter 1.weight is on the meta device and has no reset_parameters\(\), while 0.weight of the same unit",
     )
+
+
+@pytest.mark.parametrize("ranks", [1, WORLD_SIZE])
+def test_plain_parameters_leave_the_meta_device(ranks: int) -> None:
+    """Parameters that every rank stores, as on a mesh of one rank, stay the same objects when `to_empty` gives them
+    memory, also one that has been used; they train, and are given memory again after that."""
+    model = nn.Sequential(NoReset(), NoReset())
+    params, group = list(model.parameters()), alone() if ranks == 1 else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole(model, process_group=group)
+    model.to_empty(device="cpu")
+    assert all(one is other and one.requires_grad for one, other in zip(params, model.parameters(), strict=True))
+    for value in (2.0, 3.0):
+        with torch.no_grad():
+            for param in params:
+                param.fill_(value)
+        assert all((flat.shard == value).sum() == 8 for unit in units(model) for flat in unit.flats)
+        torch.optim.SGD(params, lr=1.0).step()
+        model.to_empty(device="cpu")
+    assert type(params[0]) is nn.Parameter and params[0].data_ptr() == units(model)[0].flats[0].shard.data_ptr()
+
+
+class Table(nn.Module):
+    """A module with a buffer and without `reset_parameters`, as that of a rotary embedding."""
+
+    def __init__(self, **where: Any) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(2, **where), persistent=False)
+
+
+@pytest.mark.parametrize("others", ["meta", "cpu"])
+def test_buffers_alone_wait_on_meta(others: str) -> None:
+    """A module that has buffers alone on the meta device, and nothing that initializes them, leaves them there for the
+    script; parameters are initialized as without it, in units with and without parameters of their own."""
+    for model in (
+        nn.Sequential(nn.Linear(8, 8, device=others), Table(device="meta")),
+        nn.Sequential(fully_shard(nn.Linear(8, 8, device=others)), Table(device="meta")),
+    ):
+        fully_shard(model)
+        assert model[1].table.is_meta and units(model)[0].flats[0].shard.any()
+        model.to_empty(device="cpu")
+        assert not model[1].table.is_meta
 
 
 def test_weakly_held_meta_parameters_are_refused() -> None:
