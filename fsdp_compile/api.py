@@ -132,7 +132,8 @@ def fully_shard(
         sharding_strategy: FULL_SHARD, which None stands for, frees unsharded parameters between forward and backward,
             and SHARD_GRAD_OP does not. NO_SHARD stores all parameters on every rank and averages gradients.
             HYBRID_SHARD, which None stands for with a 2-D mesh, and _HYBRID_SHARD_ZERO2 do the first two within a node,
-            and average over nodes. With a shard group of one rank all strategies are NO_SHARD.
+            and average over nodes. With a shard group of one rank all strategies are NO_SHARD, but for units with
+            DTensors.
         reshard_after_forward: the same choice by another name: True is FULL_SHARD, False SHARD_GRAD_OP. With a number
             n, a divisor of the number of ranks that shard, each rank stores an n-th of the parameters between forward
             and backward, and backward gathers within groups of n ranks only; 1 means False, and the number of all ranks

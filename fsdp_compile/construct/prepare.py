@@ -98,9 +98,11 @@ def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings, ignored:
         inner = {param: InnerParams(param, device) for param in apart}
         params = [each for n, p in params for each in (inner[p].named(n) if p in inner else [(n, p)])]
         on_meta = any(some_stay_on_meta) and _are_on_meta(params, path)
+        own = replace(own, has_dtensors=any(isinstance(param, DTensor) for _, param in params))
         _check_distributions(params, path, own)
         prepared.append(PreparedUnit(module, path, params, inner, modules, own, device, on_meta))
-    copied = (own.strategy for own in of_units if own.groups.shard.size() == 1 and not own.same_bits)
+    copied = (each.settings.strategy for each in prepared if each.settings.placement.shards == 1
+              and not each.settings.shards_alone)  # fmt: skip
     for strategy in dict.fromkeys(copied):
         if strategy is not ShardingStrategy.NO_SHARD:  # (E-STRAT-6)
             warn_caller(f"sharding_strategy: {strategy.name} over one rank is NO_SHARD")
@@ -381,18 +383,22 @@ def _check_subclass(name: str, param: nn.Parameter) -> None:
         ) from error
 
 
+def data_parallel_peers(settings: Settings) -> list[int]:
+    """The ranks that this one averages gradients with: over shards, and over replicas."""
+    groups = filter(None, (settings.groups.shard, settings.groups.replicate))
+    return [rank for group in groups for rank in dist.get_process_group_ranks(group)]
+
+
 def _check_distributions(params: NamedParams, path: str, settings: Settings) -> None:
     for name, param in params:
         if isinstance(param, DTensor):
-            group, shards, _, replicas, _ = settings.placement
-            if shards == 1:
+            if settings.strategy is ShardingStrategy.NO_SHARD:
                 raise ValueError(
-                    f"parameter {_join(path, name)} is a DTensor, which needs two ranks or more to shard over; list it "
-                    f"in ignored_params"
+                    f"parameter {_join(path, name)} is a DTensor, which NO_SHARD cannot keep; choose another "
+                    f"sharding_strategy, or list it in ignored_params"
                 )
-            peers = [group] if replicas is None else [group, replicas]
-            ranks = [rank for each in peers for rank in dist.get_process_group_ranks(each)]
-            check_distribution(_join(path, name), param, ranks)
+            peers = data_parallel_peers(settings)
+            check_distribution(_join(path, name), param, peers, settings.groups.data_parallel_size)
 
 
 def check_other_dimensions(prepared_units: Iterable[PreparedUnit], beside: Mapping[str, int]) -> None:

@@ -18,6 +18,7 @@ from fsdp_compile.comm.groups import Groups
 from fsdp_compile.construct.prepare import (
     NamedParams,
     PreparedUnit,
+    data_parallel_peers,
     meta_tensors,
     own_tensors,
     prepare_units,
@@ -94,7 +95,7 @@ def make_unit(model: nn.Module, prepared: PreparedUnit, ignored: Ignored, mixin:
     take_apart(model, prepared.inner)
     if not prepared.stays_on_meta:
         materialize(prepared.modules, prepared.device, settings.param_init_fn, ignored)
-    params = with_local_parameters(model, prepared.params)
+    params = with_local_parameters(model, prepared.params, data_parallel_peers(settings))
     plain = [param for _, param in params]
     if prepared.device.type != "cpu":  # what is on the CPU moves (E-INIT-15); objects stay, so ties hold
         for tensor in (*plain, *(buffer for module in modules for buffer in module._buffers.values())):

@@ -5,7 +5,8 @@
     ShardedTensor of shape (8, 4)                  what the optimizer has: this rank stores a range of the local tensor
     DTensor of shape (8, 4), Shard(0) on "tp"      what module code finds during forward and backward
 
-`TensorParallel` says how the local tensor lies in the full one; see Note [Two meshes] there.
+`TensorParallel` says how the local tensor lies in the full one; see Note [Two meshes] there. A DTensor may also be
+replicated over the data-parallel ranks, on a mesh that has dimensions for both: see Note [One mesh].
 """
 
 # Note [Two meshes]
@@ -16,20 +17,32 @@
 # `ShardSpec`, knows both. Gradients that arrive partial, as that of a norm whose input is split along the sequence, are
 # reduced over the second direction by `DTensor.from_local`, which makes the DTensors that module code finds.
 
+# Note [One mesh]
+# Where DTensors are `Replicate` on the data-parallel dimensions, as FSDP2 wants them with `dp_mesh_dims`, the model
+# computes with DTensors on the whole mesh, whose inputs are split over these dimensions. So module code finds such
+# DTensors again. The gradient of one is a sum over all data-parallel ranks, and each rank has an addend: it leaves the
+# DTensor as `Partial`, without communication, and the unit reduces it. All else knows the other dimensions alone.
+
+import inspect
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.groups import shared_name
 from fsdp_compile.core._torch import local_shape_and_offset
 
-_MARK = "_fsdp_tensor_parallel"  # on a parameter that was a DTensor
+_MARK = "_fsdp_tensor_parallel"  # on a parameter that was a DTensor: how other ranks than data-parallel ones have it
+_IN_FORWARD = "_fsdp_in_forward"  # and how it is distributed where module code finds it
+_TAKES_SUMS = "grad_placements" in inspect.signature(DTensor.from_local).parameters  # from torch 2.13 on
 
 
 @dataclass(frozen=True)
@@ -40,12 +53,21 @@ class TensorParallel:
     placements: tuple[Placement, ...]  # for each dimension of the mesh a `Shard` or `Replicate`
     shape: torch.Size  # of the full tensor
     stride: tuple[int, ...]  # of it, contiguous. A field, because Dynamo reads it and traces no cached property
+    summed: tuple[int, ...] = ()  # dimensions of the mesh over which gradients are addends of a sum: Note [One mesh]
 
     @staticmethod
-    def of(tensor: DTensor) -> "TensorParallel":
+    def of(tensor: DTensor, summed: tuple[int, ...] = ()) -> "TensorParallel":
         """How `tensor` is distributed."""
         contiguous = torch.empty(tensor.shape, device="meta").stride()
-        return TensorParallel(tensor.device_mesh, tuple(tensor.placements), tensor.shape, contiguous)
+        return TensorParallel(tensor.device_mesh, tuple(tensor.placements), tensor.shape, contiguous, summed)
+
+    def without(self, dims: tuple[int, ...]) -> "TensorParallel | None":
+        """How it is distributed over the other dimensions of the mesh; None if there are no others."""
+        others = [dim for dim in range(self.mesh.ndim) if dim not in dims]
+        if not dims or not others:
+            return None if dims else self
+        mesh = self.mesh[tuple((self.mesh.mesh_dim_names or ())[dim] for dim in others)]
+        return TensorParallel(mesh, tuple(self.placements[dim] for dim in others), self.shape, self.stride)
 
     @cached_property
     def local_box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -60,9 +82,15 @@ class TensorParallel:
 
     def distribute(self, local: Tensor) -> Tensor:
         """The DTensor whose local tensor is `local`, of the local shape; differentiable, and nothing is copied."""
+        if not self.summed:
+            return DTensor.from_local(
+                local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+            )
+        sums = [Partial() if dim in self.summed else each for dim, each in enumerate(self.placements)]
         return DTensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
-        )
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride,
+            grad_placements=sums,
+        )  # fmt: skip
 
     def gather(self, local: Tensor) -> Tensor:
         """The full tensor, plain, on every rank of the mesh: they all take part."""
@@ -86,19 +114,40 @@ class TensorParallel:
 
 
 def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
-    """How a parameter made by `with_local_parameters` was distributed; None for any other."""
+    """How other ranks than its data-parallel peers have a parameter made by `with_local_parameters`; else None."""
     parallel: TensorParallel | None = vars(param).get(_MARK)
     return parallel
 
 
-def with_local_parameters(model: nn.Module, params: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-    """Replace each DTensor of `params`, in `model` too, by a plain parameter over its local tensor; return all."""
+def in_forward(param: Tensor) -> TensorParallel | None:
+    """How a parameter made by `with_local_parameters` is distributed where module code finds it; else None."""
+    parallel: TensorParallel | None = vars(param).get(_IN_FORWARD)
+    return parallel
+
+
+def _dimensions_of_peers(param: DTensor, peers: set[int]) -> tuple[int, ...]:
+    """The dimensions of its mesh on which `param` is replicated over ranks of `peers` alone."""
+    mesh = param.device_mesh
+    if mesh.size() == 1 or (mesh.mesh_dim_names is None and mesh.ndim > 1):
+        return ()
+    of_dims = [set(dist.get_process_group_ranks(mesh.get_group(dim))) for dim in range(mesh.ndim)]
+    return tuple(dim for dim in range(mesh.ndim) if param.placements[dim].is_replicate() and of_dims[dim] <= peers)
+
+
+def with_local_parameters(
+    model: nn.Module, params: list[tuple[str, nn.Parameter]], peers: Iterable[int]
+) -> list[tuple[str, nn.Parameter]]:
+    """Replace each DTensor of `params`, in `model` too, by a plain parameter over its local tensor; return all.
+    `peers` are the ranks that gradients are averaged over.
+    """
     local: dict[nn.Parameter, nn.Parameter] = {}
     for _, each in params:
         if isinstance(each, DTensor):
             local[each] = plain = nn.Parameter(each.to_local().detach(), each.requires_grad)
             vars(plain).update(vars(each))  # a DTensor keeps its own fields elsewhere, in slots
-            vars(plain)[_MARK] = TensorParallel.of(each)
+            dims = _dimensions_of_peers(each, set(peers))
+            found = TensorParallel.of(each, tuple(dim for dim in dims if each.device_mesh.size(dim) > 1))
+            vars(plain).update({_IN_FORWARD: found, _MARK: found.without(dims)})
     for module in model.modules() if local else ():
         for name, param in module._parameters.items():
             if param is not None and param in local:
@@ -106,12 +155,18 @@ def with_local_parameters(model: nn.Module, params: list[tuple[str, nn.Parameter
     return [(name, local.get(param, param)) for name, param in params]
 
 
-def check_distribution(name: str, param: DTensor, peers: list[int]) -> None:
-    """Check that `param` can be sharded over the ranks `peers` as well.
+def check_distribution(name: str, param: DTensor, peers: list[int], ranks: int) -> None:
+    """Check that `param` can be sharded over data-parallel ranks as well.
+
+    Args:
+        name: of the parameter, for errors.
+        param: on a mesh that has all data-parallel dimensions, replicated over them, or none of them.
+        peers: this rank, and those that it averages gradients with, over shards and replicas.
+        ranks: how many data-parallel ranks there are.
 
     Raises:
         ValueError: it has hooks, a placement other than `Shard` and `Replicate`, or is distributed over several of
-        `peers`.
+            `peers` otherwise.
     """
     if param._backward_hooks or param._post_accumulate_grad_hooks:
         raise ValueError(
@@ -125,7 +180,14 @@ def check_distribution(name: str, param: DTensor, peers: list[int]) -> None:
             f"further: redistribute it first"
         )
     common = set(peers) & set(param.device_mesh.mesh.flatten().tolist())
-    if len(common) > 1:
+    dims, mesh = _dimensions_of_peers(param, set(peers)), param.device_mesh
+    if len(common) > 1 and math.prod(mesh.size(dim) for dim in dims) == ranks:
+        if not _TAKES_SUMS:
+            raise ValueError(
+                f"parameter {name} is replicated over the ranks that its unit is sharded over, which needs torch 2.13; "
+                f"distribute it over the other dimensions of the mesh alone"
+            )
+    elif len(common) > 1:
         raise ValueError(
             f"parameter {name} is distributed over ranks {sorted(common)} already, and its unit would be sharded over "
             f"them again: pass mesh=mesh['dp'] of one mesh with a dimension for each, or list it in ignored_params"

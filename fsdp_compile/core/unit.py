@@ -33,6 +33,7 @@ from fsdp_compile.core.layout import ShardRecord
 from fsdp_compile.core.ops import OF_ROOT, UNSHARD, UPDATES, VIEWS, NamedGroup, UnshardSpec, shard_order
 from fsdp_compile.core.settings import Settings
 from fsdp_compile.core.shard_spec import ShardRanks, ShardSpec
+from fsdp_compile.core.tensor_parallel import in_forward
 from fsdp_compile.core.traced_writes import check_finished_graph
 
 T = TypeVar("T")
@@ -206,7 +207,7 @@ class Unit:
         self.settings = settings
         group, shards, reshard_after_forward, replicas, stages = settings.placement
         self._take_groups(group, replicas, stages)
-        self.is_sharded = shards > 1 or settings.same_bits  # ranks store different parts; False under NO_SHARD
+        self.is_sharded = shards > 1 or settings.shards_alone  # ranks store different parts; False under NO_SHARD
         self.rank = dist.get_rank(group) if self.is_sharded else 0
         self.device = device or sections[0][0][1].device
         # Whether unsharded parameters are freed between forward and backward; None: an eager step frees them, the plan
@@ -224,7 +225,7 @@ class Unit:
         self.flats = tuple(FlatParam(part, ranks, self.is_sharded, order, stored, pin) for part in sections)
         self.params = [param for flat in self.flats for param in flat.params]  # indexed in this order everywhere
         self.path = self.flats[0].path  # for errors; from the first forward on the path of the unit's module
-        distributions = tuple(spec.tensor_parallel for spec in self.specs)  # over other ranks beside
+        distributions = tuple(map(in_forward, self.params)) if self.is_sharded else ()  # of unsharded parameters
         self.tensor_parallel = distributions if any(distributions) else ()
         self.state_settings: StateDictSettings | None = None  # the kind of state dicts (state_dict/model.py)
         self.chunked_values = False  # whether sharded ones have torch's ShardedTensors where no mesh was given

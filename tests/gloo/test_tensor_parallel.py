@@ -32,7 +32,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fsdp_compile import StateDictType, compile_step, fully_shard, state_dict_type, summon_full_params
+from fsdp_compile import (
+    DataParallelMeshDims,
+    StateDictType,
+    compile_step,
+    fully_shard,
+    state_dict_type,
+    summon_full_params,
+)
 from fsdp_compile.optim import flat as flat_module
 
 from .ranks import Ranks
@@ -134,8 +141,8 @@ def _step_equally(whole: nn.Module, model: nn.Module, optimizers: list[torch.opt
         optimizer.zero_grad()
 
 
-def _train_llama(rank: int, how: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+def _train_llama(rank: int, how: str, parts: int = 2) -> None:
+    mesh = init_device_mesh("cpu", (parts, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     whole = Llama()
     model = copy.deepcopy(whole)
@@ -146,7 +153,7 @@ def _train_llama(rank: int, how: str) -> None:
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (whole, model)]
     run = executor(model, how)
     for step in range(3):
-        mean = sum(loss_of(whole(batch(10 * step + dp)), batch(10 * step + dp)) for dp in range(2)) / 2
+        mean = sum(loss_of(whole(batch(10 * step + dp)), batch(10 * step + dp)) for dp in range(parts)) / parts
         mean.backward()
         tokens = batch(10 * step + mesh["dp"].get_local_rank())
         with loss_parallel():
@@ -154,8 +161,14 @@ def _train_llama(rank: int, how: str) -> None:
             loss.backward()
         total = loss.full_tensor().detach()
         dist.all_reduce(total, group=mesh["dp"].get_group())
-        torch.testing.assert_close(total / 2, mean.detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(total / parts, mean.detach(), rtol=1e-5, atol=1e-5)
         _step_equally(whole, model, optimizers)
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if rank == 0:
+        torch.testing.assert_close(full, whole.state_dict(), rtol=1e-5, atol=1e-5)
+    rows = model.state_dict()
+    assert all(value.device_mesh.shape == (parts, 2)[: value.device_mesh.ndim] for value in rows.values())
+    whole.load_state_dict({name: value.full_tensor() for name, value in rows.items()})
 
 
 def _fused_step(rank: int) -> None:
@@ -196,6 +209,14 @@ def test_llama(four: Ranks, how: str) -> None:
     DTensors are sharded by their local tensors, and module code finds DTensors (E-PG-14, E-PG-16).
     """
     four.run(_train_llama, how)
+
+
+@pytest.mark.parametrize(
+    "how", ["eager", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("aot_eager", "inductor"))]
+)
+def test_one_data_parallel_rank(two: Ranks, how: str) -> None:
+    """The same where tensor parallelism is all there is: DTensors become sharded tensors on a mesh of one rank too."""
+    two.run(_train_llama, how, 1)
 
 
 # --- experts on ranks of their own ------------------------------------------------------------------------------------
@@ -347,7 +368,7 @@ def _refuse(rank: int) -> None:
     linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh["tp"], [Shard(0)]))
     with pytest.raises(ValueError, match=r"parameter weight is distributed over ranks"):
         fully_shard(linear)
-    with pytest.raises(ValueError, match=r"parameter weight is a DTensor, which needs two ranks"):
+    with pytest.raises(ValueError, match=r"parameter weight is a DTensor, which NO_SHARD cannot keep"):
         fully_shard(linear, mesh=mesh["dp"], sharding_strategy=ShardingStrategy.NO_SHARD)
     handle = linear.weight.register_post_accumulate_grad_hook(print)
     with pytest.raises(ValueError, match=r"parameter weight is a DTensor with hooks"):
@@ -411,3 +432,61 @@ def test_values_of_state_dicts(four: Ranks) -> None:
     """Parameters and values are on the mesh of both dimensions, and say of neither that it is replicated if it is not;
     they are gathered and loaded, as is what `distribute_tensor` makes like a parameter."""
     four.run(_values)
+
+
+# --- DTensors on one mesh with the data-parallel dimensions -----------------------------------------------------------
+
+
+class Layers(nn.Module):
+    """Two linear layers and a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4, bias=False)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x))) * self.scale
+
+
+def _replicated(rank: int, how: str, names: tuple[str, str]) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    torch.manual_seed(0)
+    whole = Layers()
+    model = copy.deepcopy(whole)
+    parts = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)} if "tp" in names else {}
+    for name, param in list(model.named_parameters()):
+        owner, _, last = name.rpartition(".")
+        placements = [Replicate(), parts.get(name, Replicate())]
+        setattr(model.get_submodule(owner), last, nn.Parameter(distribute_tensor(param.detach(), mesh, placements)))
+    copies = None if "tp" in names else names[0]
+    dims = DataParallelMeshDims(shard="dp", replicate=copies)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+    model.set_gradient_divide_factor(1.0)  # a loss of DTensors is that of all ranks
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (whole, model)]
+    run = executor(model, how)
+    for step in range(2):
+        x = torch.randn(8, 4, generator=seeded(step))
+        whole(x).square().mean().backward()
+        split = distribute_tensor(x, mesh, [Shard(0), Replicate() if "tp" in names else Shard(0)])
+        run(split).square().mean().backward()
+        _step_equally(whole, model, optimizers)
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if rank == 0:
+        torch.testing.assert_close(full, whole.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="DTensor.from_local has no grad_placements")
+@pytest.mark.parametrize(
+    ("how", "names"),
+    [
+        ("eager", ("dp", "tp")),
+        pytest.param("eager", ("copies", "dp"), marks=pytest.mark.nightly),
+        pytest.param("aot_eager", ("dp", "tp"), marks=pytest.mark.nightly),
+        pytest.param("inductor", ("copies", "dp"), marks=pytest.mark.nightly),
+    ],
+)
+def test_replicated_over_data_parallel_ranks(four: Ranks, how: str, names: tuple[str, str]) -> None:
+    """DTensors that are Replicate on the data-parallel dimensions are sharded over them, as FSDP2 does: a model that
+    computes with DTensors on the whole mesh has the losses, norms, gradients and parameters of one process."""
+    four.run(_replicated, how, names)
