@@ -31,6 +31,7 @@ from fsdp_compile.core._torch import (
     FakeTensor,
     break_graph,
     change_wrapper,
+    makes_dtensor_spec,
     never_compile,
     new_wrapper,
     register_foreach_type,
@@ -76,7 +77,7 @@ class FlatShard(Shard):
     """The placement of a sharded tensor: each rank stores one range of the flattened elements.
 
     It answers as a `Shard(0)`, and `distribute_tensor` makes DTensors of it that are. But it equals no `Shard(0)`: the
-    parts are others, so DTensor refuses a local tensor with this placement.
+    parts are others, so `DTensor.from_local` and `redistribute` refuse this placement: ValueError.
 
     Attributes:
         ranges: for each rank the first element that it stores, and how many.
@@ -87,7 +88,15 @@ class FlatShard(Shard):
         self.ranges = ranges
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, FlatShard) and self.ranges == other.ranges
+        if isinstance(other, FlatShard):
+            return self.ranges == other.ranges
+        if isinstance(other, Shard) and makes_dtensor_spec():
+            raise ValueError(
+                "placements: a DTensor cannot have those of a sharded parameter, of which each rank stores a range of "
+                "the flattened elements; use distribute_tensor(full, mesh, placements), or DTensor.from_local with "
+                "[Shard(0)] and this rank's rows"
+            )
+        return False
 
     def __hash__(self) -> int:
         return hash(self.ranges)

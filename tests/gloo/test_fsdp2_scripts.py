@@ -217,8 +217,11 @@ def _like_parameters(rank: int) -> None:
             assert param.placements[-1].is_shard(0) and not param.placements[-1].is_replicate()
             assert mesh is None or value.device_mesh == param.device_mesh == mesh
             like: dict[str, Any] = {"shape": param.shape, "stride": param.stride()}
-            with pytest.raises(AssertionError, match="placement"):  # its local tensor is no row
+            refused = pytest.raises(ValueError, match="each rank stores a range of the flattened elements; use distrib")
+            with refused:  # its local tensor is no row
                 DTensor.from_local(param.to_local().detach(), param.device_mesh, param.placements, **like)
+            with refused:
+                distribute_tensor(plain[name], param.device_mesh).redistribute(placements=param.placements)
         for source in (parameters, model.state_dict()):
             new = {k: distribute_tensor(plain[k], v.device_mesh, v.placements) for k, v in source.items()}
             assign = partial(model.load_state_dict, assign=True)
