@@ -14,7 +14,7 @@ from refusing import local, managed, refused, units
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, FlatParameter
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fsdp_compile import MixedPrecision, ShardingStrategy, fully_shard
@@ -260,7 +260,7 @@ def test_parameters_of_other_apis_are_refused() -> None:
     flat = FlatParameter(torch.ones(2))
     flat._is_flat_param = True
     refused(with_parameter(flat), ValueError, "parameter 0.extra is a FlatParameter")
-    spread = nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (WORLD_SIZE,))))
+    spread = nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (WORLD_SIZE,)), [Shard(0)]))
     refused(with_parameter(spread), ValueError, "parameter 0.extra is distributed over ranks")
 
 
