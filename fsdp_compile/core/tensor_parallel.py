@@ -20,29 +20,30 @@ replicated over the data-parallel ranks, on a mesh that has dimensions for both:
 # Note [One mesh]
 # Where DTensors are `Replicate` on the data-parallel dimensions, as FSDP2 wants them with `dp_mesh_dims`, the model
 # computes with DTensors on the whole mesh, whose inputs are split over these dimensions. So module code finds such
-# DTensors again. The gradient of one is a sum over all data-parallel ranks, and each rank has an addend: it leaves the
-# DTensor as `Partial`, without communication, and the unit reduces it. All else knows the other dimensions alone.
+# DTensors again. The gradient of one is a sum over all data-parallel ranks, and each rank has an addend, which the unit
+# reduces. It is labeled `Partial`, or `Replicate` where the module computes with `weight.to_local()`; as in FSDP2 the
+# label of these dimensions is not looked at. A graph has to know it while it is traced, so such models run eagerly. All
+# else knows the other dimensions alone.
 
-import inspect
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.groups import shared_name
-from fsdp_compile.core._torch import local_shape_and_offset
+from fsdp_compile.core._torch import local_shape_and_offset, never_compile
 
 _MARK = "_fsdp_tensor_parallel"  # on a parameter that was a DTensor: how other ranks than data-parallel ones have it
 _IN_FORWARD = "_fsdp_in_forward"  # and how it is distributed where module code finds it
-_TAKES_SUMS = "grad_placements" in inspect.signature(DTensor.from_local).parameters  # from torch 2.13 on
 
 
 @dataclass(frozen=True)
@@ -83,19 +84,26 @@ class TensorParallel:
     def distribute(self, local: Tensor) -> Tensor:
         """The DTensor whose local tensor is `local`, of the local shape; differentiable, and nothing is copied."""
         if not self.summed:
-            return DTensor.from_local(
-                local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+            return self.from_local(local)
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"a parameter of shape {tuple(self.shape)} is a DTensor that is replicated over data-parallel ranks, "
+                f"whose gradients a graph may take for means: run this model eagerly, or distribute its parameters "
+                f"over the other dimensions of the mesh alone"
             )
-        sums = [Partial() if dim in self.summed else each for dim, each in enumerate(self.placements)]
+        distributed: Tensor = _Replicated.apply(local, self)
+        return distributed
+
+    def from_local(self, local: Tensor) -> Tensor:
+        """As `distribute`; over all dimensions gradients are those of a DTensor."""
         return DTensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride,
-            grad_placements=sums,
-        )  # fmt: skip
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
 
     def gather(self, local: Tensor) -> Tensor:
         """The full tensor, plain, on every rank of the mesh: they all take part."""
         with torch.no_grad():
-            full: Tensor = self.distribute(local.detach()).full_tensor()  # type: ignore[attr-defined]  # a DTensor
+            full: Tensor = self.from_local(local.detach()).full_tensor()  # type: ignore[attr-defined]  # a DTensor
         return full
 
     def part_of(self, full: Tensor) -> Tensor:
@@ -111,6 +119,25 @@ class TensorParallel:
         for group in self.groups:
             value = collectives.all_reduce(value, group, op)
         return value
+
+
+class _Replicated(torch.autograd.Function):
+    """`TensorParallel.distribute` of DTensors whose gradients are addends on some dimensions: Note [One mesh]."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, parallel: TensorParallel) -> Tensor:
+        ctx.parallel = parallel
+        return parallel.from_local(local)
+
+    @staticmethod
+    @never_compile
+    def backward(ctx: Any, grad: Any) -> tuple[Tensor, None]:
+        parallel = ctx.parallel
+        wanted = [
+            of_grad if dim in parallel.summed else of_param
+            for dim, (of_grad, of_param) in enumerate(zip(grad.placements, parallel.placements, strict=True))
+        ]
+        return grad.redistribute(placements=wanted).to_local(), None
 
 
 def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
@@ -182,12 +209,8 @@ def check_distribution(name: str, param: DTensor, peers: list[int], ranks: int) 
     common = set(peers) & set(param.device_mesh.mesh.flatten().tolist())
     dims, mesh = _dimensions_of_peers(param, set(peers)), param.device_mesh
     if len(common) > 1 and math.prod(mesh.size(dim) for dim in dims) == ranks:
-        if not _TAKES_SUMS:
-            raise ValueError(
-                f"parameter {name} is replicated over the ranks that its unit is sharded over, which needs torch 2.13; "
-                f"distribute it over the other dimensions of the mesh alone"
-            )
-    elif len(common) > 1:
+        return
+    if len(common) > 1:
         raise ValueError(
             f"parameter {name} is distributed over ranks {sorted(common)} already, and its unit would be sharded over "
             f"them again: pass mesh=mesh['dp'] of one mesh with a dimension for each, or list it in ignored_params"

@@ -438,7 +438,9 @@ def test_values_of_state_dicts(four: Ranks) -> None:
 
 
 class Layers(nn.Module):
-    """Two linear layers and a scale."""
+    """Two linear layers and a scale, which may be used as a local tensor."""
+
+    by_local = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -446,10 +448,13 @@ class Layers(nn.Module):
         self.scale = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x))) * self.scale
+        y = self.down(torch.tanh(self.up(x)))
+        if isinstance(y, DTensor) and self.by_local:  # with a gradient that is labeled Replicate
+            return DTensor.from_local(y.to_local() * self.scale.to_local(), y.device_mesh, y.placements)
+        return y * self.scale
 
 
-def _replicated(rank: int, how: str, names: tuple[str, str]) -> None:
+def _replicated(rank: int, names: tuple[str, str]) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     torch.manual_seed(0)
     whole = Layers()
@@ -464,29 +469,23 @@ def _replicated(rank: int, how: str, names: tuple[str, str]) -> None:
     fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
     model.set_gradient_divide_factor(1.0)  # a loss of DTensors is that of all ranks
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (whole, model)]
-    run = executor(model, how)
     for step in range(2):
+        model.by_local = step == 1 and "tp" not in names
         x = torch.randn(8, 4, generator=seeded(step))
         whole(x).square().mean().backward()
         split = distribute_tensor(x, mesh, [Shard(0), Replicate() if "tp" in names else Shard(0)])
-        run(split).square().mean().backward()
+        model(split).square().mean().backward()
         _step_equally(whole, model, optimizers)
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     if rank == 0:
         torch.testing.assert_close(full, whole.state_dict(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="DTensor.from_local has no grad_placements")
 @pytest.mark.parametrize(
-    ("how", "names"),
-    [
-        ("eager", ("dp", "tp")),
-        pytest.param("eager", ("copies", "dp"), marks=pytest.mark.nightly),
-        pytest.param("aot_eager", ("dp", "tp"), marks=pytest.mark.nightly),
-        pytest.param("inductor", ("copies", "dp"), marks=pytest.mark.nightly),
-    ],
+    "names", [("dp", "tp"), pytest.param(("copies", "dp"), marks=pytest.mark.nightly)], ids=["tp", "hybrid"]
 )
-def test_replicated_over_data_parallel_ranks(four: Ranks, how: str, names: tuple[str, str]) -> None:
+def test_replicated_over_data_parallel_ranks(four: Ranks, names: tuple[str, str]) -> None:
     """DTensors that are Replicate on the data-parallel dimensions are sharded over them, as FSDP2 does: a model that
-    computes with DTensors on the whole mesh has the losses, norms, gradients and parameters of one process."""
-    four.run(_replicated, how, names)
+    computes with DTensors on the whole mesh, or with local tensors of these, has the norms, gradients and parameters of
+    one process."""
+    four.run(_replicated, names)
