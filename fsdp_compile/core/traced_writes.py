@@ -164,7 +164,11 @@ _IN_PLACE |= {getattr(operator, f"i{name}") for name in ("and", "or", "xor", "ls
 
 
 def _written_arguments(node: torch.fx.Node) -> Sequence[Any]:
-    """What a node of Dynamo's graph writes to, as its name says: functions of lists count no versions."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    """What a node of Dynamo's graph writes to, as the name says of functions other than Python's operators, whose
+    `and_` and `or_` write nothing: functions of lists count no versions.
+    """
+    target = getattr(node.target, "overloadpacket", node.target)
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    is_of_python = getattr(target, "__module__", None) == operator.add.__module__
+    in_place = target in _IN_PLACE if is_of_python else name.endswith("_") and not name.endswith("__")
     return [*node.args[: 1 if in_place else 0], *([node.kwargs["out"]] if "out" in node.kwargs else [])]

@@ -158,6 +158,33 @@ def test_on_four_ranks(four: Ranks, name: str) -> None:
     four.run(_equal_bits, name, False)
 
 
+class _OfBits(torch.autograd.Function):
+    """A weight rounded to bfloat16 by arithmetic on its bits, with a straight-through gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return ((weight.view(torch.int32) + 0x8000) & -0x10000).view(F32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _bits_of_weights(rank: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(4, 4)
+    assert not torch.equal(_OfBits.apply(weight), weight)  # it rounds
+    for of in (_OfBits.apply, torch._neg_view):
+        case = Weights(partial(OneWeight, of), ())
+        before, after = _train(case, JointPasses(("smallest_gather",)), 2), _train(case, JointPasses(), 2)
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_bits_of_weights(two: Ranks) -> None:
+    """A weight's bits in another dtype, and its negative, are no views that the pass may take for the weight."""
+    two.run(_bits_of_weights)
+
+
 def _in_two_stages(rank: int, name: str) -> None:
     case = CASES[name]
     options = {**case.options, "reshard_after_forward": 2}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from fsdp_compile.passes._torch import OpOverload
-from fsdp_compile.passes.graph.nodes import CAST, is_view, packet_of
+from fsdp_compile.passes.graph.nodes import CAST, keeps_values, packet_of
 
 aten = torch.ops.aten
 
@@ -168,7 +168,7 @@ class ParameterValues:
             return None
         if node.target in MAXIMA:
             return self._maxima(node, first)
-        if is_view(node) or node.target is aten.clone.default:
+        if keeps_values(node) or node.target is aten.clone.default:
             shape = _shape_of(node, first) if len(inputs) == 1 else None
             return None if shape is None else replace(first, size=shape[0], stride=shape[1])
         return self._pointwise(node, first, takes_scales=bool(scales))
@@ -183,11 +183,11 @@ class ParameterValues:
     def _further_scales(self, node: fx.Node, of_blocks: list[Scales], level: int) -> Scales | None:
         """Classify a node that is computed from scales alone."""
         if not of_blocks:
-            is_reshaped = is_view(node) and node.target is not aten.expand.default
+            is_reshaped = keeps_values(node) and node.target is not aten.expand.default
             is_one = node.meta["val"].numel() == 1 and (is_reshaped or _is_deterministic_pointwise(node))
             return Scales(self._program(node), level) if is_one else None
         first = of_blocks[0]
-        if is_view(node) or node.target is aten.clone.default:
+        if keeps_values(node) or node.target is aten.clone.default:
             shape = _shape_of(node, first)
         else:
             blocks = {(each.root, each.size, each.stride, each.block) for each in of_blocks}

@@ -31,7 +31,18 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.comm.collectives import ALL_GATHER, ALL_REDUCE, WAIT
 from fsdp_compile.core.ops import EXPAND_SCALES, PACK_SEGMENTS, SEGMENT_MAXIMA, UnshardSpec, packed_numel, segments_of
-from fsdp_compile.passes.graph.nodes import CAST, Emit, Kind, Tag, emitter, get_tag, is_view, set_tag, tag_of, tagged
+from fsdp_compile.passes.graph.nodes import (
+    CAST,
+    Emit,
+    Kind,
+    Tag,
+    emitter,
+    get_tag,
+    keeps_values,
+    set_tag,
+    tag_of,
+    tagged,
+)
 from fsdp_compile.passes.joint.parameter_values import MAXIMA, UNCHANGED, Elements, ParameterValues, Scales, nodes_in
 from fsdp_compile.passes.pipeline import GraphContext
 
@@ -348,7 +359,7 @@ class _UnitPrograms:
     def _computed(self, node: fx.Node) -> fx.Node:
         """Strip views and copies: order does not matter on the shard."""
         node = self.values.first(node)
-        while isinstance(self.values.of(node), Elements) and (is_view(node) or node.target is aten.clone.default):
+        while isinstance(self.values.of(node), Elements) and (keeps_values(node) or node.target is aten.clone.default):
             if node in self.unit.roots:
                 break
             node = self.values.first(node.args[0])  # type: ignore[arg-type]  # fx arguments are untyped
