@@ -1,6 +1,6 @@
 # run: train the example on 2 processes, then compare systems on its model   test: style, types, tests
 # bench: peers side by side
-# fuzz: random cases against one process   size: lines and their budgets   features: the table of docs/features.md
+# fuzz: random cases against one process   size: lines, and the limit of the story   features: the table of docs/features.md
 # spec: which statements of the specification have a test
 # Needs python3.11 or later with venv, a C++ compiler and make; all else goes into .venv, once.
 
