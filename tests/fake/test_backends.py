@@ -57,6 +57,8 @@ def test_compiled_autograd_is_refused(how: str, strategy: str, syncs: bool) -> N
     inputs = torch.randn(2, *[next(iter(model.parameters())).shape[1]])
     model.set_requires_gradient_sync(syncs)
     refusal = r"\.(weight|bias): compiled autograd cannot"  # of the flat parameter whose gradient comes first
+    if strategy == "FULL_SHARD" and how != "module":  # it unpacks all saved tensors before any unit is gathered
+        refusal += r"|its base has been modified inplace|is at version 10000\d+"
     with _enable(torch.compile(backend="eager")), pytest.raises(Exception, match=refusal):
         run(inputs).sum().backward()
     model.set_requires_gradient_sync(True)

@@ -276,6 +276,13 @@ on = mock.patch.object
 
 Fault = tuple[str, dict[str, Any], Callable[[nn.Module], None], Callable[[], Any], tuple[str, str]]
 GATHER, REDUCE = "all_gather_into_tensor_out", "reduce_scatter_tensor"
+
+
+def _finish_without_wait(buffer: UnshardedBuffer) -> None:
+    buffer.filling = False
+    buffer.allow_reads()  # else autograd refuses to read the buffer
+
+
 FAULTS: list[Fault] = [
     ("gathers do not wait for the step", {}, _train,
      lambda: on(Streams, "begin_iteration", _nothing), (GATHER, "add_")),
@@ -286,7 +293,7 @@ FAULTS: list[Fault] = [
     ("no record_stream of unsharded parameters", {}, _train,
      lambda: on(Streams, "await_unshard", _await_unshard_without_keep), ("mm (", "given to memory for")),
     ("a gather is not waited for", {}, _train,
-     lambda: on(UnshardedBuffer, "finish", lambda b: setattr(b, "filling", False)), ("mm (", GATHER)),
+     lambda: on(UnshardedBuffer, "finish", _finish_without_wait), ("mm (", GATHER)),
     ("freed while it is filled", NO_LIMIT, _unshards,
      lambda: on(UnshardedUnit, "free", _free_at_once), (GATHER, "given to")),
     ("reduces do not wait for gradients", {}, _train,
