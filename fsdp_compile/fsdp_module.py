@@ -65,13 +65,23 @@ class HasShardedParameters(nn.Module):
         model_state.save(self, destination, prefix)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        for name, param in stored_parameters(self).items():
-            if isinstance(param, ShardedTensor):
+        """Convert buffers and parameters that are not sharded. RuntimeError if `fn` would change a sharded one."""
+        stored = stored_parameters(self)
+        sharded = {name: param for name, param in stored.items() if isinstance(param, ShardedTensor)}
+        for name in sharded:
+            seen = getattr(self, name)  # in a forward the unsharded parameter
+            plain = seen.local if isinstance(seen, ShardedTensor) else seen
+            if fn(plain) is not plain:
                 raise RuntimeError(
                     f"parameter {name} of {original_class(self).__name__} is part of a unit, whose parameters are "
-                    f"converted together; convert the sharded module around it"
+                    f"converted together: between steps, convert the sharded module around it; within a forward, "
+                    f"convert what the module computes with"
                 )
-        return super()._apply(fn, recurse)
+        stored.update(dict.fromkeys(sharded))  # `nn.Module` does not see them
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            stored.update(sharded)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         _refresh_own_units(self)

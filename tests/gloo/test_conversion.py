@@ -1,14 +1,18 @@
 """Conversion of sharded modules: `.to()`, `.half()` and all else that goes through `Module._apply`."""
 
+import copy
+
 import pytest
 import torch
 from models import MODELS
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_compile import fully_shard, summon_full_params
 
 from .ranks import Ranks
 from .training import (
+    assert_same_gradients,
     assert_same_parameters,
     backward,
     build,
@@ -165,3 +169,36 @@ def _converted_after_clearing(rank: int) -> None:
 def test_cleared_local_gradients_are_no_obstacle(two: Ranks) -> None:
     """After zero_grad() nothing waits for a reduce, and .to() converts; with local gradients it refuses."""
     two.run(_converted_after_clearing)
+
+
+class _Router(nn.Module):
+    """Converts a part of itself in its forward, to `dtype`, as some routers of experts do."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype, self.classifier = dtype, nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.classifier = self.classifier.to(self.dtype)
+        return x + self.classifier(x.to(self.dtype)).softmax(-1)
+
+
+def _convert_in_forward(rank: int, how: str) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(_Router(torch.float32), nn.Linear(7, 7))
+    model = fully_shard(copy.deepcopy(reference), auto_wrap_policy={_Router})
+    run = model if how == "eager" else torch.compile(model, backend=how)  # breaks the graph at the conversion
+    for _ in range(2):
+        for each, module in ((run, model), (reference, reference)):
+            module.zero_grad()
+            each(torch.ones(2, 7)).square().mean().backward()
+        assert_same_gradients(model, reference)
+    assert model[0].classifier.to(torch.float32) is model[0].classifier  # and between steps
+    with pytest.raises(RuntimeError, match=r"parameter weight of Linear .* convert what the module computes with"):
+        fully_shard(_Router(torch.float64))(torch.ones(2, 7))
+
+
+@both_ways
+def test_conversions_in_forward(two: Ranks, how: str) -> None:
+    """A part of a unit may be converted to the dtype and device that it has, also in a forward; others are refused."""
+    two.run(_convert_in_forward, how)
