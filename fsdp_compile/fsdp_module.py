@@ -500,9 +500,8 @@ class StateForPipelines:
         """Those of all modules that reduce together, of which one does the work."""
         return [self]
 
-    @property
-    def _fsdp_param_groups(self) -> Sequence[Any]:
-        return ()
+    _fsdp_param_groups: Sequence[Any] = ()  # each of which a stage would ask to reduce
+    _fsdp_param_group = None  # the same of torch 2.11
 
     def _root_post_backward_final_callback(self) -> None:
         settle(self._module._fsdp_runtime.reduces_in_flight)
