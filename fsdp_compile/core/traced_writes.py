@@ -164,9 +164,7 @@ _IN_PLACE |= {getattr(operator, f"i{name}") for name in ("and", "or", "xor", "ls
 
 
 def _written_arguments(node: torch.fx.Node) -> Sequence[Any]:
-    """What a node of Dynamo's graph writes to, as the name says of functions other than Python's operators, whose
-    `and_` and `or_` write nothing: functions of lists count no versions.
-    """
+    """What a node writes to, by its name, except `and_` and `or_` of Python. Functions of lists count no versions."""
     target = getattr(node.target, "overloadpacket", node.target)
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     is_of_python = getattr(target, "__module__", None) == operator.add.__module__

@@ -13,9 +13,6 @@ Between steps
     next_forward.py       what a whole step gathers for the forward of the next one
     writeback.py          what users did to parameters
     summon.py             full parameters in the place of the sharded ones
-
-Notes: [Graph breaks in the forward of a sharded module], [Freeing buffers that autograd has saved], [Streams], [Reduces
-in flight], [Communication hooks].
 """
 
 from fsdp_compile.eager.forward import compiled_forward as compiled_forward

@@ -34,8 +34,7 @@ from fsdp_compile.core.unit import Unit, VersionCounters
 
 _CURRENT: AbstractContextManager[None] = nullcontext()
 GATHERS_IN_FLIGHT = 2
-WHILE_FREED = 1_000_000_000
-"""What is added to version counters of unsharded parameters while their memory is not there (docs/debugging.md)."""
+WHILE_FREED = 1_000_000_000  # what version counters of unsharded parameters have in addition (docs/debugging.md)
 
 
 class Device:

@@ -1,6 +1,7 @@
 """Gradients take the place of parameters: one buffer is gathered into, read, written and reduced."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -8,12 +9,16 @@ from compiling import CASES, cached, compiled, pairs
 from generated import Program, Step, programs
 from models import mlp
 from overwriting import Mirrored, Scaled, awkward
-from torch import nn
+from torch import fx, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_compile import MixedPrecision, ShardingStrategy, fully_shard
+from fsdp_compile.comm.collectives import ALL_GATHER, WAIT
+from fsdp_compile.passes.graph.nodes import CAST
 from fsdp_compile.passes.inductor import fsdp_compile_backend
+from fsdp_compile.passes.post_grad.in_place_grads import _has_zero_padding
 
+Calls = tuple[tuple[Any, Any], ...]
 Window = tuple[str, int, int]  # buffer, first element, after the last
 
 
@@ -35,6 +40,27 @@ def read_by(step: Step) -> list[Window]:
     return [
         window(*each) for each in re.findall(r"reinterpret_tensor\((\w+), \(([\d, ]*)\), \(([\d, ]*)\), (\d+)\)", text)
     ]
+
+
+@pytest.mark.parametrize(
+    ("program", "is_zero"),
+    [
+        ((), True),
+        (((CAST, torch.bfloat16),), True),
+        (((torch.ops.aten.add.Tensor, 1),), False),
+        (((torch.ops.aten.add.Tensor, 1), (CAST, torch.bfloat16)), False),
+    ],
+)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_gradients_take_no_padding_that_a_program_has_filled(program: Calls, is_zero: bool, stages: int) -> None:
+    """Padding is reduced with the gradients: a buffer is reused if what was gathered are shards, or casts of them."""
+    graph = fx.Graph()
+    sent = graph.placeholder("shard")
+    for target, argument in program:
+        sent = graph.call_function(target, (sent, argument))
+    for _ in range(stages):
+        sent = graph.call_function(WAIT, (graph.call_function(ALL_GATHER, (sent, 2, "0")),))
+    assert _has_zero_padding(sent) == is_zero
 
 
 @pairs()

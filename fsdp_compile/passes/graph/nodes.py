@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from fsdp_compile.comm.collectives import STARTS, WAIT
@@ -209,16 +209,10 @@ def is_view(node: fx.Node) -> bool:
     return alias is not None and not alias.is_write
 
 
-def keeps_values(node: fx.Node) -> bool:
-    """Whether `node` is a view whose elements have the values of its first argument's: not their bits in another dtype
-    (`view.dtype`), their conjugates, negatives or parts.
-    """
-    return is_view(node) and _reading_of(node) == _reading_of(node.args[0])
-
-
-def _reading_of(node: Any) -> tuple[torch.dtype, bool, bool]:
-    value: Tensor = node.meta["val"]
-    return value.dtype, value.is_conj(), value.is_neg()
+def keeps_values(node: Any) -> bool:
+    """Whether `node` is a view of its first argument's elements as they are, not of bits, conjugates, negatives."""
+    pair = [each.meta["val"] for each in (node, node.args[0])] if is_view(node) else ()
+    return len({(value.dtype, value.is_conj(), value.is_neg()) for value in pair}) == 1
 
 
 def source_of(node: fx.Node, through: Callable[[fx.Node], bool] = is_view) -> fx.Node:

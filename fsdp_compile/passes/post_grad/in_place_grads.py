@@ -23,7 +23,7 @@ import sympy
 import torch
 from torch import fx
 
-from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, WAIT
+from fsdp_compile.comm.collectives import ALL_GATHER, ALL_REDUCE, ALL_REDUCE_IN_PLACE, WAIT
 from fsdp_compile.core.layout import FlatParamLayout, LayoutSegment
 from fsdp_compile.core.ops import (
     ADD_ACCUMULATED,
@@ -151,13 +151,24 @@ def reuse_gathered(context: GraphContext) -> None:
 
 
 def _fits(pack: fx.Node, wait: fx.Node) -> bool:
-    """Whether the buffers have one size and dtype, and nothing else reads the gradients or outlives the buffer."""
+    """Whether the buffers are alike, and nothing else reads the gradients or outlives the buffer."""
     packed, gathered = pack.meta["val"], wait.meta["val"]
-    if packed.dtype != gathered.dtype or packed.shape != gathered.shape or packed.device != gathered.device:
+    if (
+        not _has_zero_padding(wait)
+        or packed.dtype != gathered.dtype
+        or packed.shape != gathered.shape
+        or packed.device != gathered.device
+    ):
         return False
     only_packed = all(len(grad.users) == 1 for grad in gradients_of(pack))
     only_sent = all((tag := nodes.get_tag(user)) is not None and tag.kind == "reduce" for user in pack.users)
     return only_packed and only_sent and all(reader.op != "output" for reader in nodes.readers(wait)[1])
+
+
+def _has_zero_padding(wait: fx.Node) -> bool:
+    """Whether shards were gathered as they are, or cast. A local program such as `1 + w` fills padding."""
+    source = nodes.source_of(wait, lambda node: node.target in (WAIT, ALL_GATHER) or nodes.is_view_or_cast(node))
+    return source.op == "placeholder"
 
 
 def _in_time(pack: fx.Node, wait: fx.Node) -> bool:
