@@ -40,7 +40,10 @@ from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units, col
 from fsdp_compile.core.ops import call_before_tracing
 from fsdp_compile.core.settings import InitFn, PlacementFn, Settings, full_precision_in_eval, warn_caller
 from fsdp_compile.eager import Runtime
-from fsdp_compile.eager.accumulate import check_optimizers
+from fsdp_compile.eager.accumulate import Accumulation, check_optimizers
+from fsdp_compile.eager.order import RankOrder
+from fsdp_compile.eager.prefetch import Prefetch
+from fsdp_compile.eager.writeback import UserEdits
 from fsdp_compile.fsdp_module import FSDPModule, HasShardedParameters
 from fsdp_compile.optim.flat import step_on_flat_shards
 from fsdp_compile.state_dict.optimizer import watch_optimizers
@@ -50,6 +53,9 @@ if TYPE_CHECKING:
     from fsdp_compile.explain.report import Report
     from fsdp_compile.passes.cost.hardware import Hardware
 
+
+LISTENERS = (UserEdits, Accumulation, RankOrder, Prefetch)
+"""What hears of the passes over a sharded model, in this order (eager/forward_pass.py)."""
 
 Options = ParamSpec("Options")
 Module = TypeVar("Module", bound=nn.Module)
@@ -240,7 +246,7 @@ def fully_shard(
         make_unit(model, prepared, ignored, FSDPModule)
     casts_buffers = precision.buffer_dtype is not None  # joining units again would lose their digits
     is_divided = auto_wrap_policy == "auto" and len(prepared_units) > 1 and not casts_buffers
-    connect(model, ignored, Runtime(settings, is_divided), HasShardedParameters)
+    connect(model, ignored, Runtime(settings, is_divided, LISTENERS), HasShardedParameters)
     call_before_tracing(_install_passes)
     watch_optimizers()
     check_optimizers()

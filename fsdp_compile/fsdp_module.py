@@ -31,9 +31,11 @@ from fsdp_compile.core.sharding import (
 from fsdp_compile.core.unit import Unit, check_idle
 from fsdp_compile.eager import Runtime, compiled_forward
 from fsdp_compile.eager.accumulate import check_reduced, settle
-from fsdp_compile.eager.casting import cast_buffers, computes_in_full_precision, convert
+from fsdp_compile.eager.casting import cast_buffers, computes_in_full_precision
+from fsdp_compile.eager.communication_hooks import compresses, reduce_by
+from fsdp_compile.eager.convert import convert
 from fsdp_compile.eager.forward import CheckParams, gathering, hooked_call
-from fsdp_compile.eager.reduce import compresses, set_sync
+from fsdp_compile.eager.reduce import set_sync
 from fsdp_compile.eager.summon import summon_full_params, summoned_for_apply
 from fsdp_compile.eager.unsharded import UnshardHandle, reshard
 from fsdp_compile.eager.writeback import refresh
@@ -310,7 +312,7 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module, torch.distributed
         if not callable(hook):
             raise ValueError(f"hook must be callable, not a {type(hook).__name__}; pass (state, hook), in this order")
         for unit in units:
-            unit.set_comm_hook(state, hook, compresses(hook))
+            unit.set_comm_hook((state, hook), reduce_by, compresses(hook))
 
     # The `set_*` methods have FSDP2's names and meanings. Most are about the module's own units; with `recurse` also
     # about those of sharded modules below. What changes how gradients are reduced holds in compiled steps too: graphs

@@ -18,16 +18,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
-STORY_LINES = 14_365
+STORY_LINES = 14_301
 """The limit of the story. A commit that makes the story smaller lowers it; nothing raises it."""
 
 STORY = tuple(
     f"{PACKAGE}/{folder}/{name}.py"
     for folder, names in {
-        "core": "__init__ _torch autograd averaging exact_sums flat_collectives flat_param inner_params layout ops "
-        "settings sharding tensor_parallel traced_writes unit",
+        "core": "__init__ _torch autograd averaging backward_pass exact_sums flat_collectives flat_param inner_params "
+        "layout ops settings sharding traced_writes unit",
         "construct": "__init__ arguments prepare units wrap_policy",
-        "eager": "__init__ casting forward reduce runtime streams unsharded",
+        "eager": "__init__ block_reader casting forward forward_pass reduce runtime streams unsharded",
         "passes": "__init__ _torch inductor pipeline",
         "passes/cost": "__init__ hardware roofline",
         "passes/graph": "__init__ analyze costs lifetimes nodes",

@@ -36,6 +36,11 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return current_backward() != -1
+
+
 def groups_counted() -> int:
     """Part of the next group's name: how many this process is in; from torch 2.14 on, has been asked for."""
     return int(_world.group_count) if torch.__version__ >= "2.14" else len(_world.pg_names)

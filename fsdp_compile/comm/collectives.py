@@ -17,8 +17,8 @@ from torch.profiler import record_function
 from fsdp_compile.comm._torch import (
     OPERATORS,
     broadcast_from,
-    current_backward,
     group_named,
+    in_backward,
     profiler_runs,
     start_all_to_all,
     start_broadcasts,
@@ -118,7 +118,7 @@ class _NoRange:
     __enter__ = __exit__ = staticmethod("".format)  # takes any arguments, returns what is false, and is no Python code
 
 
-_NO_RANGE: Any = _NoRange()
+NO_RANGE: Any = _NoRange()
 
 
 def profiled(phase: str, what: str | int) -> AbstractContextManager[Any]:
@@ -129,12 +129,12 @@ def profiled(phase: str, what: str | int) -> AbstractContextManager[Any]:
         what: the unit, or the number of elements of the unsharded tensor, by which the unit is looked up.
     """
     if not profiler_runs():
-        return _NO_RANGE
+        return NO_RANGE
     return record_function(f"fsdp_compile.{_stage(phase)}.{phase} {names_of(what)}")
 
 
 def _stage(kind: str) -> str:
-    return "forward" if current_backward() == -1 and "reduce" not in kind else "backward"
+    return "backward" if in_backward() or "reduce" in kind else "forward"
 
 
 class waiting_for:  # used like a function; a generator would cost a microsecond per wait

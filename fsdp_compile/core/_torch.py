@@ -87,7 +87,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _clipping_typ
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes  # an active fake mode too
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fsdp_compile.comm._torch import current_backward
+from fsdp_compile.comm._torch import in_backward
 
 __all__ = [
     "FakeTensor",
@@ -97,10 +97,10 @@ __all__ = [
     "allreduce_hook",
     "backward_keeps_graph",
     "bf16_compress_hook",
-    "current_backward",
     "current_transform",
     "fp16_compress_hook",
     "has_global_hooks",
+    "in_backward",
     "local_shape_and_offset",
     "next_node_number",
     "outside_of_transforms",
@@ -374,36 +374,6 @@ def runs_compiled_autograd() -> bool:
     return compiled_autograd.in_compiled_autograd_region
 
 
-def call_with_gradients(tensors: Sequence[Tensor], function: Callable[[], Any]) -> Callable[[], None]:
-    """Call `function` in a backward pass when it has computed the gradients of all `tensors` that it reaches.
-
-    Return what ends that. As `register_multi_grad_hook`, which fails for leaves in `torch.autograd.grad`: whether such
-    a pass reaches a leaf, nobody can tell, so `function` is called there if it reaches all.
-    """
-    nodes, left = [get_gradient_edge(each).node for each in tensors], dict[int, int]()
-
-    @never_compile
-    def hook(_grad: Tensor) -> None:
-        now = current_backward()
-        if now not in left:
-            try:
-                left[now] = sum(map(executes_node, nodes))
-            except RuntimeError:
-                left[now] = len(nodes)
-        left[now] -= 1
-        if left[now] == 0:
-            del left[now]
-            function()
-
-    handles = [each.register_hook(hook) for each in tensors]
-
-    def end() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return end
-
-
 def is_exporting() -> bool:
     """Whether `torch.export` traces. While it compiles, Dynamo of torch 2.11 takes torch's own function for true."""
     return torch.compiler._is_exporting_flag
@@ -530,7 +500,7 @@ def register_foreach_type(kind: type[Tensor]) -> None:
 
 def executes_formula() -> bool:
     """Whether this thread runs a backward pass, and not what follows the accumulation of a gradient."""
-    if current_backward() == -1:
+    if not in_backward():
         return False
     node = torch._C._current_autograd_node()
     return node is None or node.name() != "torch::autograd::AccumulateGrad"
@@ -625,6 +595,9 @@ def register_first_hook(tensor: Tensor, hook: Callable[[Any], Any]) -> None:
 
 def leaves_of(value: Any) -> Iterator[Any]:
     """The leaves of `value`, through containers that torch's pytrees know, sets and dataclasses."""
+    if isinstance(value, Tensor):  # most often
+        yield value
+        return
     for leaf in tree_leaves(value):
         if isinstance(leaf, (set, frozenset)):
             yield from leaves_of(list(leaf))

@@ -26,9 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from fsdp_compile.core._torch import (
-    call_after_backward,
     carry_optimizers,
-    current_backward,
     executes_node,
     never_compile,
     runs_compiled_autograd,
@@ -36,6 +34,7 @@ from fsdp_compile.core._torch import (
     without_torch_function,
 )
 from fsdp_compile.core.averaging import has_hooks
+from fsdp_compile.core.backward_pass import BackwardPass, running_backward
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.shard_spec import ShardRanks
 from fsdp_compile.core.sharded_tensor import FlatGradient, ShardedTensor, set_grad
@@ -121,15 +120,6 @@ class ShardSplitter:
         return [None if part is None else part.view(shape) for part, shape in zip(slices, self._shapes, strict=True)]
 
 
-_reducing: dict[int, list["GradientReduction"]] = {}  # what the backward passes under way have reduced
-
-
-def _end_backward(backward: int) -> None:
-    for reduction in _reducing.pop(backward, ()):
-        reduction.backwards.discard(backward)
-        reduction.results = [each for each in reduction.results if each[0] != backward]  # of a pass that has failed
-
-
 @dataclass(eq=False)
 class GradientReduction:
     """The reduce of a flat parameter's gradient: started by the eager runtime, waited for by autograd.
@@ -140,14 +130,10 @@ class GradientReduction:
     grad_dtype: torch.dtype | None = None  # of `.grad` after backward, if not the parameters'
     finish: Callable[[], None] | None = None  # waits for the reduce in flight and completes its result
     wait_for_copy: Callable[[], None] | None = None  # lets the host wait for the result's copy into host memory
-    # The backward passes under way that have reduced gradients, including all that were accumulated under no_sync. A
-    # reentrant checkpoint runs one within another.
-    backwards: set[int] = field(default_factory=set)
     full_precision: bool = False  # whether the last one computed in the parameters' own dtype
     # Reduces the gradients that were accumulated under no_sync, zeros if there are none, and returns this rank's slice;
     # None until no_sync has been in force for the first time.
     reduce_accumulated: Callable[[], Tensor] | None = None
-    results: list[tuple[int, Tensor]] = field(default_factory=list)  # by backward pass, for `DeferredGradient`
     awaits_reduce: bool = False  # no_sync was in force since the last reduce, on all ranks: some may have accumulated
     # Whether `flat_gradient`, 1-D, takes what would become gradients of the parameters, which stay None: who sets this
     # updates them next (step.py).
@@ -160,23 +146,16 @@ class GradientReduction:
 
     def begin_in_backward(self) -> bool:
         """Record that the running backward pass reduces; return whether this was known. False outside of backward."""
-        now = current_backward()
-        if now == -1 or now in self.backwards:  # outside of backward nothing is noted
-            return now != -1
-        self.backwards.add(now)
-        reducing = _reducing.setdefault(now, [])
-        if not reducing:
-            end = partial(_end_backward, now)
-            call_after_backward(end, if_failed=end)
-        reducing.append(self)
+        backward = running_backward()
+        if backward is None or self in backward.begun:  # outside of backward nothing is noted
+            return backward is not None
+        backward.begun.add(self)
         return False
 
     def abandon(self) -> None:
-        """Drop the reduce in flight and all results, after a backward that failed."""
+        """Drop the reduce in flight, after a backward that failed."""
         with self._lock:
             self.finish = self.wait_for_copy = None
-            self.backwards.clear()
-            self.results.clear()
 
     def wait(self) -> None:
         """Order the current stream after the reduce in flight."""
@@ -195,15 +174,15 @@ class GradientReduction:
 
     def defer(self, grad: Tensor | None) -> bool:
         """Leave `grad`, `[shard_numel]`, perhaps in flight, to `DeferredGradient`; return whether there is one."""
-        if grad is not None:
-            self.results.append((current_backward(), grad))
+        backward = running_backward()
+        if grad is not None and backward is not None:
+            backward.results.setdefault(self, []).append(grad)
         return grad is not None
 
     def take_results(self) -> Tensor | None:
         """The sum of `results` of the running backward pass, `[shard_numel]`, complete; None if all was accumulated."""
-        now = current_backward()
-        grads = [grad for backward, grad in self.results if backward == now]
-        self.results = [each for each in self.results if each[0] != now]  # of a pass around a reentrant checkpoint's
+        backward = running_backward()
+        grads = [] if backward is None else backward.results.pop(self, [])
         self.wait_on_host()
         return sum(grads[1:], grads[0]) if grads else None
 
@@ -361,9 +340,9 @@ class ShardBinding:
                 set_grad(param, param.grad.to(wanted))
 
 
-def _identity(grad: Tensor) -> tuple[int, int, int]:
+def _identity(grad: Tensor) -> tuple[BackwardPass | None, int, int]:
     """What tells a gradient of the running backward pass from another one, or from a sum that it is part of."""
-    return current_backward(), grad.data_ptr(), grad._version
+    return running_backward(), grad.data_ptr(), grad._version
 
 
 def average_plain_gradients(binding: ShardBinding, ranks: ShardRanks) -> list[RemovableHandle]:
@@ -408,7 +387,9 @@ class ScatterGradients(torch.autograd.Function):
             return (None, None, None, *[None] * len(binding.params))
         check_first_order(binding.names[0], grad)
         reduction = binding.reduction
-        if reduction.reduce_accumulated is not None and current_backward() not in reduction.backwards:
+        backward = running_backward()
+        assert backward is not None  # the engine runs this
+        if reduction.reduce_accumulated is not None and reduction not in backward.begun:
             grad = grad + reduction.reduce_accumulated()  # the graph was traced before the first no_sync: on all ranks
         binding.check_bound()
         adds = binding.has_gradients()
@@ -417,9 +398,9 @@ class ScatterGradients(torch.autograd.Function):
             binding.check_order()
             binding.set_grad_dtype(None)  # accumulation is never in low precision (E-MP-12)
         if carry_optimizers(binding.params):
-            call_after_backward(partial(step_carried_optimizers, binding.params))
+            backward.at_end(partial(step_carried_optimizers, binding.params))
         if reduction.grad_dtype is not None and not reduction.full_precision:
-            call_after_backward(partial(binding.set_grad_dtype, reduction.grad_dtype))
+            backward.at_end(partial(binding.set_grad_dtype, reduction.grad_dtype))
         return (None, None, None, *binding.scatter(grad, ctx.needs_input_grad[3:], adds))
 
 

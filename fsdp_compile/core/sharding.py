@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from fsdp_compile.core._torch import (
     READS_SHOWN_PARAMETERS,
     RNN_WITHOUT_LIST,
-    current_backward,
     executes_formula,
+    in_backward,
     mark_as_sharded,
     while_tracing,
 )
@@ -404,7 +404,7 @@ def _readable(unit: Unit) -> list[Tensor] | None:
     """
     if torch.compiler.is_compiling():
         return unit.unsharded_params
-    runs = unit.is_unsharded and (current_backward() == -1 or executes_formula())
+    runs = unit.is_unsharded and (not in_backward() or executes_formula())
     return unit.unsharded_params if runs else None
 
 

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictSettings
 
 from fsdp_compile.comm.groups import Stages
-from fsdp_compile.core._torch import current_backward, while_tracing
+from fsdp_compile.core._torch import while_tracing
 from fsdp_compile.core.autograd import GradientReduction
+from fsdp_compile.core.backward_pass import BackwardPass, running_backward
 from fsdp_compile.core.flat_param import FlatParam, NamedParams
 from fsdp_compile.core.layout import ShardRecord
 from fsdp_compile.core.ops import OF_ROOT, UNSHARD, UPDATES, VIEWS, NamedGroup, UnshardSpec, shard_order
@@ -155,7 +156,6 @@ class ReduceQueue(deque[dict[GradientReduction, None]]):
     Attributes:
         awaiting_reduce: units of the root that were under no_sync since their last reduce, in one order on all ranks:
             what they accumulated is reduced even if they take part in no further backward pass.
-        settled_in: the last backward pass at whose end that happened.
         order: in which units communicate in backward (eager/order.py); None before there is a root.
         microbatches: which microbatch of a step a backward pass is (eager/partial_sums.py), where sums need it.
     """
@@ -163,7 +163,6 @@ class ReduceQueue(deque[dict[GradientReduction, None]]):
     def __init__(self) -> None:
         super().__init__()
         self.awaiting_reduce: list[weakref.ref[Unit]] = []
-        self.settled_in = -1
         self.order: Any = None
         self.microbatches: Any = None
         self._newest = ""  # the path of the unit whose reduces were started last
@@ -230,8 +229,9 @@ class Unit:
         self.state_settings: StateDictSettings | None = None  # the kind of state dicts (state_dict/model.py)
         self.chunked_values = False  # whether sharded ones have torch's ShardedTensors where no mesh was given
         self.locations = ParameterLocations(len(self.params))  # which modules hold the parameters
-        # A state and the function that reduces gradients instead of the default: see `set_comm_hook`.
+        # A state and the user's function that reduces gradients, and what calls it: see `set_comm_hook`.
         self.comm_hook: tuple[Any, Callable[..., Any]] | None = None
+        self.reduce_by: Callable[..., Tensor] | None = None
         self._hook_compresses = False
         self.reduces_in_flight = ReduceQueue()  # shared by all units of a root
         self.of_root = False  # whether it is gathered around the forward of a root
@@ -266,7 +266,7 @@ class Unit:
         # What a forward or backward reads: the parameters, or flat ones in a forward that was compiled by itself.
         self.unsharded_params: list[Tensor] | None = None
         self.unsharded_flats: list[Tensor] | None = None
-        self.backward_pass = -1  # that set one of these two; -1: a forward did
+        self.backward: BackwardPass | None = None  # that set one of these two; None: a forward did
         # Eager forwards whose backward is to come (eager.unsharded), as they ended: in the same order on all ranks.
         self.awaiting_backward: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self.prefetched: Any = None  # what `FSDPModule.unshard` gathered, until a forward takes it (eager.unsharded)
@@ -278,7 +278,7 @@ class Unit:
     @property
     def phase(self) -> Phase:
         """Who reads the parameters now. A phase left by a backward pass that failed ends with that pass."""
-        if self._phase is Phase.BACKWARD and self.backward_pass != current_backward():
+        if self._phase is Phase.BACKWARD and self.backward is not running_backward():
             return Phase.SHARDED
         return self._phase
 
@@ -295,9 +295,9 @@ class Unit:
 
     def show_unsharded(self, tensors: list[Tensor], as_flats: bool) -> None:
         """Let a forward or the running backward pass read `tensors`, one per parameter, or per flat parameter."""
-        now = current_backward()
-        self.enter(Phase.FORWARD if now == -1 else Phase.BACKWARD)
-        self.backward_pass = now
+        backward = running_backward()
+        self.enter(Phase.FORWARD if backward is None else Phase.BACKWARD)
+        self.backward = backward
         if as_flats:
             self.unsharded_flats = tensors
         else:
@@ -342,9 +342,15 @@ class Unit:
         self.accumulates |= not syncs
         self._choose_delivery()
 
-    def set_comm_hook(self, state: Any, hook: Callable[..., Any], compresses: bool) -> None:
-        """Let `hook` reduce gradients; `compresses`: it gets them in the dtype of the computation."""
-        self.comm_hook, self._hook_compresses = (state, hook), compresses
+    def set_comm_hook(
+        self, comm_hook: tuple[Any, Callable[..., Any]], reduce_by: Callable[..., Tensor], compresses: bool
+    ) -> None:
+        """Let a hook, with its state, reduce gradients in the place of our collectives.
+
+        `reduce_by(unit, flat, state, hook, packed)` returns what it reduces `packed`, 1-D `[layout.numel]`, to.
+        `compresses`: the hook gets gradients in the dtype of the computation.
+        """
+        self.comm_hook, self.reduce_by, self._hook_compresses = comm_hook, reduce_by, compresses
         self.update_dtypes()
         self._choose_delivery()
 
@@ -403,9 +409,9 @@ class Unit:
         return float(self.options.divide_factor or self.data_parallel_size) if is_given else None
 
     @property
-    def has_frozen(self) -> bool:
-        """Whether some parameters train and some do not."""
-        return any(not flat.trains or flat.frozen for flat in self.flats) and self.trains
+    def only_trains(self) -> bool:
+        """Whether all parameters train."""
+        return all(flat.trains and not flat.frozen for flat in self.flats)
 
     @property
     def trains(self) -> bool:
@@ -611,5 +617,5 @@ def check_idle(units: Iterable[Unit], what: str, error: type[Exception] = ValueE
     for unit in units:
         if unit.phase is not Phase.SHARDED:
             raise error(f"{what} needs idle units, and {unit} is {unit.describe_phase()}: call it between steps")
-    if current_backward() != -1:
+    if running_backward() is not None:
         raise error(f"{what} cannot run within a backward pass: call it between steps")

@@ -21,7 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.comparison import exists
 from fsdp_compile.comm.waits import MessageBoard
-from fsdp_compile.core._torch import call_after_backward, current_backward, executes_node
+from fsdp_compile.core._torch import executes_node
+from fsdp_compile.core.backward_pass import BackwardPass, running_backward
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.core.settings import warn_caller
@@ -29,6 +30,7 @@ from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
 from fsdp_compile.core.unit import IGNORED, ReduceQueue, Unit, unit_of
 from fsdp_compile.core.unsharded_tensor import UnreducedGradient
 from fsdp_compile.eager.checks import checksum, timeout_of_checks
+from fsdp_compile.eager.forward_pass import Listener
 from fsdp_compile.eager.partial_sums import Microbatches, PartialSums
 
 _with_accumulated: weakref.WeakSet[FlatParam] = weakref.WeakSet()
@@ -148,7 +150,7 @@ def accumulate(unit: Unit, flat: FlatParam, packed: Tensor) -> None:
 
 def returns_gradients(flat: FlatParam) -> bool:
     """Whether the running backward pass returns gradients of the flat parameter: `torch.autograd.grad` was called."""
-    if current_backward() == -1 or flat.binding.all_are_asked():
+    if running_backward() is None or flat.binding.all_are_asked():
         return False
     try:
         for param in flat.params:
@@ -160,7 +162,7 @@ def returns_gradients(flat: FlatParam) -> bool:
 
 def _leave_out_unasked(flat: FlatParam, packed: Tensor) -> None:
     """Set gradients to zero in `packed` for which the running backward pass was not asked, as by `inputs`."""
-    if current_backward() == -1 or flat.binding.all_are_asked():
+    if running_backward() is None or flat.binding.all_are_asked():
         return
     try:
         asked = [param.requires_grad and executes_node(get_gradient_edge(param).node) for param in flat.params]
@@ -258,10 +260,18 @@ def settle_after_backward(unit: Unit) -> None:
 
     See Note [Units that take no part in the last backward].
     """
-    queue, now = unit.reduces_in_flight, current_backward()
-    if queue.awaiting_reduce and queue.settled_in != now != -1:
-        queue.settled_in = now
-        call_after_backward(functools.partial(settle, queue))
+    queue, backward = unit.reduces_in_flight, running_backward()
+    if queue.awaiting_reduce and backward is not None:
+        backward.at_end_once(queue, functools.partial(settle, queue))
+
+
+class Accumulation(Listener):
+    """Reduces at the end of a backward pass what units have accumulated that took no part in it."""
+
+    def before_backward(self, gathered: Any, backward: BackwardPass, was_prefetched: bool) -> None:
+        """Not of a module outside of its root: a reentrant checkpoint runs such a pass within that of the root."""
+        if gathered.forward.of_root:
+            settle_after_backward(gathered.unit)
 
 
 def settle(queue: ReduceQueue) -> None:

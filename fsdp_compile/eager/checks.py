@@ -22,7 +22,7 @@ from fsdp_compile.core.sharding import join_registries, original_class, sharding
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.writeback import refresh, replaced_objects
 
-_OF_EACH_MODULE = frozenset(vars(nn.Module()))
+_OF_EACH_MODULE = frozenset(vars(nn.Module())) | {"_fsdp_parameters", "_fsdp_units"}
 _SETTINGS = {"limit_all_gathers": "limit_all_gathers", "FSDP_COMPILE_FULL_PREC_IN_EVAL": "full_precision_in_eval"}
 
 

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from fsdp_compile.comm.collectives import profiled
 from fsdp_compile.core._torch import (
     allowed_in_regions,
-    call_after_backward,
     call_before_runs,
-    current_backward,
     current_transform,
     dynamo_is_active,
     has_global_hooks,
+    in_backward,
     is_exporting,
     never_trace,
     outside_of_transforms,
@@ -32,13 +31,23 @@ from fsdp_compile.core._torch import (
     renew_attributes,
     while_tracing,
 )
+from fsdp_compile.core.backward_pass import BackwardPass, running_backward
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharding import ModuleSharding, original_class
 from fsdp_compile.core.unit import Unit
+from fsdp_compile.eager.block_reader import wait_for_flats
 from fsdp_compile.eager.casting import cast_outputs, computes_in_full_precision, prepare_inputs
 from fsdp_compile.eager.checks import kept_by_modules
+from fsdp_compile.eager.forward_pass import ForwardPass
 from fsdp_compile.eager.runtime import Runtime
-from fsdp_compile.eager.unsharded import Reader, UnshardedUnit, free_for_next_forward, wait_for_flats
+from fsdp_compile.eager.unsharded import (
+    Exits,
+    Lifetime,
+    Reader,
+    State,
+    UnshardedUnit,
+    free_for_next_forward,
+)
 from fsdp_compile.eager.writeback import refresh
 
 # Note [Graph breaks in the forward of a sharded module]
@@ -55,18 +64,58 @@ def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwarg
     Units that are unsharded already, by an enclosing module or by the backward pass that recomputes this forward, are
     used as they are. If forward raises, the units are resharded and the module stays usable.
     """
-    if module._fsdp.in_hooked_call:
-        return cast_outputs(module, forward(module, *args, **kwargs))
     try:  # Note [Graph breaks in the forward of a sharded module]
-        args, kwargs = prepare_inputs(module, args, kwargs)
-        if torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
+            return eager_forward(module, forward, args, kwargs, _UNTRACED)
+        if not module._fsdp.in_hooked_call:
+            args, kwargs = prepare_inputs(module, args, kwargs)
             return cast_outputs(module, _traced(module, forward, args, kwargs))
-        run: Callable[..., Any] = partial(forward, module)
-        if module._fsdp.settings.output_dtype is not None:  # before outputs get hooks, which see what users see
-            run = lambda *args, **kwargs: cast_outputs(module, forward(module, *args, **kwargs))  # noqa: E731
-        if _has_unsharded_flats(module):
-            return _run_with_flats(module, run, args, kwargs)
-        return _unsharded(module, run, args, kwargs)
+        return cast_outputs(module, forward(module, *args, **kwargs))
+    finally:
+        pass
+
+
+def eager_forward(
+    module: Any,
+    forward: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    steps: "_Steps",
+    compiled: Callable[..., Any] | None = None,
+) -> Any:
+    """As `sharded_forward`, eagerly; for `compiled`, a block's forward, unsharded flat parameters are shown.
+
+    `steps` are the functions that gather and free: _UNTRACED where Dynamo may compile this one.
+    """
+    try:  # Note [Graph breaks in the forward of a sharded module]
+        sharding: ModuleSharding = module._fsdp
+        if sharding.in_hooked_call:
+            return cast_outputs(module, forward(module, *args, **kwargs))
+        if compiled is not None:
+            run = compiled
+        else:
+            args, kwargs = prepare_inputs(module, args, kwargs)
+            run = partial(forward, module)
+            if sharding.settings.output_dtype is not None:  # before outputs get hooks, which see what users see
+                run = lambda *args, **kwargs: cast_outputs(module, forward(module, *args, **kwargs))  # noqa: E731
+            if steps.has_unsharded_flats(module):
+                return _run_with_flats(module, run, args, kwargs)
+        if steps.in_backward():
+            return _recomputed(module, run, args, kwargs, compiled)
+        if sharding.is_root and steps.is_inside_itself(module):
+            return run(*args, **kwargs)
+        opened: list[UnshardedUnit] = []
+        try:
+            steps.pre_forward(module, opened, compiled)
+            output = run(*args, **kwargs)
+            steps.post_forward(module, opened, (*args, *kwargs.values()), output)
+            return output
+        except BaseException as error:
+            steps.fail(error, module, opened)
+            raise
+        finally:
+            if sharding.is_root:  # no call, which could be interrupted: the next forward would not gather
+                module._fsdp_runtime.running = None
     finally:
         pass
 
@@ -77,7 +126,7 @@ def compiled_forward(module: Any, compiled: Callable[..., Any], /, *args: Any, *
         return module._call_impl(*args, **kwargs)
     if module._fsdp.is_root:
         return compiled(*args, **kwargs)
-    return _unsharded(module, compiled, args, kwargs, reader=compiled)
+    return eager_forward(module, compiled, args, kwargs, _UNTRACED if dynamo_is_active() else _DIRECT, compiled)
 
 
 def hooked_call(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,7 +212,9 @@ def gathering(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward`, a function of a sharded module, with the module's units gathered around it."""
 
     def gathered_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return sharded_forward(self, forward, args, kwargs)
+        if torch.compiler.is_compiling() or dynamo_is_active():
+            return sharded_forward(self, forward, args, kwargs)
+        return eager_forward(self, forward, args, kwargs, _DIRECT)
 
     # A code object for each function: Dynamo counts recompilations per code object, and these are different programs.
     gathered_forward.__code__ = gathered_forward.__code__.replace(co_name="gathered_forward")
@@ -184,7 +235,7 @@ def gather_around_own_forward(module: nn.Module) -> None:
 @torch.compiler.disable
 def _prepare(module: Any) -> None:
     """Apply what users did to parameters; free what was gathered for an eager forward. Raises as `refresh` does."""
-    if current_backward() != -1:  # a forward that is recomputed: what the first one found is in force
+    if in_backward():  # a forward that is recomputed: what the first one found is in force
         return
     runtime: Runtime = module._fsdp_runtime
     if module._fsdp.is_root:
@@ -197,6 +248,8 @@ def _prepare(module: Any) -> None:
             unit.options_when_compiled = unit.options
             runtime.warn_compiled(unit.options.only_eager)
         if not unit.is_unsharded:
+            if unit.summoned is None:
+                unit.hide_unsharded()  # what a backward pass has left that failed
             if unit.prefetched is not None:
                 runtime.warn_compiled({"unshard"})
             refresh(unit)
@@ -222,66 +275,37 @@ def _trained(module: Any) -> list[bool]:
 # --- eager ------------------------------------------------------------------------------------------------------------
 
 
-def _unsharded(
-    module: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any], reader: Callable[..., Any] | None = None
-) -> Any:
-    """`run(*args, **kwargs)` with the units' parameters unsharded; for `reader`, compiled, their flat parameters."""
-    try:  # Note [Graph breaks in the forward of a sharded module]
-        if _in_backward():
-            return _recomputed(module, run, args, kwargs, reader)
-        if module._fsdp.is_root and _is_inside_itself(module):
-            return run(*args, **kwargs)
-        opened: list[UnshardedUnit] = []
-        try:
-            _pre_forward(module, opened, reader)
-            output = run(*args, **kwargs)
-            _post_forward(module, opened, (args, kwargs), output)
-            return output
-        except BaseException as error:
-            _hide_after(error, module, opened)
-            raise
-        finally:
-            if module._fsdp.is_root:  # no call, which could be interrupted: the next forward would not gather
-                module._fsdp_runtime.iteration = None
-    finally:
-        pass
-
-
-@torch.compiler.disable
-def _in_backward() -> bool:
-    return current_backward() != -1
-
-
-@torch.compiler.disable
 def _is_inside_itself(module: Any) -> bool:
     """Whether a forward that was set on the root `module` calls the one of its class."""
-    return bool(module._fsdp_runtime.iteration)
+    return module._fsdp_runtime.running is not None
 
 
-@torch.compiler.disable
-def _pre_forward(module: Any, opened: list[UnshardedUnit], reader: Callable[..., Any] | None) -> None:
+def _pre_forward(module: Any, opened: list[UnshardedUnit], compiled: Callable[..., Any] | None) -> None:
     """Gather the module's units, show them to module code, and begin to gather what comes next."""
     if current_transform() is not None:
         with outside_of_transforms():
-            return _pre_forward(module, opened, reader)
+            return _pre_forward(module, opened, compiled)
     runtime: Runtime = module._fsdp_runtime
+    sharding: ModuleSharding = module._fsdp
     full_precision = computes_in_full_precision(module)
-    if module._fsdp.is_root:
+    if sharding.is_root:
         runtime.begin_iteration(module)
-    sharded = [u for u in module._fsdp.units if not u.is_unsharded and not _computes_summoned(u, full_precision)]
-    for unit in sharded:
+    forward = runtime.running or ForwardPass(runtime)
+    for unit in sharding.units:
+        if unit.is_unsharded or (unit.summoned is not None and _computes_summoned(unit, full_precision)):
+            continue
         with profiled("pre", unit.path):
-            gathered = runtime.gather(unit, full_precision)
-            gathered.of_several = unit in module._fsdp.shared_units
-            gathered.open(reader)  # one by one: if one fails, those before it are closed
-            shared = gathered.of_several and runtime.iteration is not None
-            (runtime.shared_in_forward if shared else opened).append(gathered)
-            runtime.prefetch_forward(gathered)
+            gathered = runtime.gather(unit, full_precision, forward)
+            is_alone = unit not in sharding.shared_units
+            gathered.pre_forward(compiled, is_alone)  # one by one: if one fails, those before it are closed
+            (opened if is_alone or not forward.of_root else forward.shared).append(gathered)
+            for listen in runtime.heard.in_forward:
+                listen(gathered)
 
 
 def _computes_summoned(unit: Unit, full_precision: bool) -> bool:
     """Whether a forward may compute with the full parameters that `summon_full_params` shows (E-FWD-12)."""
-    if unit.summoned is None or torch.is_grad_enabled() or not unit.summoned.may_compute:
+    if torch.is_grad_enabled() or not unit.summoned.may_compute:
         return False
     return all(unit.compute_dtype(flat, full_precision) == flat.shard.dtype for flat in unit.flats)
 
@@ -300,8 +324,7 @@ def _hide(
             runtime.complete_iteration()
     finally:
         if module._fsdp.is_root:
-            opened += runtime.shared_in_forward
-            runtime.shared_in_forward.clear()
+            opened += runtime.running.shared if runtime.running is not None else ()
         for gathered in opened:
             gathered.hide()
         if module._fsdp.is_root:
@@ -311,17 +334,17 @@ def _hide(
         gathered.check_unwritten(error)
 
 
-@torch.compiler.disable
-def _hide_after(error: BaseException, module: Any, opened: list[UnshardedUnit]) -> None:
+def _fail(error: BaseException, module: Any, opened: list[UnshardedUnit]) -> None:
+    for gathered in opened:
+        gathered.fail_forward()
     _hide(module, opened, error=error)
 
 
-@torch.compiler.disable
-def _post_forward(module: Any, opened: list[UnshardedUnit], inputs: Any, output: Any) -> None:
+def _post_forward(module: Any, opened: list[UnshardedUnit], inputs: tuple, output: Any) -> None:
     """Prepare for backward, and free what it will gather again."""
     if current_transform() is not None:
         for gathered in opened:
-            gathered.is_held = True
+            gathered.lifetime = Lifetime.WHILE_HELD
         with outside_of_transforms():
             return _post_forward(module, opened, inputs, output)
     _hide(module, opened, completed=True)
@@ -329,20 +352,43 @@ def _post_forward(module: Any, opened: list[UnshardedUnit], inputs: Any, output:
         with profiled("post", gathered.unit.path):
             keep = module._fsdp.is_root or module._fsdp_runtime.begins_backward(gathered)
             keep |= gathered.unit.reshard_after_forward is False
-            gathered.end_forward(inputs, output, () if module._fsdp.is_root else kept_by_modules(module), keep)
-        if not keep:
-            _warn_if_it_stays(module, gathered)
-        module._fsdp_runtime.end_forward(gathered)
+            kept = () if module._fsdp.is_root else kept_by_modules(module)
+            exits = gathered.post_forward(inputs, output, kept, keep)
+            if not keep and exits is not None and (exits.opaque or exits.is_left):
+                _warn_that_it_stays(module, gathered.unit, exits)
+            module._fsdp_runtime.end_forward(gathered)
 
 
-def _warn_if_it_stays(module: nn.Module, gathered: UnshardedUnit) -> None:
-    who = f"{original_class(module).__name__} with parameters {', '.join(gathered.unit.names[:2])}, ..."
-    if gathered.opaque:
+class _Steps(NamedTuple):
+    """What `eager_forward` calls around the module's own forward."""
+
+    in_backward: Callable[[], bool]
+    has_unsharded_flats: Callable[[Any], bool]
+    is_inside_itself: Callable[[Any], bool]
+    pre_forward: Callable[[Any, list[UnshardedUnit], Any], None]
+    post_forward: Callable[[Any, list[UnshardedUnit], Any, Any], None]
+    fail: Callable[[BaseException, Any, list[UnshardedUnit]], None]
+
+
+def _has_unsharded_flats(module: Any) -> bool:
+    for unit in module._fsdp.units:
+        if unit.unsharded_flats is not None and unit.unsharded_params is None and unit.is_unsharded:
+            return True
+    return False
+
+
+_DIRECT = _Steps(in_backward, _has_unsharded_flats, _is_inside_itself, _pre_forward, _post_forward, _fail)
+_UNTRACED = _Steps(*map(torch.compiler.disable, _DIRECT))
+
+
+def _warn_that_it_stays(module: nn.Module, unit: Unit, exits: Exits) -> None:
+    who = f"{original_class(module).__name__} with parameters {', '.join(unit.names[:2])}, ..."
+    if exits.opaque:
         warn_caller(
-            f"{who} returns a {gathered.opaque.__name__}, which may have tensors inside that cannot be seen, so its "
+            f"{who} returns a {exits.opaque.__name__}, which may have tensors inside that cannot be seen, so its "
             f"parameters stay unsharded until backward; return tensors, containers of them or a dataclass"
         )
-    elif gathered.is_left:
+    else:
         warn_caller(
             f"the forward of {who} computes something with gradients that it neither returns nor keeps as an "
             f"attribute, so its parameters stay unsharded until backward; return it, keep it as an attribute or in an "
@@ -351,19 +397,22 @@ def _warn_if_it_stays(module: nn.Module, gathered: UnshardedUnit) -> None:
 
 
 def _recomputed(
-    module: Any, run: Callable[..., Any], args: tuple, kwargs: Any, reader: Callable[..., Any] | None
+    module: Any, run: Callable[..., Any], args: tuple, kwargs: Any, compiled: Callable[..., Any] | None
 ) -> Any:
     """Run the forward again within backward, with all units unsharded."""
+    backward = running_backward()
+    assert backward is not None
     sharded = [unit for unit in module._fsdp.units if not unit.is_unsharded]
     for unit in module._fsdp.units:
         for gathered in unit.awaiting_backward:
             if gathered.views is unit.unsharded_params or gathered.views is unit.unsharded_flats:
                 gathered.recompute()
-    gathered_here = list(filter(None, [_open_for_recomputation(module, unit, reader) for unit in sharded]))
+    opened = [_open_for_recomputation(module, unit, backward, compiled) for unit in sharded]
+    gathered_here = list(filter(None, opened))
     try:
         output = run(*args, **kwargs)
         for gathered in gathered_here:  # a reentrant checkpoint: a backward pass of its own follows, and may free them
-            gathered.end_forward((args, kwargs), output, (), keep=True)
+            gathered.post_forward((*args, *kwargs.values()), output, (), keep=True)
     finally:
         if not torch.is_grad_enabled():  # it is within a checkpoint that is recomputed: its own recomputation follows
             for gathered in gathered_here:
@@ -371,7 +420,9 @@ def _recomputed(
     return output
 
 
-def _open_for_recomputation(module: Any, unit: Unit, reader: Callable[..., Any] | None) -> UnshardedUnit | None:
+def _open_for_recomputation(
+    module: Any, unit: Unit, backward: BackwardPass, compiled: Callable[..., Any] | None
+) -> UnshardedUnit | None:
     """Show the recomputed forward the parameters that were unsharded for the first one.
 
     If several forwards of `unit` await their backward it is the last, as backward reverses forward: all ranks choose
@@ -381,32 +432,25 @@ def _open_for_recomputation(module: Any, unit: Unit, reader: Callable[..., Any] 
     awaiting = list(unit.awaiting_backward)
     if awaiting:
         gathered = awaiting[-1]
-        gathered.readers |= Reader.RECOMPUTED_FORWARD
-        gathered.is_lent = True
-        gathered.reopen()
+        gathered.readers.add(Reader.RECOMPUTED_FORWARD)
+        gathered.pre_backward(backward, State.LENT)
         return None
-    streams = module._fsdp_runtime.streams_for(unit.device)
+    runtime: Runtime = module._fsdp_runtime
     if unit.is_sharded:
         unit.reduces_in_flight.order.next_in_backward("all-gather", unit)
-    gathered = UnshardedUnit(unit, computes_in_full_precision(module), streams)
-    gathered.open(reader)
+    for listen in runtime.heard.before_values:
+        listen(unit)
+    gathered = UnshardedUnit(unit, computes_in_full_precision(module), ForwardPass(runtime))
+    gathered.pre_forward(compiled, is_alone=False)
     if not torch.is_grad_enabled():  # nothing will run backward through this one
         return gathered
-    gathered.backward_pass = current_backward()
+    gathered.backward = backward
     unit.awaiting_backward[gathered] = None
-    call_after_backward(gathered.close, if_failed=gathered.hide)  # also keeps it alive until then
+    backward.at_end(gathered.post_backward, if_failed=gathered.hide)  # also keeps it alive until then
     return gathered
 
 
 # --- compiled ---------------------------------------------------------------------------------------------------------
-
-
-@torch.compiler.disable
-def _has_unsharded_flats(module: Any) -> bool:
-    return any(
-        unit.unsharded_flats is not None and unit.unsharded_params is None and unit.is_unsharded
-        for unit in module._fsdp.units
-    )
 
 
 def _run_with_flats(module: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -428,7 +472,7 @@ def _traced(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[
         if unit.unsharded_flats is not None:
             allowed_in_regions(_set_unsharded_params, unit, unit.split_flats(unit.unsharded_flats))
             units.append(unit)
-        elif unit.unsharded_params is None or unit.backward_pass != -1:  # the latter: left by a failed backward pass
+        elif unit.unsharded_params is None:
             params = unit.traced_unshard(computes_in_full_precision(module))
             allowed_in_regions(_set_unsharded_params, unit, params)
             units.append(unit)

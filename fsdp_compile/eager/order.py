@@ -13,6 +13,7 @@ graph that no pass of ours has expanded, each gather and each reduce does.
 import hashlib
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,13 +23,14 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists, follow
 from fsdp_compile.comm.waits import state_of
-from fsdp_compile.core._torch import call_after_backward, current_backward
+from fsdp_compile.core.backward_pass import BackwardPass, running_backward
 from fsdp_compile.core.flat_collectives import all_gather_flat, dividing, start_average
 from fsdp_compile.core.flat_param import flat_param_at
 from fsdp_compile.core.ops import NamedGroup, UnshardSpec
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.checks import timeout_of_checks
+from fsdp_compile.eager.forward_pass import ForwardPass, Listener
 
 _ADVICE = {
     "forward": "let forward call the same modules in the same order on all ranks",
@@ -91,9 +93,9 @@ class Order:
 
     def next_in_backward(self, what: str, unit: Unit, part: str = "") -> None:
         """As `next`, of a backward pass, which this begins if none is running."""
-        if self._record is None and current_backward() != -1:
+        if self._record is None and (backward := running_backward()) is not None:
             self.begin(unit.syncs)
-            call_after_backward(self.end, if_failed=self.drop)
+            backward.at_end(self.end, if_failed=self.drop)
         self.next(what, unit, part)
 
     def end(self, more: Iterable[str] = ()) -> None:
@@ -136,6 +138,24 @@ class Order:
         if timeout is not None:
             text = "\n".join(lines)
             compare_in_groups([(group, text) for group in self.groups], timeout, self._subject)
+
+
+class RankOrder(Listener):
+    """Lets ranks agree on the order in which units communicate in forward and in backward."""
+
+    def before_gather(self, unit: Unit, forward: ForwardPass) -> None:
+        """RuntimeError on all ranks if their forwards come to different units."""
+        if forward.of_root and unit.is_sharded:
+            self.root.forward_order.next("all-gather", unit)
+
+    def before_backward(self, gathered: Any, backward: BackwardPass, was_prefetched: bool) -> None:
+        """RuntimeError on all ranks if their backward passes come to different units.
+
+        With "auto" the last unit may be kept: recorded all the same, so that each pass has one record of the order.
+        """
+        may_be_kept = gathered.unit.reshard_after_forward is None
+        if was_prefetched or may_be_kept or any(buffer.is_free for buffer in gathered.buffers):
+            self.root.reduces_in_flight.order.next_in_backward("all-gather", gathered.unit)
 
 
 # --- among models and graphs ------------------------------------------------------------------------------------------

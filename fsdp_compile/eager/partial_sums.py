@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from fsdp_compile.core._torch import current_backward
+from fsdp_compile.core.backward_pass import BackwardPass, running_backward
 
 # Note [Microbatches that a flat parameter takes no part in]
 # A unit that one microbatch does not use (an expert without tokens) has no leaf there, on whichever rank that is. The
@@ -30,7 +30,7 @@ class Microbatches:
 
     def __init__(self) -> None:
         self.index = 0
-        self._backward_pass = -1
+        self._counted: BackwardPass | None = None
 
     def begin(self, is_first: bool) -> None:
         """Count the running backward pass, which was not counted yet; `is_first`: a step begins with it.
@@ -45,12 +45,12 @@ class Microbatches:
                 )
             frame = frame.f_back
         self.index = 0 if is_first else self.index + 1
-        self._backward_pass = current_backward()
+        self._counted = running_backward()
 
     @property
     def has_begun(self) -> bool:
         """Whether the running backward pass is counted."""
-        return self._backward_pass == current_backward()
+        return self._counted is running_backward()
 
 
 class PartialSums:

@@ -14,21 +14,14 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from operator import attrgetter
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_compile.comm.collectives import waiting_for
-from fsdp_compile.core._torch import (
-    allreduce_hook,
-    bf16_compress_hook,
-    call_after_backward,
-    fp16_compress_hook,
-    reduce_scatter_hook,
-)
 from fsdp_compile.core.autograd import check_first_order
+from fsdp_compile.core.backward_pass import at_end_of_backward
 from fsdp_compile.core.flat_collectives import dividing, start_average
 from fsdp_compile.core.flat_param import FlatParam, find_flat_param
 from fsdp_compile.core.unit import Unit, unit_of
@@ -167,7 +160,7 @@ def reduce_or_accumulate(
             streams.await_reduce()  # compute allocated what was reduced, and may be given its memory from here on
 
         reduction.finish = finish_alone
-        call_after_backward(reduction.wait)
+        at_end_of_backward(reduction.wait)
         return None
     hook, hook_stream = options.all_reduce_hook, options.all_reduce_hook_stream
     as_stored = reduced.dtype == flat.shard.dtype and reduced.device == flat.shard.device
@@ -194,7 +187,7 @@ def reduce_or_accumulate(
 
     reduction.finish = finish if update is None else finish_and_update
     if update is not None:
-        call_after_backward(reduction.wait)
+        at_end_of_backward(reduction.wait)
     unit.reduces_in_flight.add(reduction, unit.path, options.reduces_in_flight)
     return result if update is None else None
 
@@ -249,8 +242,8 @@ def _start_reduce(
     sums_wait = replicas is not None and options.has_deferred
     before_replicas = partial(_add_deferred, weakref.ref(flat), options.all_reduces) if sums_wait else None
     start = partial(start_average, at_once=at_once, same_bits=same_bits)
-    if unit.comm_hook is not None:
-        reduced = _call_comm_hook(unit, flat, *unit.comm_hook, packed)
+    if unit.comm_hook is not None and unit.reduce_by is not None:
+        reduced = unit.reduce_by(unit, flat, *unit.comm_hook, packed)
         return start(reduced, (), False, replicas, None, before_replicas)  # over replicas (E-HOOK-7)
     groups = options.reduce_groups or unit.stages
     return start(packed, groups, unit.is_sharded, replicas, how, before_replicas)
@@ -291,55 +284,6 @@ def abandon_gradients(unit: Unit) -> None:
         flat.reduction.abandon()
         take_accumulated(flat)
         flat.deferred_all_reduce = None
-
-
-# --- communication hooks ----------------------------------------------------------------------------------------------
-
-# Note [Communication hooks]
-# The user's function reduces a unit's gradients in place of our collectives, over the group that shards the unit:
-#     sharded unit    hook(state, gradients, output)     1-D, the whole flat parameter's and this rank's slice
-#     NO_SHARD        hook(state, gradients)             in place
-# The hook divides (E-HOOK-1), as those of `torch.distributed.algorithms._comm_hooks.default_hooks` do. It may give its
-# tensors another dtype, so the dtype of the result is only looked at after the call. Hooks of torch that compress
-# gradients get them in the dtype of the computation, and choose the dtype on the wire themselves (E-HOOK-3). A state
-# with a method `of_flat_param`, such as that of `float8_reduce_scatter`, knows which gradient it is called for.
-_COMPRESSING = {fp16_compress_hook: torch.float16, bf16_compress_hook: torch.bfloat16}
-
-
-def compresses(hook: Callable[..., Any]) -> bool:
-    """Whether `hook` is one of torch's two that compress gradients."""
-    return any(hook is known for known in _COMPRESSING)
-
-
-@runtime_checkable
-class StatePerFlatParam(Protocol):
-    """The state of a communication hook that distinguishes flat parameters."""
-
-    def of_flat_param(self, flat_param: object, name: str, group: dist.ProcessGroup) -> Any:
-        """What the hook gets as its state for `flat_param`, an object with a hash.
-
-        `name` is that of its first parameter in the root, and `group` has the ranks over which the hook reduces.
-        """
-
-
-def _call_comm_hook(unit: Unit, flat: FlatParam, state: Any, hook: Callable[..., Any], packed: Tensor) -> Tensor:
-    """Reduce `packed` by `hook` and return the result (Note [Communication hooks])."""
-    if isinstance(state, StatePerFlatParam):
-        state = state.of_flat_param(flat, flat.names[0], unit.group)
-    if len(unit.stages) == 2:  # shards are ordered by two groups; hooks expect slice r to be that of rank r
-        first, second = unit.stages
-        packed = packed.view(second.size, first.size, -1).transpose(0, 1).reshape(-1)
-    compressed_on_cpu = packed.device.type == "cpu" and compresses(hook)
-    if compressed_on_cpu:  # torch's own record a stream, which fails on CPU tensors (torch 2.11 to 2.13)
-        packed = packed.to(_COMPRESSING[hook])
-        hook = reduce_scatter_hook if unit.is_sharded else allreduce_hook
-    if unit.is_sharded:
-        reduced = packed.new_empty(packed.numel() // unit.group_size)
-        hook(state, packed, reduced)
-    else:
-        reduced = packed
-        hook(state, reduced)
-    return reduced.to(state.parameter_type) if compressed_on_cpu else reduced
 
 
 # --- what compiled backward passes leave to the eager runtime: bodies of marker operators -----------------------------

@@ -9,18 +9,19 @@ post-backward   reduces and what follows them, also all-reduces over replicas: s
 
 import weakref
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.direct import take
 from fsdp_compile.core._torch import set_version_counters
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.ops import NamedGroup, alias, view_parameters
+from fsdp_compile.core.ops import alias, view_parameters
 from fsdp_compile.core.unit import Unit, VersionCounters
 
 # Note [Streams]
@@ -32,7 +33,7 @@ from fsdp_compile.core.unit import Unit, VersionCounters
 # would take new memory each time. So it waits before it gathers while `GATHERS_IN_FLIGHT` freed units may still be read
 # (E-RATE-1).
 
-_CURRENT: AbstractContextManager[None] = nullcontext()
+_CURRENT: AbstractContextManager[Any] = collectives.NO_RANGE
 GATHERS_IN_FLIGHT = 2
 WHILE_FREED = 1_000_000_000  # what version counters of unsharded parameters have in addition (docs/debugging.md)
 
@@ -206,28 +207,29 @@ class UnshardedBuffer:
             self.storage.resize_(self.nbytes)
         if not self.is_sharded:
             self.full.copy_(self._shard())
-        else:
-            *first, last = self.unit.stages
-            if first and self.slice is None:
-                self.slice = self.full.new_empty(self.full.numel() // last.size)
-                self._start_stage(self.slice, self.flat.shard, first[0])
+            self.filling = True
+            return
+        stored = sent = self.flat.shard
+        *first, last = self.unit.stages
+        for group in self.unit.stages if first and self.slice is None else (last,):
+            full = self.full
+            if group is not last:
+                full = self.slice = self.full.new_empty(self.full.numel() // last.size)
+            elif self.slice is not None:
+                sent = self.slice
+            self._gather = take(sent, full.dtype, group.name)  # Note [Where a prefetched buffer is taken]
+            if self._gather is None:
+                self._gather = collectives.start_all_gather(full, self._shard() if sent is stored else sent, group.name)
+            else:
+                full.set_(self._gather.full.untyped_storage(), 0, full.shape, (1,))
+            if full is not self.full:
                 with collectives.waiting_for("all-gather", self.unit.path):
-                    self._wait(self.slice)
-            self._start_stage(self.full, self.flat.shard if self.slice is None else self.slice, last)
-            self.storage = self.full.untyped_storage()
+                    self._wait(full)
+        self.storage = self.full.untyped_storage()
         self.filling = True
 
     def _shard(self) -> Tensor:
         return self.flat.shard.to(device=self.full.device, dtype=self.full.dtype, non_blocking=True)
-
-    def _start_stage(self, full: Tensor, shard: Tensor, group: NamedGroup) -> None:
-        """`full` becomes the tensor that was prefetched, if one was (Note [Where a prefetched buffer is taken])."""
-        self._gather = take(shard, full.dtype, group.name)
-        if self._gather is None:
-            sent = self._shard() if shard is self.flat.shard else shard
-            self._gather = collectives.start_all_gather(full, sent, group.name)
-        else:
-            full.set_(self._gather.full.untyped_storage(), 0, full.shape, (1,))
 
     def _wait(self, full: Tensor) -> None:
         gather = self._gather
@@ -287,9 +289,26 @@ def _set_counts(counts: list[tuple[weakref.ref[Tensor], int]]) -> None:
         set_version_counters(*zip(*living, strict=True))
 
 
+def finish_filling(buffers: Sequence[UnshardedBuffer], streams: Streams) -> None:
+    """Order compute after the all-gathers that fill `buffers`, of one unit."""
+    filling = [buffer for buffer in buffers if buffer.filling]
+    if filling:
+        with streams.unsharding(), collectives.waiting_for("all-gather", filling[0].unit.path):
+            for buffer in filling:
+                buffer.finish()
+        streams.await_unshard(*[buffer.full for buffer in filling])
+
+
+class Values(NamedTuple):
+    """What unsharded parameters were gathered from."""
+
+    params: tuple[nn.Parameter, ...]
+    versions: VersionCounters
+    full_precision: bool  # whether mixed precision is ignored
+
+
 class KeptUnsharded(NamedTuple):
     """Filled buffers that a backward pass under no_sync left for the unit's next forward (E-ACC-5)."""
 
     buffers: list[UnshardedBuffer]
-    versions: VersionCounters
-    full_precision: bool
+    values: Values

@@ -27,6 +27,16 @@ from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
 from fsdp_compile.core.sharding import record_locations
 from fsdp_compile.core.unit import Unit, unit_of
+from fsdp_compile.eager.forward_pass import Listener
+
+
+class UserEdits(Listener):
+    """Takes over what users did to parameters before their values are gathered."""
+
+    def before_values(self, unit: Unit) -> None:
+        """Apply edits to the shards. Raises as `refresh` does."""
+        if refresh(unit):
+            self.root.streams_for(unit.device).begin_iteration()
 
 
 def refresh(unit: Unit) -> bool:

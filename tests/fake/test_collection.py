@@ -60,7 +60,7 @@ def test_a_unit_trains_if_any_parameter_does() -> None:
     fully_shard(model)
     frozen, mixed, trained = (units(block)[0] for block in model.blocks)
     assert [unit.trains for unit in (frozen, mixed, trained)] == [False, True, True]
-    assert [unit.has_frozen for unit in (frozen, mixed, trained)] == [False, True, False]
+    assert [unit.only_trains for unit in (frozen, mixed, trained)] == [False, False, True]
     assert not any(flat.autograd_shard.requires_grad for flat in frozen.flats)
 
 

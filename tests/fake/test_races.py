@@ -23,7 +23,7 @@ from fsdp_compile import fully_shard
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.collectives import WAIT
 from fsdp_compile.core.autograd import GradientReduction
-from fsdp_compile.eager import reduce, unsharded, writeback
+from fsdp_compile.eager import reduce, writeback
 from fsdp_compile.eager.streams import Streams, UnshardedBuffer
 from fsdp_compile.eager.unsharded import UnshardedUnit
 
@@ -319,7 +319,7 @@ FAULTS: list[Fault] = [
     ("the host does not wait for copies of shards", OFFLOAD, _evaluates,
      lambda: on(Streams, "block_on_unshard", _nothing), ("in host", "_to_copy")),
     ("replaced data is written back unseen", {}, _replaces,
-     lambda: on(unsharded, "refresh", _refresh_unseen), (GATHER, "copy_")),
+     lambda: on(writeback, "refresh", _refresh_unseen), (GATHER, "copy_")),
     ("the second stage does not wait for the first", TWO_STAGES, _train,
      lambda: on(collectives.WaitTensor, "wait", _wait_for_large), (GATHER, GATHER)),
     ("gradients are dropped when the second reduce starts", HYBRID_SHARD, _train,

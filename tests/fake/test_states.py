@@ -135,7 +135,7 @@ def test_the_cycle_of_a_unit(strategy: str) -> None:
 def test_phases_change_as_the_table_says(now: Phase, after: Phase) -> None:
     """A transition that is not in `TRANSITIONS` raises and changes nothing; back to SHARDED is always allowed."""
     unit = units(fully_shard(nn.Linear(7, 2)))[0]
-    with mock.patch.object(unit, "_phase", now), mock.patch("fsdp_compile.core.unit.current_backward", lambda: -1):
+    with mock.patch.object(unit, "_phase", now), mock.patch("fsdp_compile.core.unit.running_backward", lambda: None):
         if after in TRANSITIONS[now]:
             unit.enter(after)
             assert unit.phase is after

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compile import fully_shard, summon_full_params
-from fsdp_compile.eager import unsharded as gathered
 from fsdp_compile.eager import writeback
 from fsdp_compile.eager.streams import Device, Streams
 
@@ -160,7 +159,7 @@ def test_a_gather_sees_what_was_written_back() -> None:
     model.blocks[1].up.weight.data = model.blocks[1].up.weight.data.clone()
     with (
         recorded(model) as log,
-        _noting(log, gathered, "refresh", "look"),
+        _noting(log, writeback, "refresh", "look"),
         _noting(log, writeback, "write_to_shard", "w"),
     ):
         model(torch.randn(3, 7))

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard
-from fsdp_compile.eager.unsharded import UnshardedUnit
+from fsdp_compile.eager.unsharded import Exits, UnshardedUnit
 
 from .ranks import Ranks
 from .test_outputs import FREED
@@ -28,14 +28,12 @@ from .training import assert_same_gradients
 _hook_outputs = UnshardedUnit._hook_outputs
 
 
-def _hook_outputs_alone(gathered: UnshardedUnit, given: list[Tensor], output: Any, kept: Any) -> bool:
-    _hook_outputs(gathered, [], output, ())
-    gathered.is_left = False
-    return not (gathered.opaque or gathered.is_held)
+def _hook_outputs_alone(gathered: UnshardedUnit, given: list[Tensor], output: Any, kept: Any) -> Exits:
+    return _hook_outputs(gathered, [], output, ())._replace(is_left=False)
 
 
 def _without_hooks(how: str) -> Any:
-    replacement = (lambda *_: True) if how == "compiled, no hooks" else _hook_outputs_alone
+    replacement = (lambda *_: Exits(None, is_left=False)) if how == "compiled, no hooks" else _hook_outputs_alone
     return patch.object(UnshardedUnit, "_hook_outputs", replacement)
 
 

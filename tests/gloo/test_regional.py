@@ -17,8 +17,8 @@ from torch.testing import assert_close
 from fsdp_compile import fully_shard
 from fsdp_compile.construct import units as units_of_modules
 from fsdp_compile.eager import reduce
+from fsdp_compile.eager.block_reader import BlockReader
 from fsdp_compile.eager.streams import UnshardedBuffer
-from fsdp_compile.eager.unsharded import UnshardedUnit
 
 from .ranks import NIGHTLY, Ranks
 from .test_communication import _assert_freed, _gathered_bytes, _per_unit, _spied
@@ -153,7 +153,7 @@ def _note_order(rank: int) -> tuple[str, str, str]:
         lines.append("backward")
         loss.backward()
         passed = "\n".join(lines)
-        with patch.object(UnshardedUnit, "await_in", side_effect=KeyError), pytest.raises(KeyError):
+        with patch.object(BlockReader, "await_in", side_effect=KeyError), pytest.raises(KeyError):
             model(x)
         del lines[:]
         loss = model(x).sum()

@@ -19,7 +19,9 @@ from fsdp_compile.comm.collectives import add_in_pairs
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import clean_name
 from fsdp_compile.core.unit import Unit, unit_of
+from fsdp_compile.eager.forward_pass import ForwardPass
 from fsdp_compile.eager.unsharded import UnshardedUnit
+from fsdp_compile.eager.writeback import refresh
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 
 PER_RANK = 3  # examples that a rank sees of a batch
@@ -112,11 +114,13 @@ def units(model: nn.Module) -> list[Unit]:
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the full parameters by name, gathered from all ranks."""
     full: dict[nn.Parameter, Tensor] = {}
+    runtime = next((module._fsdp_runtime for module in model.modules() if hasattr(module, "_fsdp_runtime")), None)
     with torch.no_grad():  # parameters without elements may belong to no unit
         for unit in units(model):
-            gathered = UnshardedUnit(unit, full_precision=True)
-            gathered.open()
-            unit.hide_unsharded(gathered.views)
+            refresh(unit)
+            gathered = UnshardedUnit(unit, True, ForwardPass(runtime))
+            gathered.pre_forward(None, is_alone=True)
+            gathered.fail_forward()
             full.update((param, view.clone()) for param, view in zip(unit.params, gathered.views, strict=True))
     return {name: full.get(param, param.detach()) for name, param in model.named_parameters()}
 

@@ -1,0 +1,88 @@
+"""What belongs to one forward of a root, and the layers that hear of it: the runtime calls none of these by name."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from fsdp_compile.core.backward_pass import BackwardPass
+from fsdp_compile.core.unit import Unit
+
+
+class ForwardPass:
+    """One forward of a root, or of a sharded module that runs outside of one.
+
+    Args:
+        root: the `Runtime`.
+        of_root: whether it is a forward of the root.
+
+    Attributes:
+        shared: the `UnshardedUnit`s of several modules that it has gathered; the root closes them.
+        ended: how many forwards of each unit have ended in it; the last one last.
+        has_gathered: whether it has come to a unit.
+        changed: parameters that it has changed, as far as this rank stores them; looked for in the first one.
+    """
+
+    def __init__(self, root: Any, of_root: bool = False) -> None:
+        self.root, self.of_root = root, of_root
+        self.shared: list[Any] = []
+        self.ended: dict[Unit, int] = {}
+        self.has_gathered = False
+        self.changed: list[str] = []
+
+    @property
+    def last(self) -> "weakref.ref[Unit] | None":
+        """The unit whose forward, its only one in this pass, ended just before the root's."""
+        unit = next(reversed(self.ended), None)
+        return None if unit is None or self.ended[unit] > 1 else weakref.ref(unit)
+
+
+class Listener:
+    """What a layer hears of the passes over one root, whose `Runtime` makes it; it overrides what it needs."""
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+
+    def begin_forward(self, forward: ForwardPass) -> None:
+        """A forward of the root begins."""
+
+    def end_forward(self) -> None:
+        """A forward of the root has ended or failed."""
+
+    def before_values(self, unit: Unit) -> None:
+        """The values of `unit` are about to be gathered for a forward, perhaps early."""
+
+    def before_gather(self, unit: Unit, forward: ForwardPass) -> None:
+        """`forward` has come to `unit`, and is about to gather it, or to take what was gathered early."""
+
+    def in_forward(self, gathered: Any) -> None:
+        """Module code may read `gathered`, an `UnshardedUnit`, from here on."""
+
+    def before_backward(self, gathered: Any, backward: BackwardPass, was_prefetched: bool) -> None:
+        """`backward` has come to `gathered`, and is about to gather it again where it was freed."""
+
+    def in_backward(self, gathered: Any, backward: BackwardPass) -> None:
+        """`backward` may read `gathered` from here on."""
+
+    def after_backward(self, gathered: Any, backward: BackwardPass | None) -> None:
+        """All gradients of `gathered` are there, and are about to be reduced."""
+
+
+class Heard(NamedTuple):
+    """For each method of a listener the bound ones of those that override it."""
+
+    begin_forward: tuple[Callable[..., None], ...]
+    end_forward: tuple[Callable[..., None], ...]
+    before_values: tuple[Callable[..., None], ...]
+    before_gather: tuple[Callable[..., None], ...]
+    in_forward: tuple[Callable[..., None], ...]
+    before_backward: tuple[Callable[..., None], ...]
+    in_backward: tuple[Callable[..., None], ...]
+    after_backward: tuple[Callable[..., None], ...]
+
+    @classmethod
+    def by(cls, listeners: Sequence[Listener]) -> "Heard":
+        """What each of `listeners` overrides, in their order."""
+        return cls(*(
+            tuple(getattr(each, name) for each in listeners if getattr(type(each), name) is not getattr(Listener, name))
+            for name in cls._fields
+        ))  # fmt: skip

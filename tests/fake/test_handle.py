@@ -1,0 +1,249 @@
+"""The handle of a unit's unsharded parameters: its declared states, and the road from a module's call to a gather."""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from models import Residual, mlp
+from refusing import units
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_compile
+from fsdp_compile import fully_shard
+from fsdp_compile.eager.forward_pass import ForwardPass
+from fsdp_compile.eager.unsharded import TRANSITIONS, State, UnshardedUnit
+
+_PACKAGE = str(Path(fsdp_compile.__file__).parent)
+_enter = UnshardedUnit.enter
+
+
+@contextmanager
+def _noted() -> Iterator[set[tuple[State, State]]]:
+    """All changes of state of all handles within the block."""
+    seen: set[tuple[State, State]] = set()
+
+    def enter(gathered: UnshardedUnit, state: State) -> None:
+        before = gathered.state
+        _enter(gathered, state)
+        seen.add((before, state))
+
+    with mock.patch.object(UnshardedUnit, "enter", enter):
+        yield seen
+
+
+def _blocks() -> Any:
+    return fully_shard(nn.Sequential(Residual(7, 9), Residual(7, 9), nn.Linear(7, 2)), auto_wrap_policy={Residual})
+
+
+def _loss(model: nn.Module) -> Tensor:
+    return model(torch.randn(3, 7)).square().mean()
+
+
+def _trains() -> None:
+    _loss(_blocks()).backward()
+
+
+def _evaluates() -> None:
+    with torch.no_grad():
+        _loss(_blocks())
+
+
+def _gathers_for_nothing() -> None:
+    model = _blocks()
+    model[0].unshard()
+    model[0].reshard()
+
+
+def _retains_its_graph() -> None:
+    loss = _loss(_blocks())
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+class _TwoParts(nn.Module):
+    """A unit whose two outputs have nothing in common but the unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(7, 3), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.one(x), self.other(x)
+
+
+def _runs_parts_backward_one_by_one() -> None:
+    one, other = fully_shard(_TwoParts())(torch.randn(3, 7))
+    one.sum().backward()
+    other.sum().backward()
+
+
+def _uses_both_parts() -> None:
+    one, other = fully_shard(_TwoParts())(torch.randn(3, 7))
+    (one.sum() + other.sum()).backward()
+
+
+class _Box:
+    """An output that torch's containers do not know."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class _Boxing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, _Box]:
+        return self.up(x), _Box(self.up(x))
+
+
+def _returns_what_cannot_be_seen() -> None:
+    seen, unseen = fully_shard(nn.Sequential(_Boxing()), auto_wrap_policy={_Boxing})[0](torch.randn(3, 7))
+    unseen.value.sum().backward()
+    del seen
+
+
+def _leaves_a_unit_out() -> None:
+    model = _blocks()
+    x = torch.randn(3, 7)
+    left = model[1](model[0](x))
+    model[0](x).sum().backward()
+    del left
+
+
+def _recomputed(model: nn.Module, x: Tensor, reentrant: bool = False) -> Tensor:
+    return checkpoint(lambda x: model(x).sin(), x, use_reentrant=reentrant)
+
+
+def _recomputes() -> None:
+    model, x = _blocks(), torch.randn(3, 7, requires_grad=True)
+    _recomputed(model[0], x).sum().backward()
+    _recomputed(model[1], _recomputed(model[0], x)).sum().backward()
+    around = checkpoint(lambda x: _recomputed(model[0], x).sin(), x, use_reentrant=True)
+    (around.sum() + model[0](x).sum()).backward()
+
+
+def _recomputes_what_gets_no_gradient() -> None:
+    model, x, kept = _blocks(), torch.randn(3, 7, requires_grad=True), list[Tensor]()
+
+    def run(x: Tensor) -> Tensor:
+        kept.append(model[0](x))
+        return (kept[-1].detach() * x).sin()
+
+    for follow in (lambda hidden: hidden, model[1]):
+        loss = follow(checkpoint(run, x, use_reentrant=False)).sum()
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+
+
+class _TwoModules(nn.Module):
+    """Two modules that are one unit, of which one is within two checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: _recomputed(self.other, x).sin(), self.one(x), use_reentrant=True)
+
+
+def _recomputes_in_a_pass_within() -> None:
+    model = _TwoModules()
+    fully_shard([model.one, model.other])
+    fully_shard(model)
+    model(torch.randn(3, 7)).sum().backward()
+
+
+def _fails_in_a_recomputed_forward() -> None:
+    model, x = _blocks(), torch.randn(3, 7, requires_grad=True)
+    out = _recomputed(model[0], x)
+    hook = model[0].up.register_forward_pre_hook(lambda *_: _raise())
+    with suppress(ArithmeticError):
+        out.sum().backward()
+    hook.remove()
+
+
+def _raise() -> None:
+    raise ArithmeticError
+
+
+SCENES = [
+    _trains,
+    _evaluates,
+    _gathers_for_nothing,
+    _retains_its_graph,
+    _runs_parts_backward_one_by_one,
+    _uses_both_parts,
+    _returns_what_cannot_be_seen,
+    _leaves_a_unit_out,
+    _recomputes,
+    _recomputes_what_gets_no_gradient,
+    _recomputes_in_a_pass_within,
+    _fails_in_a_recomputed_forward,
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*stay unsharded until backward")
+def test_each_declared_transition_happens() -> None:
+    """What `TRANSITIONS` allows is what these scenes do: no more is declared. No other happens, or it would raise."""
+    with _noted() as seen:
+        for scene in SCENES:
+            scene()
+    declared = {(now, after) for now, allowed in TRANSITIONS.items() for after in allowed}
+    assert {f"{a.name} -> {b.name}" for a, b in declared - seen} == set()
+
+
+@pytest.mark.parametrize(("now", "after"), [(now, after) for now in State for after in State])
+def test_other_transitions_raise(now: State, after: State) -> None:
+    """A transition that is not in `TRANSITIONS` raises and changes nothing."""
+    model = fully_shard(nn.Linear(7, 2))
+    gathered = UnshardedUnit(units(model)[0], False, ForwardPass(model._fsdp_runtime))
+    gathered.state = now
+    if after in TRANSITIONS[now]:
+        gathered.enter(after)
+        assert gathered.state is after
+    else:
+        with pytest.raises(AssertionError, match=f"cannot change from {now.value} to {after.value}"):
+            gathered.enter(after)
+        assert gathered.state is now
+
+
+def test_the_handle_stays_small() -> None:
+    """It has few attributes, and the four methods that tell a unit's story are short."""
+    model = _blocks()
+    loss = _loss(model)
+    (gathered,) = units(model[0])[0].awaiting_backward
+    assert len(vars(gathered)) <= 14 and loss.requires_grad
+    for name in ("pre_forward", "post_forward", "pre_backward", "post_backward"):
+        assert len(inspect.getsource(getattr(UnshardedUnit, name)).splitlines()) <= 30, name
+
+
+def test_the_road_of_an_eager_forward() -> None:
+    """From a module's call to its collective a gather passes few functions of the package, in few files."""
+    model = fully_shard(mlp())
+    _loss(model).backward()
+    roads: list[list[tuple[str, str]]] = []
+    start = fsdp_compile.comm.collectives.start_all_gather
+
+    def starting(*args: Any, **kwargs: Any) -> Any:
+        road, frame = [], sys._getframe(1)
+        while not (frame.f_code.co_name == "__call__" and frame.f_code.co_filename.endswith("forward.py")):
+            if frame.f_code.co_filename.startswith(_PACKAGE):
+                road.append((Path(frame.f_code.co_filename).stem, frame.f_code.co_name))
+            frame = frame.f_back  # type: ignore[assignment]  # a module's call is below
+        roads.append([(Path(frame.f_code.co_filename).stem, frame.f_code.co_name), *reversed(road)])
+        return start(*args, **kwargs)
+
+    with mock.patch.object(fsdp_compile.comm.collectives, "start_all_gather", starting):
+        model(torch.randn(3, 7))
+    assert len(roads) == len(units(model))
+    for road in roads:
+        assert len(road) <= 8 and len({file for file, _ in road}) <= 4, road
