@@ -20,6 +20,7 @@ from fsdp_compile.core._torch import leaves_of, plain_within, replicated_params
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharding import join_registries, original_class, sharding_of, units_gathered_below
 from fsdp_compile.core.unit import Unit
+from fsdp_compile.eager.forward_pass import ForwardPass, Listener
 from fsdp_compile.eager.writeback import refresh, replaced_objects
 
 _OF_EACH_MODULE = frozenset(vars(nn.Module())) | {"_fsdp_parameters", "_fsdp_units"}
@@ -131,6 +132,24 @@ def compare_units(module: Any, settings: str, compiled: bool) -> bool:
     texts = [(group, "\n".join([first, *_lines(units, group)])) for group in groups]
     compare_in_groups(texts, timeout, subject)
     return True
+
+
+class KeptViews(Listener):
+    """Warns of attributes that hold views of gathered parameters, in the first forward with gradients and without."""
+
+    def __init__(self, root: Any) -> None:
+        super().__init__(root)
+        self._looked = set[Any]()  # at forwards of these kinds
+
+    def after_forward(self, gathered: Any, module: nn.Module) -> None:
+        """Look at the attributes of `module` and of modules below."""
+        if self.root.running is not None and self.root.running.kind not in self._looked:
+            memory = {buffer.storage.data_ptr() for buffer in gathered.buffers if not buffer.is_shard}
+            warn_of_kept_views(module, memory - {0})
+
+    def complete_forward(self, forward: ForwardPass) -> None:
+        """All modules have been looked at."""
+        self._looked.add(forward.kind)
 
 
 def warn_of_kept_views(module: nn.Module, memory: Set[int]) -> None:

@@ -319,7 +319,8 @@ def _hide(
         if completed:
             for gathered in opened:
                 gathered.check_unwritten()
-            runtime.look_at_first(module, opened)
+                for listen in runtime.heard.after_forward:
+                    listen(gathered, module)
         if completed and module._fsdp.is_root:
             runtime.complete_iteration()
     finally:

@@ -4,6 +4,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from fsdp_compile.core.backward_pass import BackwardPass
 from fsdp_compile.core.unit import Unit
 
@@ -14,20 +16,22 @@ class ForwardPass:
     Args:
         root: the `Runtime`.
         of_root: whether it is a forward of the root.
+        kind: forwards of one kind do the same: whether gradients are recorded, and whether the module trains.
 
     Attributes:
         shared: the `UnshardedUnit`s of several modules that it has gathered; the root closes them.
         ended: how many forwards of each unit have ended in it; the last one last.
         has_gathered: whether it has come to a unit.
-        changed: parameters that it has changed, as far as this rank stores them; looked for in the first one.
+        has_communicated: whether that was one that is split: other ranks run this forward too.
+        written: by unit what the forward has written to its own parameters (eager/own_writes.py).
     """
 
-    def __init__(self, root: Any, of_root: bool = False) -> None:
-        self.root, self.of_root = root, of_root
+    def __init__(self, root: Any, of_root: bool = False, kind: tuple[bool, bool] | None = None) -> None:
+        self.root, self.of_root, self.kind = root, of_root, kind
         self.shared: list[Any] = []
         self.ended: dict[Unit, int] = {}
-        self.has_gathered = False
-        self.changed: list[str] = []
+        self.has_gathered = self.has_communicated = False
+        self.written: dict[Unit, Any] = {}
 
     @property
     def last(self) -> "weakref.ref[Unit] | None":
@@ -42,8 +46,11 @@ class Listener:
     def __init__(self, root: Any) -> None:
         self.root = root
 
-    def begin_forward(self, forward: ForwardPass) -> None:
-        """A forward of the root begins."""
+    def begin_forward(self, forward: ForwardPass, module: nn.Module) -> None:
+        """A forward of the root, `module`, begins."""
+
+    def complete_forward(self, forward: ForwardPass) -> None:
+        """A forward of the root has come to its end; all ranks are there."""
 
     def end_forward(self) -> None:
         """A forward of the root has ended or failed."""
@@ -56,6 +63,9 @@ class Listener:
 
     def in_forward(self, gathered: Any) -> None:
         """Module code may read `gathered`, an `UnshardedUnit`, from here on."""
+
+    def after_forward(self, gathered: Any, module: nn.Module) -> None:
+        """The forward of `module` has ended, and `gathered` is about to be freed."""
 
     def before_backward(self, gathered: Any, backward: BackwardPass, was_prefetched: bool) -> None:
         """`backward` has come to `gathered`, and is about to gather it again where it was freed."""
@@ -71,10 +81,12 @@ class Heard(NamedTuple):
     """For each method of a listener the bound ones of those that override it."""
 
     begin_forward: tuple[Callable[..., None], ...]
+    complete_forward: tuple[Callable[..., None], ...]
     end_forward: tuple[Callable[..., None], ...]
     before_values: tuple[Callable[..., None], ...]
     before_gather: tuple[Callable[..., None], ...]
     in_forward: tuple[Callable[..., None], ...]
+    after_forward: tuple[Callable[..., None], ...]
     before_backward: tuple[Callable[..., None], ...]
     in_backward: tuple[Callable[..., None], ...]
     after_backward: tuple[Callable[..., None], ...]

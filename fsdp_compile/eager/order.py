@@ -11,7 +11,7 @@ graph that no pass of ours has expanded, each gather and each reduce does.
 """
 
 import hashlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import Any
 
@@ -98,18 +98,17 @@ class Order:
             backward.at_end(self.end, if_failed=self.drop)
         self.next(what, unit, part)
 
-    def end(self, more: Iterable[str] = ()) -> None:
-        """End the pass; compare a new record, and `more` lines. RuntimeError if ranks differ."""
+    def end(self) -> None:
+        """End the pass; compare a new record. RuntimeError if ranks differ."""
         record, self._record = self._record, None
         if record is None:
             return
         if self._is_new:
-            if record or more:
-                self._compare([*map(" of ".join, record), *more])
             if record:
+                self.compare([*map(" of ".join, record)])
                 self._records[self._kind] = record
         elif 0 < self._at < len(record):  # a forward of parameters that are summoned on one rank begins none
-            self._compare([self._place(record), _NO_MORE])
+            self.compare([self._place(record), _NO_MORE])
         if self._departed is not None and len(self._departed) > len(record):
             self._records[self._kind] = self._departed
 
@@ -125,7 +124,7 @@ class Order:
             state_of(group).forget()
 
     def _depart(self, record: list[Event], event: Event) -> None:
-        self._compare([self._place(record), " of ".join(event)])
+        self.compare([self._place(record), " of ".join(event)])
         self._departed = [*(record[: self._at] if self._departed is None else self._departed), event]
         if event in record[self._at :]:
             self._at = record.index(event, self._at) + 1
@@ -133,7 +132,8 @@ class Order:
     def _place(self, record: list[Event]) -> str:
         return f"after the {' of '.join(record[self._at - 1])}" if self._at else "at first"
 
-    def _compare(self, lines: list[str]) -> None:
+    def compare(self, lines: list[str]) -> None:
+        """Compare `lines` among the ranks. RuntimeError on all ranks if they differ."""
         timeout = timeout_of_checks()
         if timeout is not None:
             text = "\n".join(lines)
@@ -145,6 +145,7 @@ class RankOrder(Listener):
 
     def before_gather(self, unit: Unit, forward: ForwardPass) -> None:
         """RuntimeError on all ranks if their forwards come to different units."""
+        forward.has_communicated |= unit.is_sharded
         if forward.of_root and unit.is_sharded:
             self.root.forward_order.next("all-gather", unit)
 

@@ -10,6 +10,7 @@ at the end of the pass. Users may choose units themselves: `set_modules_to_forwa
 import weakref
 from typing import Any
 
+from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch
 
 from fsdp_compile.core.backward_pass import BackwardPass
@@ -27,7 +28,7 @@ class Prefetch(Listener):
         self._predicted: Unit | None = None  # what forward prefetch gathers
         self._in_backward: weakref.ref[UnshardedUnit] | None = None  # what backward prefetch gathered last
 
-    def begin_forward(self, forward: ForwardPass) -> None:
+    def begin_forward(self, forward: ForwardPass, module: nn.Module) -> None:
         """Begin the order anew until a forward is complete."""
         self.end_forward()
         if not self.root.has_completed:

@@ -15,9 +15,9 @@ from torch import nn
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.waits import state_of
 from fsdp_compile.core.settings import Settings, warn_caller
-from fsdp_compile.core.sharding import changed_in_forward, units_gathered_below
+from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Phase, ReduceQueue, Unit
-from fsdp_compile.eager.checks import check_root, compare_units, groups_of, warn_of_kept_views
+from fsdp_compile.eager.checks import check_root, compare_units, groups_of
 from fsdp_compile.eager.forward_pass import ForwardPass, Heard, Listener
 from fsdp_compile.eager.order import Order
 from fsdp_compile.eager.reduce import abandon_gradients
@@ -54,17 +54,16 @@ class Runtime:
         self.post_optim_event: Any = None
         self.converting = False
         self.forward_order, self.reduces_in_flight.order = Order("forward"), Order("backward")
-        self._listeners = tuple(listeners)
-        self.heard = Heard.by([listener(self) for listener in listeners])
+        self.listeners = tuple(listener(self) for listener in listeners)
+        self.heard = Heard.by(self.listeners)
         self._is_checked = self._is_compared = False
-        self._looked_for_views = set[bool]()
         self._warned: set[str] = set()  # methods without an effect on a compiled forward
         self._streams: dict[torch.device, Streams] = {}
         self._last_forward: weakref.ref[UnshardedUnit] | None = None
         self._last_unit: weakref.ref[Unit] | None = None  # of the last forward with gradients (`ForwardPass.last`)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Runtime":
-        copied = memo[id(self)] = Runtime(self.settings, self.is_divided, self._listeners)
+        copied = memo[id(self)] = Runtime(self.settings, self.is_divided, tuple(map(type, self.listeners)))
         queue = memo.setdefault(id(self.reduces_in_flight), ReduceQueue())  # also of the copied units
         queue.order, copied.reduces_in_flight = copied.reduces_in_flight.order, queue
         return copied
@@ -121,39 +120,25 @@ class Runtime:
         for unit in module._fsdp.units_below:
             if unit.phase is Phase.FORWARD:  # an exception has interrupted what ends a forward
                 unit.hide_unsharded()
-        self._last_forward, forward = None, ForwardPass(self, of_root=True)
-        self.forward_order.begin((torch.is_grad_enabled(), module.training))
+        self._last_forward, forward = (
+            None,
+            ForwardPass(self, of_root=True, kind=(torch.is_grad_enabled(), module.training)),
+        )
+        self.forward_order.begin(forward.kind)
         for listen in self.heard.begin_forward:
-            listen(forward)
+            listen(forward, module)
         for streams in self._streams.values():
             streams.begin_iteration(self.post_optim_event)
         self.running, self.post_optim_event = forward, None
 
-    def look_at_first(self, module: nn.Module, opened: Sequence[UnshardedUnit]) -> None:
-        """In the first forward of the root, look for parameters that the forward of `module` has changed.
-
-        In the first one with gradients, and the first without, also for views of them that it has kept.
-        """
-        if self.running is None:
-            return
-        if not self.has_completed:
-            self.running.changed += [name for gathered in opened for name in gathered.find_changed()]
-        if torch.is_grad_enabled() not in self._looked_for_views:
-            buffers = [buffer for gathered in opened for buffer in gathered.buffers if not buffer.is_shard]
-            warn_of_kept_views(module, {buffer.storage.data_ptr() for buffer in buffers} - {0})
-
     def complete_iteration(self) -> None:
-        """After a complete forward of the root, raise RuntimeError if ranks differ or the first one changed parameters.
-
-        A rank sees that of those parameters alone of which it stores a part, so that ranks compare them too.
-        """
+        """After a complete forward of the root, raise RuntimeError if ranks differ, or what listeners raise."""
         forward = self.running
         if forward is None:  # an exception has interrupted it
             return
-        self.forward_order.end([changed_in_forward([name]) for name in forward.changed])
-        if forward.changed:
-            raise RuntimeError(changed_in_forward(forward.changed))
-        self._looked_for_views.add(torch.is_grad_enabled())
+        self.forward_order.end()
+        for listen in self.heard.complete_forward:
+            listen(forward)
         self.has_completed = forward.has_gathered  # not of a forward on one rank, of summoned parameters
         if forward.ended:  # not without gradients
             self._last_unit = forward.last

@@ -1,0 +1,179 @@
+"""Forwards that change parameters of their own unit through `.data`: as unsharded where ranks agree, else refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+
+from fsdp_compile import fully_shard
+
+from .ranks import Ranks
+
+STEPS = 5
+
+
+def _clamps(block: Any, x: Tensor) -> None:
+    if block.training:
+        block.up.weight.data.clamp_(-0.2, 0.2)
+
+
+def _clamps_later(block: Any, x: Tensor) -> None:
+    block.calls += 1
+    limit = 0.1 if block.calls > 3 else 100.0  # which changes nothing at first
+    block.up.weight.data.clamp_(-limit, limit)
+
+
+def _renormalizes(block: Any, x: Tensor) -> None:
+    weight = block.up.weight.data
+    weight.div_(weight.norm(dim=1, keepdim=True))
+
+
+def _moves_a_codebook(block: Any, x: Tensor) -> None:
+    block.codes.data.mul_(0.9).add_(block.up.weight.detach().mean(0), alpha=0.1)
+
+
+def _writes_a_row(block: Any, x: Tensor) -> None:
+    block.up.weight.data[2] = 0.5
+
+
+def _writes_detached(block: Any, x: Tensor) -> None:
+    block.up.bias.data.view(-1)[1:4].fill_(0.25)
+
+
+def _replaces_data(block: Any, x: Tensor) -> None:
+    block.up.weight.data = block.up.weight.data.clamp(-0.2, 0.2)
+
+
+def _changes_nothing(block: Any, x: Tensor) -> None:
+    block.up.weight.data.clamp_(-100, 100)
+
+
+PATTERNS = [
+    _clamps,
+    _clamps_later,
+    _renormalizes,
+    _moves_a_codebook,
+    _writes_a_row,
+    _writes_detached,
+    _replaces_data,
+    _changes_nothing,
+]
+
+
+class _Block(nn.Module):
+    def __init__(self, write: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.up, self.write, self.calls = nn.Linear(8, 8), write, 0
+        self.codes = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(self, x)
+        return x + torch.tanh(self.up(x)) * self.codes
+
+
+def _model(write: Callable[[Any, Tensor], None]) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(_Block(write), nn.Linear(8, 8), _Block(write))
+
+
+def _train(model: Any, rank: int | None) -> list[Tensor]:
+    """The losses of some steps on this rank's part of the data; None: on all of it."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        x = torch.randn(8, 8)
+        loss = model(x if rank is None else x.chunk(2)[rank]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    model.eval()
+    with torch.no_grad():
+        losses.append(model(torch.ones(2, 8)).sum())
+    return losses
+
+
+def _as_unsharded(rank: int, options: dict[str, Any]) -> None:
+    for write in PATTERNS:
+        plain, model = _model(write), _model(write)
+        fully_shard(model, auto_wrap_policy={_Block}, **options)
+        expected, found = _train(plain, None), _train(model, rank)
+        close = {"rtol": 0.05, "atol": 0.02} if "mixed_precision" in options else {}
+        for name, param in plain.named_parameters():
+            full = model.get_parameter(name).full_tensor()
+            torch.testing.assert_close(full, param, msg=f"{write.__name__}: {name}", **close)
+        torch.testing.assert_close(found[-1], expected[-1], check_dtype=False, **close)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, marks=pytest.mark.nightly),
+        {"mixed_precision": MixedPrecision(torch.bfloat16)},
+    ],
+    ids=["FULL_SHARD", "SHARD_GRAD_OP", "bfloat16"],
+)
+def test_equal_changes_stay(two: Ranks, options: dict[str, Any]) -> None:
+    """What all ranks write in the same way stays, in the first forward and later, as in one process."""
+    two.run(_as_unsharded, options)
+
+
+def _differ(rank: int, first: int) -> None:
+    def write(block: Any, x: Tensor) -> None:
+        block.calls += 1
+        block.up.weight.data.clamp_(-100, 100)
+        if block.calls > first:
+            block.up.weight.data.add_(1.0 + dist.get_rank())
+
+    model = fully_shard(_model(write), auto_wrap_policy={_Block})
+    for _ in range(first):
+        model(torch.ones(2, 8)).sum().backward()
+    message = r"rank 1|ranks|forward changed parameter 0\.up\.weight of its own unit.*this one is not"
+    with pytest.raises(RuntimeError, match=message):
+        model(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_different_changes_are_refused(two: Ranks, first: int) -> None:
+    """On all ranks, whenever they begin, and by name."""
+    two.run(_differ, first)
+
+
+def _begins_late(rank: int) -> None:
+    def write(block: Any, x: Tensor) -> None:
+        block.calls += 1
+        if block.calls > 2:
+            block.up.weight.data.mul_(0.9)
+
+    model = fully_shard(_model(write), auto_wrap_policy={_Block})
+    for _ in range(3):
+        model(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"has begun to write to parameter 0\.up\.weight .* changes were lost since"):
+        model(torch.ones(2, 8))
+
+
+def test_late_changes_are_refused(two: Ranks) -> None:
+    """A unit that begins to write after its first two forwards raises, before twice as many forwards have run."""
+    two.run(_begins_late)
+
+
+def _costs(rank: int) -> None:
+    plain = fully_shard(_model(lambda block, x: None), auto_wrap_policy={_Block})
+    for _ in range(2):
+        plain(torch.ones(2, 8)).sum().backward()
+    (listener,) = [each for each in plain._fsdp_runtime.listeners if type(each).__name__ == "OwnWrites"]
+    assert not listener._writing and listener._watch is None
+    plain.train()
+    plain(torch.ones(2, 8))
+    assert listener._watch is None, "the third forward is not watched"
+
+
+def test_others_pay_nothing(two: Ranks) -> None:
+    """Where nothing writes, no forward after the second one is watched."""
+    two.run(_costs)
