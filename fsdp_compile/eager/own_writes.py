@@ -5,8 +5,8 @@ of a root, of each kind, note which operators write to gathered memory; a change
 whose forward writes is looked at after each forward from then on: where all ranks made the same change, each writes its
 part to its shard, and the change stays, as without sharding. Where ranks differ, all raise.
 
-Whoever writes nothing in the first two forwards is looked at in the 4th, the 8th, the 16th and so on: one that has begun
-since has lost changes, and raises. Changes that autograd counts are refused before (`UnshardedUnit.check_unwritten`).
+Whoever writes nothing in the first two forwards is looked at in the 4th, the 8th, the 16th and so on: one that begins
+then has lost changes, and raises. What autograd counts is refused before (`UnshardedUnit.check_unwritten`).
 """
 
 import weakref
