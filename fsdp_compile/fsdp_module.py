@@ -35,6 +35,7 @@ from fsdp_compile.eager.casting import cast_buffers, computes_in_full_precision
 from fsdp_compile.eager.communication_hooks import compresses, reduce_by
 from fsdp_compile.eager.convert import convert
 from fsdp_compile.eager.forward import CheckParams, gathering, hooked_call
+from fsdp_compile.eager.own_writes import OwnWrites
 from fsdp_compile.eager.reduce import set_sync
 from fsdp_compile.eager.summon import summon_full_params, summoned_for_apply
 from fsdp_compile.eager.unsharded import UnshardHandle, reshard
@@ -404,6 +405,19 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module, torch.distributed
         """Accepted for FSDP2's sake: every backward pass waits for its own reduces, and keeps nothing for the next."""
 
     # --- unsharded parameters -----------------------------------------------------------------------------------------
+
+    def set_writes_own_parameters(self, writes: bool, *, recurse: bool = True) -> None:
+        """Say whether forwards may change parameters of their own unit through `.data`, at any time.
+
+        What all ranks write alike then stays, as on an unsharded model, and ranks that differ get an error. Without
+        this call it does where a forward changes values in its first two calls. Costs an all-reduce of three numbers
+        for each unit and forward. Compiled forwards refuse such changes. ValueError if not a bool.
+        """
+        if not isinstance(writes, bool):
+            raise ValueError(f"writes must be a bool, not {writes!r}")
+        for listener in self._fsdp_runtime.listeners:
+            if isinstance(listener, OwnWrites):
+                listener.expect(_units(self, recurse), writes)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Choose whether unsharded parameters are freed between forward and backward. ValueError if not a bool."""

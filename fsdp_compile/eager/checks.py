@@ -24,6 +24,7 @@ from fsdp_compile.eager.forward_pass import ForwardPass, Listener
 from fsdp_compile.eager.writeback import refresh, replaced_objects
 
 _OF_EACH_MODULE = frozenset(vars(nn.Module())) | {"_fsdp_parameters", "_fsdp_units"}
+_PLAIN = frozenset((bool, int, float, str, type(None)))  # attributes of most modules
 _SETTINGS = {"limit_all_gathers": "limit_all_gathers", "FSDP_COMPILE_FULL_PREC_IN_EVAL": "full_precision_in_eval"}
 
 
@@ -173,9 +174,12 @@ def kept_by_modules(module: nn.Module) -> Iterator[Tensor]:
     work = [module]
     for each in work:
         attributes = vars(each)
-        work += [child for child in attributes["_modules"].values() if child is not None]
+        if attributes["_modules"]:
+            work += [child for child in attributes["_modules"].values() if child is not None]
         for name in attributes.keys() - _OF_EACH_MODULE:  # few: this runs wherever a unit is freed after its forward
             value = attributes[name]
+            if type(value) in _PLAIN:
+                continue
             if isinstance(value, Tensor):
                 yield value
             elif type(value) in (list, tuple, dict) and value:

@@ -83,10 +83,7 @@ def eager_forward(
     steps: "_Steps",
     compiled: Callable[..., Any] | None = None,
 ) -> Any:
-    """As `sharded_forward`, eagerly; for `compiled`, a block's forward, unsharded flat parameters are shown.
-
-    `steps` are the functions that gather and free: _UNTRACED where Dynamo may compile this one.
-    """
+    """As `sharded_forward`, eagerly by `steps`; `compiled`, a block's forward, gets unsharded flat parameters."""
     try:  # Note [Graph breaks in the forward of a sharded module]
         sharding: ModuleSharding = module._fsdp
         if sharding.in_hooked_call:

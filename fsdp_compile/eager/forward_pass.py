@@ -23,7 +23,7 @@ class ForwardPass:
         ended: how many forwards of each unit have ended in it; the last one last.
         has_gathered: whether it has come to a unit.
         has_communicated: whether that was one that is split: other ranks run this forward too.
-        written: by unit what the forward has written to its own parameters (eager/own_writes.py).
+        written: by unit what the forward may have written to its own parameters (eager/own_writes.py).
     """
 
     def __init__(self, root: Any, of_root: bool = False, kind: tuple[bool, bool] | None = None) -> None:

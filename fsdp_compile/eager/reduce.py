@@ -105,12 +105,13 @@ def reduce_packed(
 
 def pack(flat: FlatParam, grads: Sequence[Tensor | None], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Concatenate gradients in the parameters' unsharded shapes to `[layout.numel]`; zeros where there is none."""
-    segments = flat.layout.segments
-    of_segments = [None if s.parameter is None else grads[s.parameter] for s in segments]
-    empty = [s.numel for s, grad in zip(segments, of_segments, strict=True) if grad is None]
-    zeros = iter(torch.zeros(sum(empty), dtype=dtype, device=device).split_with_sizes(empty))
-    dense = (grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in of_segments)
-    flattened = [next(zeros) if grad is None else grad.reshape(-1) for grad in dense]
+    flattened: list[Tensor] = []
+    for segment in flat.layout.segments:
+        grad = None if segment.parameter is None else grads[segment.parameter]
+        if grad is None:
+            flattened.append(torch.zeros(segment.numel, dtype=dtype, device=device))
+        else:
+            flattened.append((grad.to_dense() if grad.is_sparse else grad).reshape(-1))
     if not flattened:  # parameters without elements, which have no segments
         return torch.empty(0, dtype=dtype, device=device)
     if set(map(_DTYPE, flattened)) == {dtype}:  # in C: it runs for each parameter
