@@ -117,6 +117,11 @@ def alias(tensor: Tensor) -> Tensor:
     return fresh.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
+def equal_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two 1-D tensors of one dtype are equal bit by bit; `torch.equal` takes no float8."""
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
 def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors inside a wrapper subclass; a plain tensor itself (E-SYNC-5)."""
     flatten = getattr(tensor, "__tensor_flatten__", None)

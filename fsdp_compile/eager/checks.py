@@ -98,6 +98,7 @@ def _check_not_replicated(module: Any) -> None:
 # on with values of its own for ever. What FULL_SHARD cuts is not compared: each rank may initialize its own slice.
 
 _ADVICE = "build and shard the same model with the same arguments on all ranks"
+_CHUNK = 1 << 20  # numbers whose places are counted at a time
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes per element; wider ones as several integers
 
 
@@ -167,6 +168,22 @@ def warn_of_kept_views(module: nn.Module, memory: Set[int]) -> None:
                     f"freed when its forward or backward ends, and it does not follow later changes of the parameters; "
                     f"compute it in each forward, or keep a clone"
                 )
+
+
+def warn_that_it_stays(module: nn.Module, unit: Unit, opaque: type | None) -> None:
+    """Warn that `unit` stays unsharded until backward: of an `opaque` output, or of what is neither returned nor kept."""
+    who = f"{original_class(module).__name__} with parameters {', '.join(unit.names[:2])}, ..."
+    if opaque:
+        warn_caller(
+            f"{who} returns a {opaque.__name__}, which may have tensors inside that cannot be seen, so its "
+            f"parameters stay unsharded until backward; return tensors, containers of them or a dataclass"
+        )
+    else:
+        warn_caller(
+            f"the forward of {who} computes something with gradients that it neither returns nor keeps as an "
+            f"attribute, so its parameters stay unsharded until backward; return it, keep it as an attribute or in an "
+            f"argument, or compute it under torch.no_grad()"
+        )
 
 
 def kept_by_modules(module: nn.Module) -> Iterator[Tensor]:
@@ -239,9 +256,11 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """The sum of the bits of `tensors`; waits for the device once."""
-    bits = [each.contiguous().view(_BITS.get(each.element_size(), torch.int64)) for each in tensors if each.numel()]
-    return int(torch.stack([each.sum(dtype=torch.int64) for each in bits]).sum().item()) if bits else 0
+    """A sum of the bits of `tensors`, each number times its place; waits for the device once."""
+    bits = [each.detach().contiguous().view(_BITS.get(each.element_size(), torch.int64)) for each in tensors]
+    chunks = [chunk for each in bits for chunk in each.view(-1).split(_CHUNK) if chunk.numel()]
+    sums = [(chunk * torch.arange(1, chunk.numel() + 1, device=chunk.device)).sum() for chunk in chunks]
+    return int(sum(weight * each for weight, each in enumerate(sums, 1))) if sums else 0
 
 
 def timeout_of_checks() -> float | None:

@@ -32,23 +32,20 @@ from fsdp_compile.core._torch import (
     while_tracing,
 )
 from fsdp_compile.core.backward_pass import BackwardPass, running_backward
-from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharding import ModuleSharding, original_class
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.block_reader import wait_for_flats
 from fsdp_compile.eager.casting import cast_outputs, computes_in_full_precision, prepare_inputs
-from fsdp_compile.eager.checks import kept_by_modules
+from fsdp_compile.eager.checks import kept_by_modules, warn_that_it_stays
 from fsdp_compile.eager.forward_pass import ForwardPass
 from fsdp_compile.eager.runtime import Runtime
 from fsdp_compile.eager.unsharded import (
-    Exits,
     Lifetime,
     Reader,
     State,
     UnshardedUnit,
     free_for_next_forward,
 )
-from fsdp_compile.eager.writeback import refresh
 
 # Note [Graph breaks in the forward of a sharded module]
 # Where a module's code breaks the graph, its unit is gathered eagerly, and Dynamo compiles what it would without
@@ -249,7 +246,8 @@ def _prepare(module: Any) -> None:
                 unit.hide_unsharded()  # what a backward pass has left that failed
             if unit.prefetched is not None:
                 runtime.warn_compiled({"unshard"})
-            refresh(unit)
+            for listen in runtime.heard.before_values:
+                listen(unit)
             free_for_next_forward(unit)
 
 
@@ -353,7 +351,7 @@ def _post_forward(module: Any, opened: list[UnshardedUnit], inputs: tuple, outpu
             kept = () if module._fsdp.is_root else kept_by_modules(module)
             exits = gathered.post_forward(inputs, output, kept, keep)
             if not keep and exits is not None and (exits.opaque or exits.is_left):
-                _warn_that_it_stays(module, gathered.unit, exits)
+                warn_that_it_stays(module, gathered.unit, exits.opaque)
             module._fsdp_runtime.end_forward(gathered)
 
 
@@ -377,21 +375,6 @@ def _has_unsharded_flats(module: Any) -> bool:
 
 _DIRECT = _Steps(in_backward, _has_unsharded_flats, _is_inside_itself, _pre_forward, _post_forward, _fail)
 _UNTRACED = _Steps(*map(torch.compiler.disable, _DIRECT))
-
-
-def _warn_that_it_stays(module: nn.Module, unit: Unit, exits: Exits) -> None:
-    who = f"{original_class(module).__name__} with parameters {', '.join(unit.names[:2])}, ..."
-    if exits.opaque:
-        warn_caller(
-            f"{who} returns a {exits.opaque.__name__}, which may have tensors inside that cannot be seen, so its "
-            f"parameters stay unsharded until backward; return tensors, containers of them or a dataclass"
-        )
-    else:
-        warn_caller(
-            f"the forward of {who} computes something with gradients that it neither returns nor keeps as an "
-            f"attribute, so its parameters stay unsharded until backward; return it, keep it as an attribute or in an "
-            f"argument, or compute it under torch.no_grad()"
-        )
 
 
 def _recomputed(

@@ -23,6 +23,7 @@ class ForwardPass:
         ended: how many forwards of each unit have ended in it; the last one last.
         has_gathered: whether it has come to a unit.
         has_communicated: whether that was one that is split: other ranks run this forward too.
+        lines: what it has done that ranks compare at its end, besides the order of its units.
         written: by unit what the forward may have written to its own parameters (eager/own_writes.py).
     """
 
@@ -31,6 +32,7 @@ class ForwardPass:
         self.shared: list[Any] = []
         self.ended: dict[Unit, int] = {}
         self.has_gathered = self.has_communicated = False
+        self.lines: list[str] = []
         self.written: dict[Unit, Any] = {}
 
     @property

@@ -98,17 +98,19 @@ class Order:
             backward.at_end(self.end, if_failed=self.drop)
         self.next(what, unit, part)
 
-    def end(self) -> None:
-        """End the pass; compare a new record. RuntimeError if ranks differ."""
+    def end(self, more: Sequence[str] = ()) -> None:
+        """End the pass; compare a new record, and `more` lines. RuntimeError if ranks differ."""
         record, self._record = self._record, None
         if record is None:
             return
         if self._is_new:
             if record:
-                self.compare([*map(" of ".join, record)])
+                self._compare([*map(" of ".join, record), *more])
                 self._records[self._kind] = record
         elif 0 < self._at < len(record):  # a forward of parameters that are summoned on one rank begins none
-            self.compare([self._place(record), _NO_MORE])
+            self._compare([self._place(record), _NO_MORE, *more])
+        elif record and more:
+            self._compare([self._place(record), *more])
         if self._departed is not None and len(self._departed) > len(record):
             self._records[self._kind] = self._departed
 
@@ -124,7 +126,7 @@ class Order:
             state_of(group).forget()
 
     def _depart(self, record: list[Event], event: Event) -> None:
-        self.compare([self._place(record), " of ".join(event)])
+        self._compare([self._place(record), " of ".join(event)])
         self._departed = [*(record[: self._at] if self._departed is None else self._departed), event]
         if event in record[self._at :]:
             self._at = record.index(event, self._at) + 1
@@ -132,8 +134,7 @@ class Order:
     def _place(self, record: list[Event]) -> str:
         return f"after the {' of '.join(record[self._at - 1])}" if self._at else "at first"
 
-    def compare(self, lines: list[str]) -> None:
-        """Compare `lines` among the ranks. RuntimeError on all ranks if they differ."""
+    def _compare(self, lines: list[str]) -> None:
         timeout = timeout_of_checks()
         if timeout is not None:
             text = "\n".join(lines)

@@ -38,6 +38,7 @@ class OwnWrites(Listener):
         super().__init__(root)
         self._begun: dict[Any, int] = {}  # by kind, how many forwards
         self._writing: weakref.WeakSet[Unit] = weakref.WeakSet()
+        self._before: weakref.WeakKeyDictionary[UnshardedUnit, int] = weakref.WeakKeyDictionary()  # checksums
 
     def expect(self, units: Iterable[Unit], writes: bool) -> None:
         """Look at `units` after each forward, or no more than at others."""
@@ -50,61 +51,41 @@ class OwnWrites(Listener):
         """Count the forwards of each kind."""
         self._begun[forward.kind] = self._begun.get(forward.kind, 0) + 1
 
+    def in_forward(self, gathered: UnshardedUnit) -> None:
+        """Note the values of units that are looked at. A graph refuses writes when it is traced."""
+        count = self._begun.get(gathered.forward.kind, 0)
+        if gathered.forward.of_root and gathered.reader is None and not count & (count - 1):
+            self._before[gathered] = _checksum(gathered)
+
     def after_forward(self, gathered: UnshardedUnit, module: nn.Module) -> None:
         """Keep what forward has written. RuntimeError on all ranks if it is not the same on all."""
-        if gathered.reader is not None:  # a graph, which refuses this when it is traced
-            return
-        unit, forward = gathered.unit, gathered.forward
-        if unit in self._writing:
-            self._settle({unit: _Written(gathered)}, forward)
-        elif forward.of_root and forward.kind in self._begun:
-            count = self._begun[forward.kind]
-            if not count & (count - 1):
-                forward.written[unit] = _Written(gathered)
+        unit, forward, before = gathered.unit, gathered.forward, self._before.pop(gathered, None)
+        if unit in self._writing and gathered.reader is None:
+            written = _Written(gathered)
+            if forward.has_communicated:
+                written.check_equal()
+            elif written.names:
+                raise RuntimeError(changed_in_forward(written.names))
+            written.keep()
+        elif before is not None:
+            _restore(gathered)
+            if _checksum(gathered) != before:
+                forward.written[unit] = written = _Written(gathered)
+                forward.lines.append(f"{unit.path} writes parameters with checksum {written.checksum}")
 
     def complete_forward(self, forward: ForwardPass) -> None:
-        """Keep what units have written that were looked at. RuntimeError on all ranks if that is not possible."""
-        self._settle(forward.written, forward)
-
-    def _settle(self, written: dict[Unit, "_Written"], forward: ForwardPass) -> None:
-        has_changed = _agree(written) if forward.has_communicated else []  # else NO_SHARD, perhaps on one rank alone
-        for unit, of_unit in written.items():
-            names = " or ".join(of_unit.names or unit.names)
-            if unit not in has_changed and not of_unit.names:
-                continue
-            if unit not in self._writing and self._begun[forward.kind] > FORWARDS:
+        """Keep what units have written that were looked at; ranks have compared it. RuntimeError if it is too late."""
+        for unit, written in forward.written.items():
+            if not forward.has_communicated:  # under NO_SHARD, perhaps on one rank alone
+                raise RuntimeError(changed_in_forward(written.names))
+            if self._begun[forward.kind] > FORWARDS:
                 raise RuntimeError(
-                    f"{unit.path}: forward has begun to write to parameter {names} of its own unit through .data "
-                    f"after its first two forwards, and changes were lost since; call "
+                    f"{unit.path}: forward has begun to write to parameter {' or '.join(written.names or unit.names)} "
+                    f"of its own unit through .data after its first two forwards, and changes were lost since; call "
                     f"model.set_writes_own_parameters(True) before training"
                 )
-            if not forward.has_communicated:
-                raise RuntimeError(changed_in_forward(of_unit.names))
             self._writing.add(unit)
-            of_unit.keep()
-            free_for_next_forward(unit)  # what was gathered before is out of date
-
-
-def _agree(written: dict[Unit, "_Written"]) -> list[Unit]:
-    """The units whose parameters any rank has seen changed. RuntimeError on all ranks if they changed differently."""
-    changed: list[Unit] = []
-    by_groups: dict[tuple[Any, Any], list[Unit]] = {}
-    for unit in written:
-        by_groups.setdefault((unit.group, unit.replicas), []).append(unit)
-    for groups, units in by_groups.items():
-        sums = [written[unit].checksum for unit in units]
-        rows = [[bool(written[unit].names), each, -each] for unit, each in zip(units, sums, strict=True)]
-        greatest = torch.tensor(rows, dtype=torch.int64, device=units[0].device)
-        for group in filter(None, groups):
-            collectives.start_all_reduce(greatest, group.group_name, "max").wait()
-        for unit, (has_changed, most, least) in zip(units, greatest.tolist(), strict=True):
-            if has_changed and most != -least:
-                raise RuntimeError(
-                    f"{changed_in_forward(written[unit].names or unit.names)}; a change that is the same on all ranks "
-                    f"stays, and this one is not"
-                )
-            changed += [unit] * bool(has_changed)
-    return changed
+            written.keep()
 
 
 class _Written:
@@ -112,10 +93,20 @@ class _Written:
 
     def __init__(self, gathered: UnshardedUnit) -> None:
         _restore(gathered)
-        self.names = gathered.find_changed()
+        self.unit, self.names, self.checksum = gathered.unit, gathered.find_changed(), _checksum(gathered)
         buffers = [buffer for buffer in gathered.buffers if not buffer.is_shard]
-        self.checksum = checksum(buffer.full for buffer in buffers)
         self.parts = [(buffer.flat, _part(buffer).clone()) for buffer in buffers] if self.names else []
+
+    def check_equal(self) -> None:
+        """RuntimeError on all ranks if they hold different values."""
+        limits = torch.tensor([self.checksum, -self.checksum], dtype=torch.int64, device=self.unit.device)
+        for group in filter(None, (self.unit.group, self.unit.replicas)):
+            collectives.start_all_reduce(limits, group.group_name, "max").wait()
+        if limits[0] != -limits[1]:
+            raise RuntimeError(
+                f"{changed_in_forward(self.names or self.unit.names)}; a change that is the same on all ranks stays, "
+                f"and this one is not"
+            )
 
     def keep(self) -> None:
         """Write what has changed to the shards, without a version: backward gathers it again, as it was saved."""
@@ -124,6 +115,11 @@ class _Written:
             before, now = shard.to(part.dtype), part.to(shard.device)
             changed = ~(now.eq(before) | (now.ne(now) & before.ne(before)))
             shard.copy_(torch.where(changed, now.to(shard.dtype), shard))
+        free_for_next_forward(self.unit)  # what was gathered before is out of date
+
+
+def _checksum(gathered: UnshardedUnit) -> int:
+    return checksum(buffer.full for buffer in gathered.buffers if not buffer.is_shard)
 
 
 def _restore(gathered: UnshardedUnit) -> None:

@@ -136,7 +136,7 @@ class Runtime:
         forward = self.running
         if forward is None:  # an exception has interrupted it
             return
-        self.forward_order.end()
+        self.forward_order.end(forward.lines)
         for listen in self.heard.complete_forward:
             listen(forward)
         self.has_completed = forward.has_gathered  # not of a forward on one rank, of summoned parameters

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.flat_collectives import all_gather_flat
 from fsdp_compile.core.flat_param import FlatParam
+from fsdp_compile.core.ops import equal_bits
 from fsdp_compile.core.shard_spec import ShardSpec
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import ModuleSharding, own_units, record_locations, units_used_below
@@ -28,7 +29,6 @@ from fsdp_compile.core.unit import Phase, Unit, check_idle
 from fsdp_compile.eager.unsharded import free_for_next_forward
 from fsdp_compile.eager.writeback import (
     adopt_objects,
-    equal_bits,
     refresh,
     replaced_objects,
     restore_objects,

@@ -31,14 +31,13 @@ from fsdp_compile.core._torch import (
 from fsdp_compile.core.autograd import check_engine
 from fsdp_compile.core.backward_pass import BackwardPass, call_with_gradients, running_backward
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.ops import inner_tensors
+from fsdp_compile.core.ops import equal_bits, inner_tensors
 from fsdp_compile.core.sharding import changed_in_forward
 from fsdp_compile.core.unit import Phase, Unit
 from fsdp_compile.eager.block_reader import BlockReader
 from fsdp_compile.eager.forward_pass import ForwardPass
 from fsdp_compile.eager.reduce import reduce_gradients, reduce_packed
 from fsdp_compile.eager.streams import KeptUnsharded, UnshardedBuffer, Values, finish_filling
-from fsdp_compile.eager.writeback import equal_bits
 
 # Note [Freeing buffers that autograd has saved]
 # Autograd saves views of unsharded parameters in forward and reads them in backward. A buffer is therefore freed by

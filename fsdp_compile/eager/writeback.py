@@ -120,11 +120,6 @@ def restore_objects(unit: Unit) -> None:
                 parameters[name] = param
 
 
-def equal_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two 1-D tensors of one dtype are equal bit by bit; `torch.equal` takes no float8."""
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-
-
 def set_grads(params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
     """Set gradients, whose shapes may differ from those that were there."""
     for param, grad in zip(params, grads, strict=True):

@@ -174,7 +174,7 @@ def _costs(rank: int) -> None:
     plain = fully_shard(_model(lambda block, x: None), auto_wrap_policy={_Block})
     for _ in range(2):
         plain(torch.ones(2, 8)).sum().backward()
-    with patch.object(own_writes, "_Written", side_effect=AssertionError):
+    with patch.object(own_writes, "checksum", side_effect=AssertionError):
         plain(torch.ones(2, 8)).sum().backward()
 
 
