@@ -171,7 +171,7 @@ def warn_of_kept_views(module: nn.Module, memory: Set[int]) -> None:
 
 
 def warn_that_it_stays(module: nn.Module, unit: Unit, opaque: type | None) -> None:
-    """Warn that `unit` stays unsharded until backward: of an `opaque` output, or of what is neither returned nor kept."""
+    """Warn that `unit` stays unsharded until backward: of an `opaque` output, or of what nothing returns or keeps."""
     who = f"{original_class(module).__name__} with parameters {', '.join(unit.names[:2])}, ..."
     if opaque:
         warn_caller(
