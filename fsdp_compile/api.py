@@ -41,7 +41,7 @@ from fsdp_compile.core.ops import call_before_tracing
 from fsdp_compile.core.settings import InitFn, PlacementFn, Settings, full_precision_in_eval, warn_caller
 from fsdp_compile.eager import Runtime
 from fsdp_compile.eager.accumulate import Accumulation, check_optimizers
-from fsdp_compile.eager.checks import KeptViews
+from fsdp_compile.eager.checks import KeptViews, RootChecks
 from fsdp_compile.eager.order import RankOrder
 from fsdp_compile.eager.own_writes import OwnWrites
 from fsdp_compile.eager.prefetch import Prefetch
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from fsdp_compile.passes.cost.hardware import Hardware
 
 
-LISTENERS = (UserEdits, Accumulation, RankOrder, Prefetch, OwnWrites, KeptViews)
+LISTENERS = (RootChecks, UserEdits, Accumulation, RankOrder, Prefetch, OwnWrites, KeptViews)
 """What hears of the passes over a sharded model, in this order (eager/forward_pass.py)."""
 
 Options = ParamSpec("Options")

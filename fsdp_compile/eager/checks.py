@@ -136,6 +136,18 @@ def compare_units(module: Any, settings: str, compiled: bool) -> bool:
     return True
 
 
+class RootChecks(Listener):
+    """Checks a root before its first forward, by each rank alone and among ranks."""
+
+    def check(self, module: nn.Module) -> None:
+        """As `check_root`."""
+        check_root(module)
+
+    def compare(self, module: nn.Module, settings: str, compiled: bool) -> bool:
+        """As `compare_units`."""
+        return compare_units(module, settings, compiled)
+
+
 class KeptViews(Listener):
     """Warns of attributes that hold views of gathered parameters, in the first forward with gradients and without."""
 

@@ -48,6 +48,16 @@ class Listener:
     def __init__(self, root: Any) -> None:
         self.root = root
 
+    def check(self, module: nn.Module) -> None:
+        """The first forward of the root, `module`, is about to begin: raise ValueError if none can be right."""
+
+    def compare(self, module: nn.Module, settings: str, compiled: bool) -> bool:
+        """The first forward that communicates is about to begin; return whether ranks need not be compared again."""
+        return True
+
+    def forget(self) -> None:
+        """Process groups are others from now on."""
+
     def begin_forward(self, forward: ForwardPass, module: nn.Module) -> None:
         """A forward of the root, `module`, begins."""
 
@@ -82,6 +92,9 @@ class Listener:
 class Heard(NamedTuple):
     """For each method of a listener the bound ones of those that override it."""
 
+    check: tuple[Callable[..., None], ...]
+    compare: tuple[Callable[..., bool], ...]
+    forget: tuple[Callable[..., None], ...]
     begin_forward: tuple[Callable[..., None], ...]
     complete_forward: tuple[Callable[..., None], ...]
     end_forward: tuple[Callable[..., None], ...]

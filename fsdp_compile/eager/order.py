@@ -28,8 +28,9 @@ from fsdp_compile.core.flat_collectives import all_gather_flat, dividing, start_
 from fsdp_compile.core.flat_param import flat_param_at
 from fsdp_compile.core.ops import NamedGroup, UnshardSpec
 from fsdp_compile.core.settings import warn_caller
+from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit
-from fsdp_compile.eager.checks import timeout_of_checks
+from fsdp_compile.eager.checks import groups_of, timeout_of_checks
 from fsdp_compile.eager.forward_pass import ForwardPass, Listener
 
 _ADVICE = {
@@ -144,11 +145,42 @@ class Order:
 class RankOrder(Listener):
     """Lets ranks agree on the order in which units communicate in forward and in backward."""
 
+    def __init__(self, root: Any) -> None:
+        super().__init__(root)
+        self._forward, self._backward = Order("forward"), Order("backward")
+        root.reduces_in_flight.order = self._backward  # which compiled graphs follow too
+
+    def compare(self, module: Any, settings: str, compiled: bool) -> bool:
+        """Number models and their flat parameters alike on all ranks, which have been compared."""
+        units, orders = units_gathered_below(module), (self._forward, self._backward)
+        orders[0].groups = orders[1].groups = groups_of(units)
+        for group in orders[0].groups:
+            flats = [flat for unit in units if group in (unit.group, unit.replicas) for flat in unit.flats]
+            state_of(group).number_model([*orders, *flats])
+        return True
+
+    def forget(self) -> None:
+        """Begin with no records."""
+        self._forward.forget()
+        self._backward.forget()
+
+    def begin_forward(self, forward: ForwardPass, module: Any) -> None:
+        """Follow the record of its kind."""
+        self._forward.begin(forward.kind)
+
+    def complete_forward(self, forward: ForwardPass) -> None:
+        """RuntimeError on all ranks if they differ."""
+        self._forward.end(forward.lines)
+
+    def end_forward(self) -> None:
+        """Record nothing of a forward that has failed."""
+        self._forward.drop()
+
     def before_gather(self, unit: Unit, forward: ForwardPass) -> None:
         """RuntimeError on all ranks if their forwards come to different units."""
         forward.has_communicated |= unit.is_sharded
         if forward.of_root and unit.is_sharded:
-            self.root.forward_order.next("all-gather", unit)
+            self._forward.next("all-gather", unit)
 
     def before_backward(self, gathered: Any, backward: BackwardPass, was_prefetched: bool) -> None:
         """RuntimeError on all ranks if their backward passes come to different units.
@@ -157,7 +189,7 @@ class RankOrder(Listener):
         """
         may_be_kept = gathered.unit.reshard_after_forward is None
         if was_prefetched or may_be_kept or any(buffer.is_free for buffer in gathered.buffers):
-            self.root.reduces_in_flight.order.next_in_backward("all-gather", gathered.unit)
+            self._backward.next_in_backward("all-gather", gathered.unit)
 
 
 # --- among models and graphs ------------------------------------------------------------------------------------------

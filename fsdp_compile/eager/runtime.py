@@ -13,13 +13,10 @@ import torch
 from torch import nn
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.comm.waits import state_of
 from fsdp_compile.core.settings import Settings, warn_caller
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Phase, ReduceQueue, Unit
-from fsdp_compile.eager.checks import check_root, compare_units, groups_of
 from fsdp_compile.eager.forward_pass import ForwardPass, Heard, Listener
-from fsdp_compile.eager.order import Order
 from fsdp_compile.eager.reduce import abandon_gradients
 from fsdp_compile.eager.streams import Device, Streams, UnshardedBuffer
 from fsdp_compile.eager.unsharded import UnshardedUnit, UnshardHandle, reshard
@@ -36,13 +33,12 @@ class Runtime:
     Attributes:
         running: the running forward of the root, or None.
         has_completed: whether a forward of the root has gathered units and ended.
-        forward_order: on which the ranks agree; that of backward is `reduces_in_flight.order`.
         reduces_in_flight: reduces that backward passes have started and not yet waited for, oldest first. One queue for
             each root: a thread that waited for the reduce of another thread's model could wait for ever.
         unread: buffers that a failed backward pass had begun to fill. The next forward waits for them: a rank that
             failed alone would wait for ever for the others.
         post_optim_event: what the next forward's all-gathers wait for, instead of all work queued before; or None.
-        converting: whether `Module._apply` is running (eager/casting.py).
+        converting: whether `Module._apply` is running (eager/convert.py).
     """
 
     def __init__(self, settings: Settings, is_divided: bool = False, listeners: Sequence[type[Listener]] = ()) -> None:
@@ -53,7 +49,6 @@ class Runtime:
         self.unread: list[UnshardedBuffer] = []
         self.post_optim_event: Any = None
         self.converting = False
-        self.forward_order, self.reduces_in_flight.order = Order("forward"), Order("backward")
         self.listeners = tuple(listener(self) for listener in listeners)
         self.heard = Heard.by(self.listeners)
         self._is_checked = self._is_compared = False
@@ -82,7 +77,8 @@ class Runtime:
     def check(self, module: nn.Module) -> None:
         """Before the first forward of the root `module`, raise ValueError if none can be right."""
         if not self._is_checked:
-            check_root(module)
+            for listen in self.heard.check:
+                listen(module)
             self._is_checked = True
 
     def check_again(self) -> None:
@@ -94,12 +90,7 @@ class Runtime:
         if not self._is_compared:
             given = self.settings
             settings = f"backward_prefetch {given.backward_prefetch}, forward_prefetch {given.forward_prefetch}"
-            self._is_compared = compare_units(module, settings, compiled)
-            units, orders = units_gathered_below(module), (self.forward_order, self.reduces_in_flight.order)
-            orders[0].groups = orders[1].groups = groups_of(units)
-            for group in self.forward_order.groups if self._is_compared else ():
-                flats = [flat for unit in units if group in (unit.group, unit.replicas) for flat in unit.flats]
-                state_of(group).number_model([*orders, *flats])
+            self._is_compared = all(listen(module, settings, compiled) for listen in self.heard.compare)
 
     def warn_compiled(self, methods: set[str]) -> None:
         """Before a compiled forward, warn once of each of `methods`, which were called and have no effect on it."""
@@ -124,7 +115,6 @@ class Runtime:
             None,
             ForwardPass(self, of_root=True, kind=(torch.is_grad_enabled(), module.training)),
         )
-        self.forward_order.begin(forward.kind)
         for listen in self.heard.begin_forward:
             listen(forward, module)
         for streams in self._streams.values():
@@ -132,11 +122,10 @@ class Runtime:
         self.running, self.post_optim_event = forward, None
 
     def complete_iteration(self) -> None:
-        """After a complete forward of the root, raise RuntimeError if ranks differ, or what listeners raise."""
+        """After a complete forward of the root, raise what listeners raise: RuntimeError if ranks differ."""
         forward = self.running
         if forward is None:  # an exception has interrupted it
             return
-        self.forward_order.end(forward.lines)
         for listen in self.heard.complete_forward:
             listen(forward)
         self.has_completed = forward.has_gathered  # not of a forward on one rank, of summoned parameters
@@ -146,7 +135,6 @@ class Runtime:
     def end_iteration(self) -> None:
         """End the forward of the root module, which has returned or failed."""
         self.running = None
-        self.forward_order.drop()
         for listen in self.heard.end_forward:
             listen()
         if not torch.is_grad_enabled():  # no backward follows, after which the host may change what copies still read
@@ -178,8 +166,8 @@ class Runtime:
         self.unread.clear()
         self.running = self._last_forward = self._last_unit = None
         self._is_compared = self.has_completed = False
-        self.forward_order.forget()
-        self.reduces_in_flight.order.forget()
+        for listen in self.heard.forget:
+            listen()
         for unit in units_gathered_below(module):
             unit.become_idle()
             abandon_gradients(unit)
