@@ -2,8 +2,7 @@
 
 pre_forward      all-gather, unless there is one under way -> module code reads the parameters
 post_forward     free, or keep until backward
-pre_backward     all-gather again when the first gradient reaches an output -> module code may read the parameters,
-                 where it is recomputed
+pre_backward     all-gather again when the first gradient reaches an output -> recomputed module code may read them
 post_backward    free once the gradients of all parameters are there -> pack and reduce these
 """
 
