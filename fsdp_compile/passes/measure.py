@@ -5,8 +5,10 @@
 
 Note [How a link is measured]
 The ranks of a group meet in its store. Then they time all-gathers and reduce-scatters of a few sizes, up to that of the
-largest unit, for less than a second. The figures that a rank writes first count for all ranks: with the same figures,
-ranks make the same plan. Groups along one dimension of a mesh have one name and share their figures.
+largest unit, for about a second: in bursts with pauses between them, as a machine that does other work is slow or fast
+for a moment. Of a burst the least counts, of bursts the median. The figures that a rank writes first count for all
+ranks: with the same figures, they make the same plan. Groups along one dimension of a mesh have one name and share
+their figures.
 
 Figures differ from run to run, and compiled code is cached under a key that holds them. So ranks keep them beside the
 compiler's caches, and take the old ones again while they are near to the new ones: plans stay good where prices are off
@@ -15,6 +17,7 @@ by as much (Note [Plans for wrong prices]).
 
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,6 +41,8 @@ SIZES = (1 << 14, 1 << 18, 1 << 21, 1 << 24, 1 << 27)  # bytes of what is gather
 _SOON = 0.005  # seconds of a call: if one took longer, the sizes behind the second are left out
 _NEAR = {"latency": 4.0, "bandwidth": 2.0, "speed": 2.0}  # by what factor figures of two runs may differ
 _SMALL_LATENCY = 2e-5  # seconds, below which differences do not matter
+BURSTS = 4  # in which everything is timed
+_PAUSE = 0.03  # seconds between bursts
 _ANSWER = 60.0  # seconds that ranks wait for figures once they have met
 
 
@@ -93,23 +98,30 @@ def link_times(
     except torch.OutOfMemoryError:
         board.decide("meeting", f"rank {dist.get_rank()} has no memory for {sizes[-1]} bytes")
     _meet(board, ranks, limit)
-    points, state = list[tuple[float, float]](), state_of(group)
+    bursts, state = dict[int, list[list[float]]](), state_of(group)  # by size, seconds of both
+    parts = {size: full[: -(-size // 4 // ranks) * ranks] for size in sizes}
     state.until, calls = time.monotonic() + limit, 8
     try:
-        for size in sizes:
-            part = full[: -(-size // 4 // ranks) * ranks]
-            seconds = _seconds_of_both(part, group, clock, calls)
-            points += [(part.nbytes * (1 - 1 / ranks), each) for each in seconds]
-            is_slow = board.decide(f"after {size}", "next" if max(seconds) < _SOON else "end") == "end"
+        for size, part in parts.items():
+            bursts[size] = [_seconds_of_both(part, group, clock, calls)]
+            is_slow = board.decide(f"after {size}", "next" if max(bursts[size][0]) < _SOON else "end") == "end"
             if is_slow and size > SIZES[0]:  # one size does not tell latency from bandwidth
                 break
             calls = 3 if is_slow or size >= SIZES[1] else calls
+        for _ in range(1, BURSTS):
+            time.sleep(_PAUSE)
+            for size, seconds in bursts.items():
+                seconds.append(_seconds_of_both(parts[size], group, clock, 1 if is_slow else 3))
     except RuntimeError as error:  # ranks that gave up may not go on: others would communicate something else
         raise RuntimeError(f"rank {dist.get_rank()}: expected all ranks to measure their link, but one came and then "
                            f"stopped; find out why it hangs ({error})") from error  # fmt: skip
     finally:
         state.until = math.inf
-    return points
+    return [
+        (parts[size].nbytes * (1 - 1 / ranks), statistics.median(of_one))
+        for size, seconds in bursts.items()
+        for of_one in zip(*seconds, strict=True)
+    ]
 
 
 def _meet(board: MessageBoard, ranks: int, limit: float) -> None:
@@ -178,14 +190,21 @@ def measured_speed(base: Hardware, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _speed(base: Hardware, dtype: torch.dtype, device: torch.device) -> float:
-    width, moved = (512, 1 << 22) if device.type == "cpu" else (4096, 1 << 26)
+    """Of a step whose products take three quarters of its time on `base`, and the rest of which moves bytes."""
+    width, moved = (512, 1 << 24) if device.type == "cpu" else (4096, 1 << 26)
     a, b = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(2))
     x = torch.ones(moved, device=device)
-    name = str(dtype).removeprefix("torch.")
-    product = _least_seconds(lambda: F.linear(a, b), device, 6, time.perf_counter)
-    chain = _least_seconds(x.neg_, device, 6, time.perf_counter)
-    product_here = product_seconds(2.0 * width**3, 0.0, width, name, base) / product
-    return math.sqrt(product_here * chain_seconds(2.0 * x.nbytes, True, base) / chain)
+    name, bursts = str(dtype).removeprefix("torch."), list[float]()
+    product_there, chain_there = (
+        product_seconds(2.0 * width**3, 0.0, width, name, base),
+        chain_seconds(2.0 * x.nbytes, True, base),
+    )
+    for _ in range(BURSTS):
+        product = _least_seconds(lambda: F.linear(a, b), device, 4, time.perf_counter)
+        chain = _least_seconds(x.neg_, device, 3, time.perf_counter)
+        bursts.append(1 / (0.75 * product / product_there + 0.25 * chain / chain_there))
+        time.sleep(_PAUSE)
+    return statistics.median(bursts)
 
 
 def _name_of(device: torch.device) -> str:

@@ -1,16 +1,25 @@
-"""A plan that stays good if prices are wrong.
+"""A plan that stays good if prices are wrong, in the least memory.
 
 Note [Plans for wrong prices]
-Seconds of tasks and links may be off by a factor of two. A plan that launches just in time then leaves the link idle
-before it, and one that prefers reduces may be wrong about what is urgent. `safe_plan` does three things about it.
-It launches as early as memory allows: the order on the link stays, so no price makes that slower. Of plans that are
-equally short by the given prices it takes one that is safe: if the prices of the link are off by up to four from those
-of tasks, it takes no longer than the rule, by more than 0.9 % or a quarter of what it gains. If there is none, it takes
-the shortest one that is safe, as the rule is. And it has no more buffers alive than the rule, unless that pays.
+Seconds of tasks and links may be off by a factor of two either way, together and apart. Only their ratio matters to a
+plan, so it is judged with the link's prices at a quarter to four times those of tasks. At each ratio some known plan is
+the shortest; what a plan takes longer than that, as a part of it, is its regret there. `safe_plan` looks for the plan
+whose worst regret is the least, and then for one that needs less memory:
+
+    references     the rule, and what blocks compiled one by one do: at no ratio may a plan expose more than 1.1 times
+                   what the better of them exposes, nor more at the prices that are given
+    candidates     these, other rules, the shortest plan by the prices, and plans of the scheduler at all ratios
+    early          each candidate with launches as early as memory allows: the order on the link stays, so no price
+                   makes that slower, and a link that is slower than priced does not wait for its work
+    memory         of plans within 1 % of the least regret the one with the least peak, from the smallest limit on
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
+from math import inf
+from typing import NamedTuple
 
 from fsdp_compile.passes.plan.plan import Plan, Step, simulate
 from fsdp_compile.passes.plan.schedule import (
@@ -20,104 +29,176 @@ from fsdp_compile.passes.plan.schedule import (
     Scheduler,
     alternating,
     keep_by_rule,
+    limits_of,
+    plans_by_rules,
+    prefetch,
     search_plan,
 )
 from fsdp_compile.passes.plan.workload import UnitCost, Workload, smallest_budget
 
-_RATIOS = (4.0, 0.25, 2.8, 0.35, 2.0, 0.5, 1.4, 0.7)  # by which the prices of the link may be off from those of tasks
-_WORSE = 0.009  # of the step: what a plan may take longer than the rule if prices are off
+RATIOS = (1.0, 4.0, 2.0, 1.4, 0.5, 0.25)  # by which the link's prices may be off from those of tasks
+_IN_ORDER = Preference()
+_GATHER_FIRST = Preference(reduce_first=False)
+_ONE_AHEAD = Preference(forward=1, backward=1)
+_SCHEDULED = (  # at which ratio the scheduler makes plans, and by what it prefers
+    *((ratio, each) for ratio in (1.0, 2.0) for each in (_IN_ORDER, _GATHER_FIRST, _ONE_AHEAD)),
+    (1.4, _ONE_AHEAD), (4.0, _GATHER_FIRST), (1.0, _GATHER_FIRST._replace(forward=2, backward=2)),
+)  # fmt: skip
 _WORTH = 0.005  # of the step: what more memory than that of the rule has to save
+_ALIKE = 0.01  # of the step: what less memory may cost
+_WORSE = 1.1  # times what the better reference exposes that a plan may expose at wrong prices
+_LIMITS = 12  # of memory, within which plans are looked for
 
 
 def safe_plan(
     workload: Workload, budget: int | None = None, found: PlannedStep | None = None, is_lean: bool = False
 ) -> PlannedStep:
-    """Return a plan as short as `search_plan` finds that is no worse than the rule if prices are wrong.
+    """Return the plan that wrong prices hurt least; of plans as good within 1 % of the step that with the least peak.
 
-    It has no more buffers alive than the rule, unless they make the step shorter by half a percent. See Note [Plans for
-    wrong prices].
+    See Note [Plans for wrong prices].
 
     Args:
         workload: what the step computes.
         budget: bytes that may live at most; None: no limit.
-        found: what `search_plan` has found; None: search.
-        is_lean: whether it never has more buffers alive than the rule; in a step with updates, which has no rule, than
-            it needs and two of the largest units.
+        found: what `search_plan` has found within the budget; None: search.
+        is_lean: whether it never needs more memory than the rule; in a step with updates, which has no rule, than it
+            needs and two of the largest units.
 
     Raises:
         PlanError: as of `search_plan`.
     """
     rule = None if workload.forward else simulate(workload, alternating(workload))  # the rule knows of no updates
-    if rule is None and is_lean:
-        budget = smallest_budget(workload) + 2 * max((unit.gathered for unit in workload.units), default=0)
-    if rule is None or (budget is not None and rule.peak > budget):
-        found = found or search_plan(workload, budget)
-        return _early(workload, workload, found, found.plan, _kept(workload, found), budget or found.peak)
-    lean = _as_lean_as_the_rule(workload, rule.peak)
-    best = _safest(workload, lean, search_plan(lean, rule.peak), rule.makespan, rule.peak)
-    if best.seconds > best.bound / (1 - _WORTH) and not is_lean:
-        found = found or search_plan(workload, budget)
-        if found.seconds < best.seconds * (1 - _WORTH):
-            more = _safest(workload, workload, found, rule.makespan, max(rule.peak, found.peak))
-            best = more if more.seconds < best.seconds * (1 - _WORTH) else best
-    return best
+    most = inf if budget is None else budget
+    if is_lean:
+        largest = max((unit.gathered for unit in workload.units), default=0)
+        most = smallest_budget(workload) + 2 * largest if rule is None else rule.peak
+    if rule is None or rule.peak >= most:
+        return _Choice(workload, most, found).made()
+    lean = _Choice(workload, rule.peak, found).made()
+    more = _Choice(workload, most, found)
+    if lean.seconds <= lean.bound / (1 - _WORTH) and more.is_allowed(lean.plan):
+        return lean
+    with_more = more.made()
+    pays = with_more.seconds < lean.seconds * (1 - _WORTH) or not more.is_allowed(lean.plan)
+    return with_more if pays else lean
 
 
-def _as_lean_as_the_rule(workload: Workload, peak: int) -> Workload:
-    """`workload` with so much memory in each task that a plan within `peak` has no more buffers than the rule."""
-    empty = replace(workload, tasks=tuple(replace(task, memory=0) for task in workload.tasks))
-    beneath = peak - simulate(empty, alternating(empty)).peak
-    tasks = tuple(replace(task, memory=max(task.memory, beneath)) for task in workload.tasks)
-    return replace(workload, tasks=tasks)
+def by_block(workload: Workload) -> Plan:
+    """What blocks compiled one by one do: the next module is gathered, the reduces of the last one are under way."""
+    of_modules = Counter(unit.module or unit.name for unit in workload.units)
+    return prefetch(workload, 1, 1, True, max(of_modules.values(), default=1))
 
 
-def _kept(workload: Workload, found: PlannedStep) -> frozenset[int]:
-    return frozenset(at for at, unit in enumerate(workload.units) if unit.name in found.keep_unsharded)
+class _Judged(NamedTuple):
+    """A plan, the units that it keeps unsharded, its peak, and what it takes at each of `RATIOS`."""
+
+    plan: Plan
+    keep: frozenset[int]
+    peak: int
+    seconds: tuple[float, ...]
 
 
-def _safest(workload: Workload, lean: Workload, found: PlannedStep, usual: float, limit: int) -> PlannedStep:
-    """Of plans for `lean` within `limit` bytes that are safe the first as short as `found`, or else the shortest."""
-    keep, rule = _kept(workload, found), alternating(workload)
-    priced = [_with_link(lean, ratio) for ratio in _RATIOS]
-    least = [simulate(each, rule).makespan for each in priced]
-    best: PlannedStep | None = None
-    tried = set[Plan]()
-    for kept, plan in _alike(lean, found.plan, rule, keep, limit, priced):
-        if plan in tried:
-            continue
-        tried.add(plan)
-        made = _early(workload, lean, found, plan, kept, limit)
-        if simulate(lean, made.plan).peak > limit or (best is not None and made.seconds >= best.seconds):
-            continue
-        longer = 1 + max(_WORSE, (1 - made.seconds / usual) / 4 if usual else 0.0)
-        if all(simulate(each, made.plan).makespan <= most * longer for each, most in zip(priced, least, strict=True)):
-            best = made
-            if best.seconds <= found.seconds * (1 + TOLERANCE):
+class _Choice:
+    """The plans that are known for a workload within `most` bytes, and which of them is taken."""
+
+    def __init__(self, workload: Workload, most: float, found: PlannedStep | None) -> None:
+        fits = found is not None and found.peak <= most
+        self.found = found if fits and found else search_plan(workload, None if most == inf else int(most))
+        self.workload, self.most, found = workload, most, self.found
+        self.priced = {ratio: _with_link(workload, ratio) for ratio in RATIOS}
+        self.computing = sum(task.seconds for task in workload.tasks)
+        self.known: dict[Plan, _Judged] = {}
+        self.least = [inf] * len(RATIOS)  # seconds of the shortest known plan at each ratio
+        kept = frozenset(at for at, unit in enumerate(workload.units) if unit.name in found.keep_unsharded)
+        self.keeps = [kept]
+        self.rules: list[tuple[frozenset[int], Plan]] = []
+        if not workload.forward:
+            keep = keep_by_rule(workload)
+            self.keeps = list(dict.fromkeys([kept, keep, workload.must_keep]))
+            self.rules = [
+                (keep, plan) for plan in (by_block(workload), *(each.plan for each in plans_by_rules(workload)))
+            ]
+        for keep, plan in (*self.rules, (kept, found.plan)):
+            self.see(keep, plan)
+        references = [self.known[plan].seconds for _, plan in self.rules[:2] if plan in self.known]
+        self.references = [min(times) for times in zip(*references, strict=True)]
+        limits = [limit for limit in limits_of(workload, {each.peak for each in self.known.values()}) if limit <= most]
+        self.limits = limits[:: -(-len(limits) // _LIMITS)]
+        self.limits += [] if self.limits[-1] == limits[-1] else [limits[-1]]
+
+    def made(self) -> PlannedStep:
+        """The plan that is taken."""
+        best = self._taken()
+        names = tuple(self.workload.units[unit].name for unit in sorted(best.keep))
+        return replace(self.found, plan=best.plan, keep_unsharded=names, seconds=best.seconds[0], peak=best.peak)
+
+    def is_allowed(self, plan: Plan) -> bool:
+        """Whether a plan exposes no more than it may beside the references."""
+        seconds = tuple(simulate(priced, plan).makespan for priced in self.priced.values())
+        return self._over(_Judged(plan, frozenset(), 0, seconds)) <= TOLERANCE
+
+    def _taken(self) -> _Judged:
+        self.look(self.limits[-1], inf)
+        enough = self._regret(self._least_hurt()) + _ALIKE
+        for limit in self.limits[:-1]:
+            self.look(limit, enough)
+            if self._least_hurt().peak <= limit:
                 break
-    return best or found
+        return self._least_hurt()
+
+    def look(self, limit: int, enough: float) -> None:
+        """Make plans within `limit` bytes, and judge those that may have a regret of at most `enough`."""
+        for keep, plan in self.rules:
+            if plan in self.known and self.known[plan].peak <= limit:
+                self.see(keep, launched_early(self.workload, plan, limit), enough)
+        together = (1, 8) if self.workload.can_coalesce and self.workload.latency else (1,)
+        for keep in self.keeps:
+            if smallest_budget(self.workload, keep) > limit:
+                continue
+            schedulers = {ratio: Scheduler(priced, keep, limit) for ratio, priced in self.priced.items()}
+            for (ratio, preference), count in product(_SCHEDULED, together):
+                most = self.least[RATIOS.index(ratio)] * (1 + enough)
+                if (made := schedulers[ratio].run(preference._replace(together=count), most)) is not None:
+                    for least in dict.fromkeys((made.peak, limit)):
+                        self.see(keep, launched_early(self.workload, made.plan, least), enough)
+
+    def see(self, keep: frozenset[int], plan: Plan, enough: float = inf) -> None:
+        """Judge a plan, unless it needs too much memory or has a regret above `enough`."""
+        if plan in self.known:
+            return
+        seconds, peak = list[float](), 0
+        for least, priced in zip(self.least, self.priced.values(), strict=True):
+            timeline = simulate(priced, plan)
+            seconds, peak = [*seconds, timeline.makespan], timeline.peak
+            if peak > self.most or timeline.makespan > least * (1 + enough):
+                return
+        self.known[plan] = _Judged(plan, keep, peak, tuple(seconds))
+        self.least = list(map(min, self.least, seconds))
+
+    def _least_hurt(self) -> _Judged:
+        """Of plans that expose no more than they may, if there are any, with little regret, the one in least memory."""
+        allowed = _lowest(self.known.values(), self._over, TOLERANCE)
+        alike = _lowest(allowed, self._regret, _ALIKE)
+        smallest = min(each.peak for each in alike)
+        return min((each for each in alike if each.peak <= smallest * (1 + TOLERANCE)), key=self._regret)
+
+    def _regret(self, plan: _Judged) -> float:
+        return max(seconds / (least or 1.0) for seconds, least in zip(plan.seconds, self.least, strict=True)) - 1
+
+    def _over(self, plan: _Judged) -> float:
+        """How much of the step a plan exposes more than it may, where that is the most."""
+        over = [0.0]
+        for ratio, seconds, usual in zip(RATIOS, plan.seconds, self.references, strict=False):
+            may_expose = (usual - self.computing) * (1.0 if ratio == 1.0 else _WORSE)
+            over.append((seconds - self.computing - may_expose) / (usual or 1.0))
+        return max(over)
 
 
-def _alike(
-    workload: Workload, plan: Plan, rule: Plan, keep: frozenset[int], limit: int, priced: Sequence[Workload]
-) -> Iterator[tuple[frozenset[int], Plan]]:
-    """Units that are kept unsharded, and a plan: those that are known, and others by the scheduler at other prices."""
-    yield keep, plan
-    yield keep_by_rule(workload), rule
-    yield keep, alternating(workload, keep)
-    for each in (*priced, workload):
-        scheduler = Scheduler(each, keep, limit)
-        for preference in (Preference(), Preference(reduce_first=False), Preference(forward=1, backward=1)):
-            if (made := scheduler.run(preference)) is not None:
-                yield keep, made.plan
-
-
-def _early(
-    workload: Workload, lean: Workload, found: PlannedStep, plan: Plan, keep: frozenset[int], limit: int
-) -> PlannedStep:
-    """`plan` with launches as early as `limit` bytes allow by the memory of `lean`, and what it takes."""
-    plan = launched_early(lean, plan, limit)
-    timeline, names = simulate(workload, plan), tuple(workload.units[unit].name for unit in sorted(keep))
-    return replace(found, plan=plan, keep_unsharded=names, seconds=timeline.makespan, peak=timeline.peak)
+def _lowest(plans: Iterable[_Judged], of: Callable[[_Judged], float], above: float) -> list[_Judged]:
+    """Those for which `of` is at most so much above the lowest."""
+    found = {each: of(each) for each in plans}
+    least = min(found.values())
+    return [each for each, value in found.items() if value <= least + above]
 
 
 def _with_link(workload: Workload, ratio: float) -> Workload:

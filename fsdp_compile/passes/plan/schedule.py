@@ -1,7 +1,7 @@
 """The planner: where to gather, wait, free and reduce, and which units to keep unsharded, so that the step is short.
 
     search_plan       the shortest plan within a budget
-      _by_rules       plans by fixed rules
+      plans_by_rules  plans by fixed rules
       _within         for a limit on memory: which units to keep, and preferences, one after the other
         Scheduler     a plan for them: before each task launch what is ready, gathers as early as memory allows
 
@@ -131,8 +131,8 @@ def _shortest(workload: Workload, budget: int | None, coalesce: int, bound: floa
 
     Limits are tried from the smallest on, up to the first within which a plan is as short as within the last.
     """
-    rules = list(_by_rules(workload))
-    limits = _limits(workload, {each.peak for each in rules})
+    rules = list(plans_by_rules(workload))
+    limits = limits_of(workload, {each.peak for each in rules})
     most = _keeps(workload, limits[-1])[-1]
     last = _within(workload, limits[-1], [most], coalesce, None, bound * (1 + TOLERANCE))
     target = min(each.seconds for each in (last, *rules)) * (1 + TOLERANCE)
@@ -147,7 +147,7 @@ def _shortest(workload: Workload, budget: int | None, coalesce: int, bound: floa
     return best
 
 
-def _by_rules(workload: Workload) -> Iterator[_Candidate]:
+def plans_by_rules(workload: Workload) -> Iterator[_Candidate]:
     """Plans by fixed rules, which know of no updates."""
     plans = [alternating(workload), *(prefetch(workload, *rule) for rule in _RULES)] if not workload.forward else []
     for plan in plans:
@@ -155,7 +155,7 @@ def _by_rules(workload: Workload) -> Iterator[_Candidate]:
         yield _Candidate(plan, keep_by_rule(workload), timeline.makespan, timeline.peak, None)
 
 
-def _limits(workload: Workload, peaks: set[int]) -> list[int]:
+def limits_of(workload: Workload, peaks: set[int]) -> list[int]:
     """Limits on memory: the peaks of plans by rules, and room for more and more buffers, until all fit."""
     sizes = [unit.gathered for unit in workload.units]
     # Bytes of a buffer; if there are many small ones and a few large ones, so many that there are few limits.
