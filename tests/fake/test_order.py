@@ -208,6 +208,26 @@ class SideBySide(nn.Module):
         return self.head(self.norm(self.blocks(self.tokens(tokens))))
 
 
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.nightly)])
+def test_an_end_of_several_parameters_is_reduced_before_the_blocks(
+    monkeypatch: pytest.MonkeyPatch, reduce_dtype: torch.dtype
+) -> None:
+    """Norm and head of a flat parameter of their own: each gradient is cast, and scaled, where it is computed.
+
+    Autograd ends with the root, and so with the views that are cast, behind all blocks.
+    """
+    monkeypatch.setattr(units, "_worth_a_collective", lambda device: 1024)
+    torch.manual_seed(0)
+    model = SideBySide()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model, mixed_precision=MixedPrecision(torch.bfloat16, reduce_dtype))
+    run = torch.compile(model, backend=fsdp_compile_backend, fullgraph=True)
+    _, backward = programs(lambda: run(torch.arange(8)).float().square().mean())
+    kinds = ["reduce" if step.is_reduce else "product" for step in backward.steps if step.is_reduce or step.is_product]
+    assert kinds.index("reduce") <= 2 and kinds.count("reduce") == 4  # behind both products of the head at the latest
+
+
 def test_backward_gathers_nothing_of_a_root_that_ends_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Head and norm, which have a flat parameter of their own, stay; the first gather of backward is a block's."""
     monkeypatch.setattr(units, "_worth_a_collective", lambda device: 1024)

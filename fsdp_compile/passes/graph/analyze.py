@@ -30,6 +30,7 @@ from fsdp_compile.passes.graph.nodes import (
     get_tag,
     is_product,
     is_view,
+    is_view_or_cast,
     module_path,
     readers,
     set_tag,
@@ -424,8 +425,9 @@ def _alive_beside_plan(
 
 def _beside_matrices(reduce: Reduce) -> int:
     """Bytes of a unit's buffer that are padding or vectors, which backward need not read."""
-    matrices = (each for each in reduce.gradients if each.meta["val"].dim() > 1)
-    return max(0, size_of(reduce.start[-1].all_input_nodes[0]) - sum(map(size_of, matrices)))
+    computed = ((each, source_of(each, is_view_or_cast)) for each in reduce.gradients)  # casts are of flat views
+    matrices = sum(size_of(each) for each, source in computed if source.meta["val"].dim() > 1)
+    return max(0, size_of(reduce.start[-1].all_input_nodes[0]) - matrices)
 
 
 # --- updates and choices ----------------------------------------------------------------------------------------------

@@ -260,21 +260,19 @@ def _pack(sent: Any, layout: FlatParamLayout, divisor: float, emit: nodes.Emit) 
     for grad, segment in zip(concatenated.args[0], layout.segments, strict=True):
         if segment.parameter is not None and not _is_zeros(grad):
             for kind, target, argument in steps:
-                prepared = emit(kind, target, grad, argument)
-                if grad.op != "placeholder":
-                    grad.append(prepared)  # as soon as it exists
-                grad = prepared
+                grad = emit(kind, target, grad, argument)
+                _view_at_once(grad)
             grads[segment.parameter] = grad
     return emit("pack", ops.PACK_GRADS, grads, layout.text)
 
 
 def _view_at_once(gradient: fx.Node) -> None:
-    """Move a gradient that is a view or a cast next to the node that computes it.
+    """Move a gradient that is a view, a cast or scaled next to the node that computes it.
 
     Autograd puts both where it ends with the parameter, which for the root unit is the end of backward; the planner
     would take the gradient to be ready only there.
     """
-    source = nodes.source_of(gradient, nodes.is_view_or_cast)
+    source = nodes.source_of(gradient, lambda node: nodes.is_view_or_cast(node) or node.target is SCALE)
     while gradient is not source and len(gradient.all_input_nodes) == 1 and source.op != "placeholder":
         source.append(gradient)  # the last view first: each of the others comes to stand before it
         gradient = gradient.args[0]  # type: ignore[assignment]  # fx arguments are untyped
