@@ -291,7 +291,8 @@ def write_report() -> None:
 
     newest = report.load()
     (report.RESULTS / "tables.md").write_text(report.tables(newest) + "\n")
-    report.write_page(report.tables({name: newest[name] for name in ("gloo", "link") if name in newest}))
+    if shown := {name: newest[name] for name in ("gloo", "link") if name in newest}:
+        report.write_page(report.tables(shown))
     for name, part in newest.items():
         report.write_traces(name, part)
         for path in pictures.draw(name, part):

@@ -16,7 +16,7 @@ import torch
 from bench.systems import label
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
+RESULTS = Path(os.environ.get("FSDP_COMPILE_RESULTS") or HERE / "results")
 PAGE = HERE.parent / "docs" / "measurements.md"
 BEGIN, END = "<!-- bench: written by `python -m bench report` -->", "<!-- end of bench -->"
 

@@ -84,8 +84,8 @@ def plan_together(
 ) -> tuple[Plan, tuple[str, ...]]:
     """A plan that ranks with the same units, tasks and link follow together, and the units that it keeps unsharded.
 
-    Without a budget, a measured link on an accelerator has no plan with more buffers alive than the rule has: what is
-    free there is not known when a model is compiled.
+    Without a budget, a plan for a measured link on an accelerator needs no more memory than the rule: what is free
+    there is not known when a model is compiled.
 
     Args:
         workload: with seconds and bytes, which may differ between ranks.
