@@ -1,4 +1,4 @@
-"""The command `fsdp-compile`: explain, compare, calibrate, plan, build, selfcheck, checkpoint show, checkpoint convert.
+"""The command `fsdp-compile`: explain, compare, check, calibrate, plan, build, selfcheck, checkpoint show and convert.
 
 Exit status: 0; 1 if a check fails, or a file is damaged or cannot be read or written; 2 if arguments are invalid.
 Functions import what they need themselves: importing torch takes seconds, and `--help` answers at once without it.
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("dcp", "safetensors", "torch")
 STANDARD_OUTPUT = Path("-")
+CHECKED = ("eager", "blocks", "aot_eager", "inductor", "step")
 COMPARED = ("eager", "compiled", "step", "fsdp2", "fsdp2-compiled", "ddp", "unsharded")
 
 HELP = """examples:
@@ -74,6 +75,25 @@ Under torchrun the ranks are its own, on one node or several; without it --ranks
 examples:
   fsdp-compile compare llama.py:make --ranks 2 --batch 2 --seq 128 --html compare.html
   torchrun --nproc-per-node 8 -m fsdp_compile compare llama.py:make --seq 4096 --systems compiled,fsdp2-compiled"""
+CHECK = """Check whether a model trains sharded as it does unsharded: all outputs, losses, gradients, buffers,
+parameters and states of the optimizer, in each step, by each way of running it."""
+CHECK_EXAMPLE = """FILE.py:FUNCTION, and example_inputs(batch, sequence) in the same file, are as of compare; the file
+may also define loss(output), optimizer(params), and shard(model), which calls fully_shard with arguments.
+
+  eager            fully_shard(model)
+  blocks           the same, each unit below the model compiled; blocks:BACKEND by another backend than aot_eager
+  aot_eager        torch.compile(fully_shard(model), backend="aot_eager"); likewise inductor, and other backends
+  step             compile_step(fully_shard(model), optimizer, backend="aot_eager"); step:BACKEND by another one
+
+The second step accumulates. After the last one each way saves a checkpoint, and other ranks load it and go on.
+
+The exit status is 1 if a way differs by more than rounding explains: the report then names the first module whose
+output or gradient differs, with both values. A bug report should have the file that --json writes.
+
+examples:
+  fsdp-compile check llama.py:make --batch 2 --seq 16 --json check.json
+  fsdp-compile check llama.py:make --ways eager,aot_eager --resume-on 0
+  torchrun --nproc-per-node 4 -m fsdp_compile check llama.py:make"""
 CALIBRATE = """Measure this machine and write a hardware file: matrix products by size, attention by length, fused
 chains, the optimizer's update, launches and, with several ranks, collectives by size."""
 CALIBRATE_EXAMPLE = """Measuring alternates between all cases, so that what disturbs the machine disturbs all alike.
@@ -174,6 +194,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     groups = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_explain(_command(groups, "explain", EXPLAIN, EXPLAIN_EXAMPLE, run_explain).add_argument)
     _add_compare(_command(groups, "compare", COMPARE, COMPARE_EXAMPLE, run_compare).add_argument)
+    _add_check(_command(groups, "check", CHECK, CHECK_EXAMPLE, run_check).add_argument)
     _add_calibrate(_command(groups, "calibrate", CALIBRATE, CALIBRATE_EXAMPLE, run_calibrate).add_argument)
     _add_plan(_command(groups, "plan", PLAN, PLAN_EXAMPLE, run_plan).add_argument)
     _add_build(_command(groups, "build", BUILD, BUILD_EXAMPLE, run_build).add_argument)
@@ -261,6 +282,21 @@ def _add_compare(add: Add) -> None:
     add("--json", type=Path, metavar="OUT", help="write all figures")
     add("--html", type=Path, metavar="OUT", help="write one page, with pictures of speed and losses")
     add("--svg", type=Path, metavar="OUT", help="write the picture of speed alone")
+
+
+def _add_check(add: Add) -> None:
+    add("factory", metavar="FILE.py:FUNCTION", help="makes the model")
+    add("--ranks", type=positive, default=2, metavar="N", help="to start on this machine (default: 2)")
+    add("--ways", type=lambda text: text.split(","), default=[*CHECKED], metavar="W[,W...]", help="default: "
+        f"{','.join(CHECKED)}")
+    add("--steps", type=positive, default=3, metavar="N", help="of the optimizer (default: 3)")
+    add("--accumulate", type=positive, default=2, metavar="N", help="micro-batches of the second step (default: 2)")
+    add("--resume-on", type=int, metavar="N", help="ranks that load a checkpoint and go on (default: one more than "
+        "--ranks, or torchrun's; 0: none)")
+    add("--batch", type=positive, default=2, metavar="N", help="sequences per rank and forward (default: 2)")
+    add("--seq", type=positive, default=16, metavar="N", help="tokens of a sequence (default: 16)")
+    add("--device", choices=("cuda", "cpu"), default="cpu", help="cuda needs a GPU for each rank (default: cpu)")
+    add("--json", type=Path, metavar="OUT", help="write the report, on rank 0")
 
 
 def _add_calibrate(add: Add) -> None:
@@ -400,6 +436,21 @@ def run_compare(args: argparse.Namespace) -> int:
     return 0 if found.ran else 1
 
 
+def run_check(args: argparse.Namespace) -> int:
+    """Print and write whether the model trains alike; 1 if it does not."""
+    _check_folders(args.json)
+    from fsdp_compile.tools.check import check_file
+    from fsdp_compile.tools.check_training import InFile
+
+    options = {name: getattr(args, name) for name in ("steps", "accumulate", "resume_on")}
+    path, name = split_factory(args.factory)
+    report = check_file(InFile(path, name, args.batch, args.seq), args.ways, args.ranks, args.device, **options)
+    if os.environ.get("RANK", "0") == "0":
+        print(report, end="")
+        _write({args.json: report.to_json})
+    return 0 if report.holds else 1
+
+
 def load_factory(text: str) -> tuple[Callable[[], Any], Callable[..., Sequence[Any]] | None]:
     """The function that `FILE.py:FUNCTION` names, and the file's `example_inputs`, if it has one.
 
@@ -419,11 +470,17 @@ def load_factory(text: str) -> tuple[Callable[[], Any], Callable[..., Sequence[A
 
 def load_functions(text: str) -> tuple[Callable[[], Any], Callable[..., Any] | None]:
     """As `load_factory`; `example_inputs` may have any arguments."""
+    path, name = split_factory(text)
+    names = run_file(Path(path))
+    return _function(names, name, path), names.get("example_inputs")
+
+
+def split_factory(text: str) -> tuple[str, str]:
+    """File and function of `FILE.py:FUNCTION`. ValueError if the text has another form."""
     path, colon, name = text.rpartition(":")
     if not colon or not name.isidentifier():
         raise ValueError(f"FILE.py:FUNCTION: expected a file, a colon and the name of a function, found {text!r}")
-    names = run_file(Path(path))
-    return _function(names, name, path), names.get("example_inputs")
+    return path, name
 
 
 def _function(names: dict[str, Any], name: str, path: str | Path) -> Callable[..., Any]:

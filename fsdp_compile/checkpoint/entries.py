@@ -52,6 +52,10 @@ class Entry(ABC):
         """Whether the value at `path` of what is saved is compared between ranks, as each may have its own."""
         return True
 
+    def is_first_ranks(self, path: Path, value: Any) -> bool:
+        """Whether the value at `path` is saved as the first rank has it that has one, though others may differ."""
+        return False
+
     def _lacking(self, names: list[str]) -> CheckpointError:
         return CheckpointError(f"state[{self.key!r}] has names that the checkpoint does not have: {listed(names)}")
 
@@ -76,6 +80,7 @@ class Model(Entry):
         """Values over memory of the model."""
         model = unwrapped(self.model)
         state: dict[str, Any] = dcp_state.get_model_state_dict(model)
+        self._buffers = {clean_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
         if not self.only_trained:
             return dict(state)
         # torch's own `ignore_frozen_params` keeps further names of tied ones
@@ -84,8 +89,12 @@ class Model(Entry):
         return {name: value for name, value in state.items() if name not in frozen}
 
     def is_compared(self, path: Path, value: Any) -> bool:
-        """Extra state alone: of buffers one rank's are saved, as of any replicated tensor."""
+        """Extra state alone."""
         return not isinstance(value, Tensor)
+
+    def is_first_ranks(self, path: Path, value: Any) -> bool:
+        """Buffers, such as statistics of a rank's own batches. They belong together: all are of one rank."""
+        return path[1] in self._buffers and not hasattr(value, "placements")
 
     def fill(self, saved: Any, partial: bool) -> tuple[Any, list[str]]:
         """The model says what it has; extra state is read as it was saved."""

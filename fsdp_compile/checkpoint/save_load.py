@@ -172,22 +172,26 @@ def _to_save(entries: dict[str, Entry], doing: str, group: dist.ProcessGroup | N
     paths: dict[str, nested.Path] = {}
     sums: dict[str, Any] = {}
     left_out: list[str] = []
+    first_ranks: list[str] = []
 
     def collect() -> None:
         for key, entry in entries.items():
             packed[key] = pack(entry.collect(), (key,), notes)
             found, found_paths = flatten_state_dict({key: packed[key]})
             left_out.extend(name for name, value in found.items() if _is_elsewhere(value))
+            first_ranks.extend(name for name, value in found.items() if entry.is_first_ranks(found_paths[name], value))
             mine = {name: value for name, value in found.items() if entry.is_compared(found_paths[name], value)}
             compared.update(mine)
             paths.update((name, found_paths[name]) for name in mine)
         sums.update(checksums(compared))
 
     all_succeed(collect, doing, group)
-    of_ranks = gather_objects((sums, paths, notes), group)
-    all_paths = {name: path for _, theirs, _ in of_ranks for name, path in theirs.items()}
-    apart = values_apart(compared, [theirs for theirs, _, _ in of_ranks], all_paths, group)
+    of_ranks = gather_objects((sums, paths, notes, first_ranks), group)
+    all_paths = {name: path for _, theirs, _, _ in of_ranks for name, path in theirs.items()}
+    apart = values_apart(compared, [theirs for theirs, _, _, _ in of_ranks], all_paths, group)
     rank = dist.get_rank(group) if dist.is_initialized() else 0
+    before = {name for _, _, _, theirs in of_ranks[:rank] for name in theirs}
+    left_out += [name for name in first_ranks if name in before]
     own: dict[str, Any] = {}
     for each in apart:
         if each.is_own and rank in each.having:
@@ -200,7 +204,7 @@ def _to_save(entries: dict[str, Entry], doing: str, group: dist.ProcessGroup | N
                 left_out.append(each.name)
     if own:
         packed[VALUES] = {f"rank{rank}": own}
-    merged = merge_notes([theirs for _, _, theirs in of_ranks])
+    merged = merge_notes([theirs for _, _, theirs, _ in of_ranks])
     if merged or apart:
         packed[NOTES] = [list(merged.items()), [tuple(each) for each in apart]]
     return _Saved(packed, left_out)

@@ -1,0 +1,251 @@
+"""`check`: whether a model trains sharded as it does unsharded, by each way of running it.
+
+    report = check(Net, batches, loss=mse_loss, ranks=2)
+    print(report)
+
+The unsharded model trains on all ranks' data: each rank runs its own batches, and plain torch averages the gradients.
+Beside it the sharded model trains by each way, and all outputs, losses, gradients, buffers, parameters and states of
+the optimizer are compared in each step.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_compile import fully_shard
+from fsdp_compile.tools.check_job import Task, compare_way, reference
+from fsdp_compile.tools.check_ranks import Answer, one_line, run
+from fsdp_compile.tools.check_report import FAILED, LEFT_OUT, Report, Row
+from fsdp_compile.tools.check_training import (
+    Batch,
+    InFile,
+    Pickled,
+    Way,
+    default_loss,
+    default_optimizer,
+    subject_of,
+)
+
+WAYS = ("eager", "blocks", "aot_eager", "inductor", "step")
+RESUMED_STEPS = 2
+
+__all__ = ["Batch", "Report", "assert_trains_alike", "check"]
+
+
+def check(
+    model: nn.Module | Callable[[], nn.Module],
+    batches: Sequence[Any] | Callable[[int], Any],
+    *,
+    loss: Callable[..., Tensor] = default_loss,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = default_optimizer,
+    shard: Callable[[nn.Module], nn.Module] = fully_shard,
+    ways: Sequence[str] = WAYS,
+    ranks: int = 2,
+    steps: int = 3,
+    accumulate: int = 2,
+    resume_on: int | None = None,
+    device: str = "cpu",
+) -> Report:
+    """Compare training sharded, by several ways, with training unsharded on all ranks' data.
+
+    Where a process group exists, all of its ranks call this, and it has no other ranks. Otherwise it starts processes
+    of this machine, for which what it is given is pickled.
+
+    Args:
+        model: unsharded; or a function that makes it, and makes the same one after the same `torch.manual_seed`.
+        batches: what ranks train on, one after the other: rank r of R has batch `k * R + r` in its forward number k.
+            They begin again at their end. Each is a `Batch`, a tensor, a tuple of arguments, a dict of arguments by
+            name, or a pair of both. Or a function that is given such a number, after a seed of its own.
+        loss: called with the output, and the batch's target if it has one; returns the mean loss, shape `()`. By
+            default the output's own loss, else a weighted mean of its elements.
+        optimizer: called with the parameters that train. By default AdamW.
+        shard: shards the model and returns it, such as a function that calls `fully_shard` with arguments.
+        ways: "eager"; "blocks", each unit below the model compiled; "aot_eager", "inductor" or another backend of
+            `torch.compile`, which compiles the model; "step", `compile_step`. "blocks:BACKEND" and "step:BACKEND"
+            compile by another backend than aot_eager.
+        ranks: how many.
+        steps: of the optimizer.
+        accumulate: micro-batches of the second step, under `no_sync`.
+        resume_on: after the last step a checkpoint is saved, and loaded on so many ranks, which go on; 0: it is not.
+            None: on one rank more; where a process group exists, on as many as it has.
+        device: "cpu", or "cuda" with a GPU for each rank.
+
+    Returns:
+        What came out: the same on all ranks.
+
+    Raises:
+        TypeError: a batch has another type.
+        ValueError: an argument cannot be what it is, or the unsharded model cannot be trained.
+    """
+    chosen = [Way.of(each) for each in ways]
+    _check_numbers(ranks=ranks, steps=steps, accumulate=accumulate)
+    if not callable(batches) and not len(batches):
+        raise ValueError("batches: expected at least one, found none")
+    parts = {"loss": loss, "optimizer": optimizer, "shard": shard}
+    options: dict[str, Any] = {"steps": steps, "accumulate": accumulate, "resume_on": resume_on}
+    if dist.is_initialized():
+        pickled = Pickled(model, [], {}) if isinstance(model, nn.Module) else None
+        again = (lambda: pickled.subject().make()) if pickled is not None else (lambda: None)
+        subject = subject_of(model, batches, parts, again)
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        return _check(subject, chosen, _Here(), device, **options)
+    return _check(Pickled(model, batches, parts), chosen, _Started(ranks), device, **options)
+
+
+def assert_trains_alike(
+    model: nn.Module | Callable[[], nn.Module],
+    batches: Sequence[Any] | Callable[[int], Any],
+    *,
+    ways: Sequence[str] = ("eager", "aot_eager"),
+    **options: Any,
+) -> Report:
+    """As `check`, for tests: AssertionError with the report unless all ways hold."""
+    __tracebackhide__ = True
+    report = check(model, batches, ways=ways, **options)
+    assert report.holds, f"\n{report}"
+    return report
+
+
+def check_file(source: InFile, ways: Sequence[str], ranks: int, device: str, **options: Any) -> Report:
+    """As `check`, of what a file defines; by the ranks of `torchrun` where it has started this process."""
+    chosen = [Way.of(each) for each in ways]
+    source.subject()  # a mistake in the file is said once, here
+    if "RANK" not in os.environ:
+        return _check(source, chosen, _Started(ranks), device, **options)
+    backend = "nccl" if device == "cuda" else "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(backend)
+    try:
+        return _check(source, chosen, _Here(), device, **options)
+    finally:
+        dist.destroy_process_group()
+
+
+def _check_numbers(**given: int) -> None:
+    for name, value in given.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: expected a whole number of at least 1, found {value!r}")
+
+
+class _Here:
+    """The ranks of the process group that exists."""
+
+    @property
+    def count(self) -> int:
+        return dist.get_world_size()
+
+    another = count  # of ranks, to resume on
+
+    def run(self, count: int, device: str, function: Callable[..., Any], *args: Any) -> list[Answer]:
+        """What the function returns or raises, on all ranks."""
+        try:
+            answer = Answer(function(*args))
+        except Exception as error:  # whatever the user's code raises is an answer
+            answer = Answer(error=one_line(error))
+        found: list[Any] = [None] * count
+        dist.all_gather_object(found, answer)
+        return found
+
+    @contextmanager
+    def folder(self) -> Iterator[str]:
+        """A folder, the same for all ranks; rank 0 makes and removes it."""
+        with tempfile.TemporaryDirectory(prefix="fsdp_compile_check_") as own:
+            shared = [own]
+            dist.broadcast_object_list(shared)
+            yield shared[0]
+            dist.barrier()
+
+
+@dataclass(frozen=True)
+class _Started:
+    """Ranks in processes of their own, each time."""
+
+    count: int
+
+    @property
+    def another(self) -> int:
+        return self.count + 1
+
+    run = staticmethod(run)
+
+    @contextmanager
+    def folder(self) -> Iterator[str]:
+        """A folder that is removed."""
+        with tempfile.TemporaryDirectory(prefix="fsdp_compile_check_") as made:
+            yield made
+
+
+def _check(
+    source: Any, ways: Sequence[Way], ranks: _Here | _Started, device: str, *, steps: int, accumulate: int,
+    resume_on: int | None,
+) -> Report:  # fmt: skip
+    """Run the reference and each way, from the start and behind a load."""
+    counts = tuple(accumulate if step == 1 else 1 for step in range(steps))
+    another = ranks.another if resume_on is None else resume_on
+    if isinstance(ranks, _Here) and another not in (0, ranks.count):
+        raise ValueError(f"resume_on: a process group of {ranks.count} ranks exists, expected 0 or as many, found "
+                         f"{another}; call check without a process group")  # fmt: skip
+    rows: list[Row] = []
+    with ranks.folder() as folder:
+        task = Task(device, counts, 0, folder, _backends(ways), resumes=False, saves=another > 0)
+        about = _part(source, task, ways, ranks, ranks.count, rows)
+        if another:
+            right = [way for way, row in zip(ways, rows, strict=True) if not row.is_fault and row.verdict != LEFT_OUT]
+            later = replace(task, counts=(1,) * RESUMED_STEPS, start=sum(counts), resumes=True, saves=False,
+                            backends=_backends(right))  # fmt: skip
+            if right:
+                _part(source, later, right, ranks, another, rows)
+    where = {
+        "model": about["model"], "parameters": f"{about['parameters']:,}", "ranks": ranks.count, "steps": steps,
+        "micro-batches": list(counts), "loaded on": another or "none", "device": device, "torch": torch.__version__,
+        "fsdp_compile": version("fsdp_compile"),
+    }  # fmt: skip
+    return Report(where, tuple(rows))
+
+
+def _backends(ways: Iterable[Way]) -> tuple[str, ...]:
+    """Those that compile, each once."""
+    return tuple(dict.fromkeys(way.backend for way in ways if way.backend is not None))
+
+
+def _part(
+    source: Any, task: Task, ways: Sequence[Way], ranks: _Here | _Started, count: int, rows: list[Row]
+) -> dict[str, Any]:
+    """The reference, and each way beside it, whose rows are added; what is said of the model."""
+    answers = ranks.run(count, task.device, reference, source, task)
+    if any(each.error for each in answers):
+        raise ValueError(f"the unsharded model cannot be trained: {_failure(answers)}")
+    about: dict[str, Any] = answers[0].value
+    for way in ways:
+        begun = time.monotonic()
+        row = Row(way.name, count, FAILED, task.resumes, compiled=way.how != "eager")
+        reason = about["absent"].get(way.backend)
+        if reason is not None:
+            rows.append(
+                replace(row, verdict=LEFT_OUT, why=f"{way.backend} cannot compile the unsharded model: {reason}")
+            )
+            continue
+        found = ranks.run(count, task.device, compare_way, source, task, way)
+        seconds = round(time.monotonic() - begun, 1)
+        why = _failure(found)
+        rows.append(replace(row, why=why, seconds=seconds) if why else found[0].value)
+    return about
+
+
+def _failure(answers: Sequence[Answer]) -> str:
+    """What the ranks that failed have raised, each text once."""
+    texts: dict[str, list[int]] = {}
+    for rank, each in enumerate(answers):
+        if each.error:
+            texts.setdefault(each.error, []).append(rank)
+    return "\n".join(f"rank {', '.join(map(str, found))}: {text}" for text, found in texts.items())

@@ -1,0 +1,244 @@
+"""What one rank does for a check: it trains the unsharded model, or the sharded one by a way beside it.
+
+The values of the unsharded model are kept in files, a folder for each rank: not all steps are in memory at once.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_compile import checkpoint
+from fsdp_compile.tools.check_modules import RECORDER, Step, first, watch
+from fsdp_compile.tools.check_ranks import one_line
+from fsdp_compile.tools.check_report import DIFFERS, EQUAL, LEFT_OUT, ROUNDING, Fault, Row
+from fsdp_compile.tools.check_training import Absent, Pickled, Sharded, Subject, Training, Unsharded, Way
+from fsdp_compile.tools.check_values import Key, Values, deviation, differences, largest
+
+NOT_SHOWN = ("output", "gradient")  # by compile_step
+NOT_SEEN = "by its gradient or value: with hooks that look at its modules' outputs the difference is gone"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a rank does, beside whether it is the reference or a way.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        counts: the micro-batches of each step.
+        start: the number of this rank's first micro-batch.
+        folder: for values and checkpoints.
+        backends: that compile the unsharded model, to see what rounding explains.
+        resumes: whether training begins with what an earlier task has saved.
+        saves: whether it saves at its end.
+    """
+
+    device: str
+    counts: tuple[int, ...]
+    start: int
+    folder: str
+    backends: tuple[str, ...]
+    resumes: bool
+    saves: bool
+
+    @property
+    def values(self) -> Path:
+        """The folder for values of this rank."""
+        made = Path(self.folder) / ("resumed" if self.resumes else "begun") / str(dist.get_rank())
+        made.mkdir(parents=True, exist_ok=True)
+        return made
+
+    @property
+    def where(self) -> torch.device:
+        """This rank's device."""
+        return torch.device(self.device, torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
+
+
+def _write(value: Any, path: Path) -> None:
+    torch.save(value, path)
+
+
+def _read(path: Path) -> Any:
+    return torch.load(path, weights_only=False)
+
+
+# --- the unsharded model ----------------------------------------------------------------------------------------------
+
+
+def reference(source: Subject | Pickled | Any, task: Task) -> dict[str, Any]:
+    """Train unsharded, keep all values, and by how much they differ if the model is compiled or moved.
+
+    Returns:
+        The "model"'s type, its number of "parameters", and of backends that cannot compile it why: "absent".
+    """
+    subject = source if isinstance(source, Subject) else source.subject()
+    training = _unsharded(subject, task)
+    if task.resumes:
+        _write(training.state(), task.values / "0")
+    for number, values in enumerate(_steps(training, task), 1):
+        _write(values, task.values / str(number))
+    if task.saves and dist.get_rank() == 0:
+        state = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
+        _write(state, Path(task.folder) / "unsharded")
+    about: dict[str, Any] = {"model": type(training.model).__name__, "absent": {},
+             "parameters": sum(each.numel() for each in training.model.parameters())}  # fmt: skip
+    _write(_deviations(_unsharded(subject, task, moved=True), task), task.values / "moved")
+    for backend in task.backends:
+        torch.compiler.reset()
+        try:
+            _write(_deviations(_unsharded(subject, task, backend), task), task.values / backend)
+        except Exception as error:  # whatever the compiler or the model raises
+            about["absent"][backend] = one_line(error)
+    return about
+
+
+def _unsharded(
+    subject: Subject, task: Task, backend: str | None = None, moved: bool = False,
+    hook: Callable[[nn.Module], None] | None = None,
+) -> Unsharded:  # fmt: skip
+    """The unsharded model at the task's start."""
+    training = Unsharded(subject, task.where, backend, moved and not task.resumes, hook)
+    training.micro_batches = task.start
+    if task.resumes:
+        state = _read(Path(task.folder) / "unsharded")
+        training.model.load_state_dict(state["model"])
+        training.optimizer.load_state_dict(state["optimizer"])
+        if moved:
+            training.move()
+    return training
+
+
+def _steps(training: Training, task: Task) -> Iterator[Values]:
+    for count in task.counts:
+        yield training.step(count)
+
+
+def _deviations(training: Unsharded, task: Task) -> list[dict[Key, float]]:
+    """By how much the values of each step differ from those that were kept."""
+    return [deviation(values, _read(task.values / str(number)))
+            for number, values in enumerate(_steps(training, task), 1)]  # fmt: skip
+
+
+# --- a way ------------------------------------------------------------------------------------------------------------
+
+
+def compare_way(source: Subject | Pickled | Any, task: Task, way: Way) -> Row:
+    """Train by a way, and compare all values with those of the unsharded model; the same row on all ranks."""
+    begun = time.monotonic()
+    subject = source if isinstance(source, Subject) else source.subject()
+    row = Row(way.name, dist.get_world_size(), EQUAL, task.resumes, compiled=way.how != "eager")
+    torch.compiler.reset()
+    try:
+        row = _compared(subject, task, way, row)
+    except Absent as error:
+        row = replace(row, verdict=LEFT_OUT, why=str(error))
+    return replace(row, seconds=round(time.monotonic() - begun, 1))
+
+
+def _compared(subject: Subject, task: Task, way: Way, row: Row) -> Row:
+    training = _sharded(subject, task, way)
+    deviations = [_read(task.values / name) for name in ("moved", way.backend) if name is not None]
+    all_allowed = [largest(each) for each in zip(*deviations, strict=True)]
+    small: list[tuple[float, str]] = []
+    if task.resumes:
+        expected = _read(task.values / "0")
+        found = training.state()
+        fault = _fault(0, Step({}, found), Step({}, expected), {}, training.model)
+        if fault is not None:
+            return replace(row, verdict=DIFFERS, fault=fault)
+    for number, values in enumerate(_steps(training, task), 1):
+        expected = _shown(_read(task.values / str(number)), way)
+        allowed = all_allowed[number - 1]
+        apart = differences(values, expected, allowed)
+        if _any(any(each.is_fault for each in apart)):
+            fault = _located(subject, task, way, number) or _fault(
+                number, Step({}, values), Step({}, expected), allowed, training.model
+            )
+            return replace(row, verdict=DIFFERS, fault=fault)
+        small += [(each.error / each.allowed, f"{each.key}, step {number}: {each.error:.1e}, rounding explains "
+                   f"{each.allowed:.1e}") for each in apart]  # fmt: skip
+    if task.saves:
+        state = {"model": training.model, "optimizer": training.optimizer}
+        checkpoint.save(state, Path(task.folder) / "checkpoints" / way.name.replace(":", "_"), len(task.counts))
+    most = max((each for of_rank in _of_ranks(max(small, default=None)) if (each := of_rank)), default=None)
+    return row if most is None else replace(row, verdict=ROUNDING, largest=f"most: {most[1]}")
+
+
+def _sharded(subject: Subject, task: Task, way: Way, hook: Callable[[nn.Module], None] | None = None) -> Sharded:
+    """The sharded model at the task's start."""
+    training = Sharded(subject, task.where, way, hook)
+    training.micro_batches = task.start
+    if task.resumes:
+        state = {"model": training.model, "optimizer": training.optimizer}
+        checkpoint.load(state, Path(task.folder) / "checkpoints" / way.name.replace(":", "_"))
+    return training
+
+
+def _shown(values: Values, way: Way) -> Values:
+    """Those that the way shows."""
+    return {key: value for key, value in values.items() if way.how != "step" or key.kind not in NOT_SHOWN}
+
+
+def _any(here: bool) -> bool:
+    """Whether it is so on any rank."""
+    return any(_of_ranks(here))
+
+
+def _of_ranks(value: Any) -> list[Any]:
+    """The values of all ranks."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+# --- where it differs -------------------------------------------------------------------------------------------------
+
+
+def _located(subject: Subject, task: Task, way: Way, number: int) -> Fault | None:
+    """Train again up to a step, and look at all modules in it; None if that shows no fault.
+
+    What the hooks change may make a fault go away, so that then values alone tell where it is.
+    """
+    steps = replace(task, counts=task.counts[:number], saves=False)
+    expected = _watched(_unsharded(subject, steps, hook=watch), steps)
+    moved = _watched(_unsharded(subject, steps, moved=True, hook=watch), steps)
+    deviations = [deviation(moved.all, expected.all)]
+    if way.backend is not None:
+        torch.compiler.reset()
+        with suppress(Exception):  # it is not needed where the compiler does not take the hooks
+            again = _watched(_unsharded(subject, steps, way.backend, hook=watch), steps)
+            deviations.append(deviation(again.all, expected.all))
+    torch.compiler.reset()
+    training = _sharded(subject, steps, way, hook=watch)
+    found = _watched(training, steps)
+    allowed = largest(deviations)
+    wanted = Step(expected.events, _shown(expected.values, way))
+    return _fault(number, found, wanted, allowed, training.model)
+
+
+def _watched(training: Training, task: Task) -> Step:
+    """The last of the task's steps, with what its modules have seen."""
+    for number, count in enumerate(task.counts, 1):
+        if number == len(task.counts):
+            RECORDER.begin()
+        values = training.step(count)
+    RECORDER.is_on = False
+    return Step(RECORDER.events, values)
+
+
+def _fault(number: int, found: Step, expected: Step, allowed: Any, model: nn.Module) -> Fault | None:
+    """The first fault of any rank."""
+    types = {name: type(each).__mro__ for name, each in model.named_modules()}
+    firsts = [(each, rank) for rank, each in enumerate(_of_ranks(first(found, expected, allowed, [*types]))) if each]
+    if not firsts:
+        return None
+    earliest, rank = min(firsts, key=lambda each: each[0].position)
+    own = next(each for each in types[earliest.module] if not each.__module__.startswith("fsdp_compile."))
+    note = "" if found.events else NOT_SEEN if expected.events else ""
+    return Fault(number, rank, earliest.module, own.__name__, str(earliest.difference.key), earliest.difference, note)

@@ -1,0 +1,187 @@
+"""Models of transformers, diffusers, timm and torchvision that no other test has, in small configurations.
+
+Nothing is downloaded: weights are drawn. `UNSEEN[name]` makes the model, and what it is given in a forward.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Unseen(NamedTuple):
+    """A model, what it is given for a batch number, and the library that it is from."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    library: str
+
+
+WORDS = {"vocab_size": 61, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+USUAL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SEQ2SEQ: dict[str, Any] = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 50, "decoder_ffn_dim": 50, "decoder_start_token_id": 0,
+    "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
+}  # fmt: skip
+IMAGE = {"image_size": 16, "num_channels": 3, "num_labels": 5}
+
+
+def words(number: int) -> dict[str, Tensor]:
+    ids = torch.randint(1, 61, (2, 12))
+    return {"input_ids": ids, "labels": ids}
+
+
+def classes(number: int) -> dict[str, Tensor]:
+    return {"input_ids": torch.randint(1, 61, (2, 12)), "labels": torch.randint(2, (2,))}
+
+
+def labelled(number: int) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.randint(5, (2,))}
+
+
+def pixels(number: int) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(2, 3, 16, 16)}
+
+
+def pictures(size: int, count: int = 2) -> Callable[[int], tuple[Tensor]]:
+    return lambda number: (torch.randn(count, 3, size, size),)
+
+
+def of(library: str, config: str, model: str, batch: Callable[[int], Any], **settings: Any) -> Unseen:
+    def make() -> nn.Module:
+        import transformers
+
+        return getattr(transformers, model)(getattr(transformers, config)(**settings))
+
+    return Unseen(make, batch, library)
+
+
+def hugging(config: str, model: str, batch: Callable[[int], Any], **settings: Any) -> Unseen:
+    return of("transformers", f"{config}Config", model, batch, **settings)
+
+
+def diffusing(model: str, batch: Callable[[int], Any], **settings: Any) -> Unseen:
+    def make() -> nn.Module:
+        import diffusers
+
+        return getattr(diffusers, model)(**settings)
+
+    return Unseen(make, batch, "diffusers")
+
+
+def vision(model: str, size: int = 32, **settings: Any) -> Unseen:
+    def make() -> nn.Module:
+        import torchvision
+
+        return getattr(torchvision.models, model)(**settings)
+
+    return Unseen(make, pictures(size), "torchvision")
+
+
+def image(model: str, size: int = 32, **settings: Any) -> Unseen:
+    def make() -> nn.Module:
+        import timm
+
+        return timm.create_model(model, num_classes=5, **settings)
+
+    return Unseen(make, pictures(size), "timm")
+
+
+def latents(number: int) -> dict[str, Tensor]:
+    return {"hidden_states": torch.randn(2, 4, 8, 8), "timestep": torch.randint(1000, (2,)),
+            "class_labels": torch.randint(10, (2,))}  # fmt: skip
+
+
+def joint_latents(number: int) -> dict[str, Tensor]:
+    return {"hidden_states": torch.randn(2, 4, 8, 8), "timestep": torch.randint(1000, (2,)),
+            "encoder_hidden_states": torch.randn(2, 5, 24), "pooled_projections": torch.randn(2, 16)}  # fmt: skip
+
+
+def packed_latents(number: int) -> dict[str, Tensor]:
+    return {"hidden_states": torch.randn(2, 9, 4), "timestep": torch.rand(2), "encoder_hidden_states":
+            torch.randn(2, 5, 24), "pooled_projections": torch.randn(2, 16), "img_ids": torch.zeros(9, 3),
+            "txt_ids": torch.zeros(5, 3)}  # fmt: skip
+
+
+def texts_and_pictures(number: int) -> dict[str, Any]:
+    ids = torch.randint(1, 60, (2, 7))
+    return {"input_ids": ids, "pixel_values": torch.randn(2, 3, 16, 16), "return_loss": True}
+
+
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+NEOX = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+UNSEEN: dict[str, Unseen] = {
+    "opt": hugging("OPT", "OPTForCausalLM", words, **WORDS, hidden_size=32, ffn_dim=48, num_hidden_layers=2,
+                   num_attention_heads=4, max_position_embeddings=16, word_embed_proj_dim=16, use_cache=False),
+    "gpt_neox": hugging("GPTNeoX", "GPTNeoXForCausalLM", words, **WORDS, **USUAL, **NEOX, use_cache=False),
+    "falcon": hugging("Falcon", "FalconForCausalLM", words, **WORDS, hidden_size=32, num_hidden_layers=2,
+                      num_attention_heads=4, use_cache=False, alibi=True),
+    "bloom": hugging("Bloom", "BloomForCausalLM", words, **WORDS, hidden_size=32, n_layer=2, n_head=4,
+                     use_cache=False),
+    "phi": hugging("Phi", "PhiForCausalLM", words, **WORDS, **USUAL, use_cache=False),
+    "olmo2": hugging("Olmo2", "Olmo2ForCausalLM", words, **WORDS, **USUAL, use_cache=False),
+    "cohere": hugging("Cohere", "CohereForCausalLM", words, **WORDS, **USUAL, use_cache=False),
+    "granite_moe": hugging("GraniteMoe", "GraniteMoeForCausalLM", words, **WORDS, **USUAL, num_local_experts=4,
+                           num_experts_per_tok=2, use_cache=False),
+    "gpt_bigcode": hugging("GPTBigCode", "GPTBigCodeForCausalLM", words, **WORDS, n_embd=32, n_layer=2, n_head=4,
+                           n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False),
+    "albert": hugging("Albert", "AlbertForMaskedLM", words, **WORDS, **USUAL, **NO_DROPOUT, embedding_size=16),
+    "electra": hugging("Electra", "ElectraForSequenceClassification", classes, **WORDS, **USUAL, embedding_size=16),
+    "deberta_v2": hugging("DebertaV2", "DebertaV2ForMaskedLM", words, **WORDS, **USUAL, **NO_DROPOUT,
+                          relative_attention=True, pos_att_type=["p2c", "c2p"], max_position_embeddings=16),
+    "xlnet": hugging("XLNet", "XLNetForSequenceClassification", classes, vocab_size=61, d_model=32, n_layer=2,
+                     n_head=4, d_inner=48, dropout=0.0),
+    "fnet": hugging("FNet", "FNetForMaskedLM", words, **WORDS, hidden_size=32, num_hidden_layers=2,
+                    intermediate_size=48, hidden_dropout_prob=0.0),
+    "pegasus": hugging("Pegasus", "PegasusForConditionalGeneration", words, **WORDS, **SEQ2SEQ,
+                       max_position_embeddings=16, use_cache=False),
+    "m2m_100": hugging("M2M100", "M2M100ForConditionalGeneration", words, **WORDS, **SEQ2SEQ,
+                       max_position_embeddings=16, use_cache=False),
+    "clip": Unseen(
+        lambda: __import__("transformers").CLIPModel(__import__("transformers").CLIPConfig(
+            text_config={**WORDS, **TOWER, "max_position_embeddings": 16},
+            vision_config={**TOWER, "image_size": 16, "patch_size": 4}, projection_dim=12)),
+        texts_and_pictures, "transformers"),
+    "dinov2": hugging("Dinov2", "Dinov2ForImageClassification", labelled, **USUAL, **IMAGE, patch_size=4),
+    "beit": hugging("Beit", "BeitForImageClassification", labelled, **USUAL, **IMAGE, patch_size=4),
+    "segformer": hugging("Segformer", "SegformerForImageClassification", labelled, num_labels=5, depths=[1, 1],
+                         num_encoder_blocks=2, sr_ratios=[2, 1], hidden_sizes=[16, 32], patch_sizes=[3, 3],
+                         strides=[2, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2]),
+    "resnet": hugging("ResNet", "ResNetForImageClassification", labelled, num_labels=5, embedding_size=8,
+                      hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic"),
+    "vit_mae": hugging("ViTMAE", "ViTMAEForPreTraining", pixels, **USUAL, image_size=16, patch_size=4,
+                       decoder_hidden_size=16, decoder_num_hidden_layers=2, decoder_num_attention_heads=2,
+                       decoder_intermediate_size=24),
+    "patchtst": hugging("PatchTST", "PatchTSTForPrediction", lambda _: {"past_values": torch.randn(2, 16, 3),
+                        "future_values": torch.randn(2, 4, 3)}, num_input_channels=3, context_length=16,
+                        prediction_length=4, patch_length=4, patch_stride=4, d_model=16, ffn_dim=24,
+                        num_hidden_layers=2, num_attention_heads=2),
+    "dit": diffusing("DiTTransformer2DModel", latents, num_attention_heads=2, attention_head_dim=8, in_channels=4,
+                     num_layers=2, sample_size=8, norm_type="ada_norm_zero", num_embeds_ada_norm=10,
+                     patch_size=2),
+    "sd3": diffusing("SD3Transformer2DModel", joint_latents, sample_size=8, patch_size=2, in_channels=4,
+                     num_layers=2, attention_head_dim=8, num_attention_heads=2, joint_attention_dim=24,
+                     caption_projection_dim=16, pooled_projection_dim=16, out_channels=4, pos_embed_max_size=8),
+    "flux": diffusing("FluxTransformer2DModel", packed_latents, patch_size=1, in_channels=4, num_layers=1,
+                      num_single_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=24,
+                      pooled_projection_dim=16, axes_dims_rope=(4, 4, 8)),
+    "autoencoder_kl": diffusing("AutoencoderKL", pictures(16), block_out_channels=(8, 16), norm_num_groups=4,
+                                down_block_types=("DownEncoderBlock2D",) * 2,
+                                up_block_types=("UpDecoderBlock2D",) * 2),
+    "resnet18": vision("resnet18", num_classes=5),
+    "densenet": Unseen(lambda: __import__("torchvision").models.DenseNet(8, (2, 2), 8, num_classes=5),
+                       pictures(32), "torchvision"),
+    "mobilenet_v3": vision("mobilenet_v3_small", num_classes=5),
+    "googlenet": vision("googlenet", 64, num_classes=5, init_weights=False),
+    "shufflenet": vision("shufflenet_v2_x0_5", num_classes=5),
+    "resmlp": image("resmlp_12_224", 32, img_size=32),
+    "xcit": image("xcit_nano_12_p16_224", 32, depth=2, embed_dim=16, num_heads=2, img_size=32),
+    "cait": image("cait_xxs24_224", 32, img_size=32, depth=2, embed_dim=24, num_heads=2),
+    "eva02": image("eva02_tiny_patch14_224", 28, img_size=28, depth=2, embed_dim=24, num_heads=2),
+    "regnet": image("regnetx_002", 32),
+    "maxvit": image("maxvit_rmlp_pico_rw_256", 64, img_size=64),
+}  # fmt: skip
