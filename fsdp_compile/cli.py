@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fsdp_compile.config import ACTIVATIONS
 from fsdp_compile.explain.prediction import OPTIMIZERS, PRECISIONS, RUNTIMES, STRATEGIES
+from fsdp_compile.tools.files import run_file
 
 if TYPE_CHECKING:
     from fsdp_compile.checkpoint.convert import Source
@@ -487,23 +487,6 @@ def _function(names: dict[str, Any], name: str, path: str | Path) -> Callable[..
     if not callable(names.get(name)):
         raise ValueError(f"{path}: expected a function {name}() without arguments, found none")
     return names[name]
-
-
-def run_file(path: Path) -> dict[str, Any]:
-    """The names that a Python file defines. ValueError if it raises an error.
-
-    It becomes a module: compilers and dataclasses look for that of a class by its name.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: expected a Python file, found none")
-    name = f"fsdp_compile_file_{path.stem}"
-    module = sys.modules[name] = ModuleType(name)
-    module.__file__ = str(path)
-    try:
-        exec(compile(path.read_bytes(), path, "exec"), vars(module))
-        return vars(module)
-    except Exception as error:
-        raise ValueError(f"{path}: expected a file that runs, found {type(error).__name__}: {error}") from error
 
 
 def _list_hardware() -> None:

@@ -43,7 +43,7 @@ PLACES = (
     PACKAGE,
     f"{PACKAGE}/*.py",
     *(f"{PACKAGE}/{folder}" for folder in ("core", "comm", "construct", "eager", "optim", "passes", "state_dict")),
-    *(f"{PACKAGE}/{folder}" for folder in ("checkpoint", "explain", "compare", "integrations")),
+    *(f"{PACKAGE}/{folder}" for folder in ("checkpoint", "explain", "compare", "tools", "integrations")),
     "bench",
 )
 """What `make size` shows: a folder with all that lies below it; `*.py` is what lies in no folder."""

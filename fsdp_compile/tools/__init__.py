@@ -7,4 +7,5 @@ check_modules.py     which module's output or gradient differs first
 check_job.py         what one rank does: the reference, or a way beside it
 check_ranks.py       processes that are such ranks
 check_report.py      what came out, as text and JSON
+files.py             files of users that define models
 """

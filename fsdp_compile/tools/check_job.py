@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compile import checkpoint
+from fsdp_compile import FSDPModule, checkpoint
 from fsdp_compile.tools.check_modules import RECORDER, Step, first, watch
 from fsdp_compile.tools.check_ranks import one_line
 from fsdp_compile.tools.check_report import DIFFERS, EQUAL, LEFT_OUT, ROUNDING, Fault, Row
 from fsdp_compile.tools.check_training import Absent, Pickled, Sharded, Subject, Training, Unsharded, Way
-from fsdp_compile.tools.check_values import Key, Values, deviation, differences, largest
+from fsdp_compile.tools.check_values import Allowed, Key, Values, deviation, differences, largest
 
 NOT_SHOWN = ("output", "gradient")  # by compile_step
 NOT_SEEN = "by its gradient or value: with hooks that look at its modules' outputs the difference is gone"
@@ -157,9 +157,7 @@ def _compared(subject: Subject, task: Task, way: Way, row: Row) -> Row:
         allowed = all_allowed[number - 1]
         apart = differences(values, expected, allowed)
         if _any(any(each.is_fault for each in apart)):
-            fault = _located(subject, task, way, number) or _fault(
-                number, Step({}, values), Step({}, expected), allowed, training.model
-            )
+            fault = _located(subject, task, way, number, Step({}, values), expected, allowed)
             return replace(row, verdict=DIFFERS, fault=fault)
         small += [(each.error / each.allowed, f"{each.key}, step {number}: {each.error:.1e}, rounding explains "
                    f"{each.allowed:.1e}") for each in apart]  # fmt: skip
@@ -200,10 +198,13 @@ def _of_ranks(value: Any) -> list[Any]:
 # --- where it differs -------------------------------------------------------------------------------------------------
 
 
-def _located(subject: Subject, task: Task, way: Way, number: int) -> Fault | None:
-    """Train again up to a step, and look at all modules in it; None if that shows no fault.
+def _located(
+    subject: Subject, task: Task, way: Way, number: int, seen: Step, wanted: Values, allowed: Allowed
+) -> Fault | None:
+    """Train again up to a step, and look at all modules in it.
 
-    What the hooks change may make a fault go away, so that then values alone tell where it is.
+    The hooks may make a fault go away. Then what was `seen` without them, beside the values `wanted` of the unsharded
+    model, tells where it is.
     """
     steps = replace(task, counts=task.counts[:number], saves=False)
     expected = _watched(_unsharded(subject, steps, hook=watch), steps)
@@ -217,9 +218,9 @@ def _located(subject: Subject, task: Task, way: Way, number: int) -> Fault | Non
     torch.compiler.reset()
     training = _sharded(subject, steps, way, hook=watch)
     found = _watched(training, steps)
-    allowed = largest(deviations)
-    wanted = Step(expected.events, _shown(expected.values, way))
-    return _fault(number, found, wanted, allowed, training.model)
+    values = _shown(expected.values, way)
+    located = _fault(number, found, Step(expected.events, values), largest(deviations), training.model)
+    return located or _fault(number, seen, Step(expected.events, wanted), allowed, training.model)
 
 
 def _watched(training: Training, task: Task) -> Step:
@@ -239,6 +240,6 @@ def _fault(number: int, found: Step, expected: Step, allowed: Any, model: nn.Mod
     if not firsts:
         return None
     earliest, rank = min(firsts, key=lambda each: each[0].position)
-    own = next(each for each in types[earliest.module] if not each.__module__.startswith("fsdp_compile."))
+    own = next(each for each in types[earliest.module] if not issubclass(each, FSDPModule))
     note = "" if found.events else NOT_SEEN if expected.events else ""
     return Fault(number, rank, earliest.module, own.__name__, str(earliest.difference.key), earliest.difference, note)

@@ -168,8 +168,9 @@ def first(found: Step, expected: Step, allowed: Allowed, modules: Sequence[str])
         allowed: by how much that differs from itself.
         modules: the names of its modules.
     """
-    shown = {key: value for key, value in expected.all.items() if key in found.all or key.kind == "gradient"}
-    faults = {each.key: each for each in differences(found.all, shown, allowed) if each.is_fault}
+    shown = {key: value for key, value in expected.all.items() if key in found.all or key in expected.values}
+    also = {key: value for key, value in found.all.items() if key in shown or key in found.values}
+    faults = {each.key: each for each in differences(also, shown, allowed) if each.is_fault}
     events = {_key(event): event for event in expected.events}
     called = {event.module for event in expected.events} | {""}
     firsts = []
@@ -178,7 +179,9 @@ def first(found: Step, expected: Step, allowed: Allowed, modules: Sequence[str])
         if event is not None:
             module = owner_of(event.module, called) if event.kind in AROUND and event.module else event.module
             firsts.append(First(list(events).index(key), module, each))
-        elif key.kind != "output" and key.kind != "loss":
+        elif key.kind in ("output", "loss"):
+            firsts.append(First(3 * len(events) + 1, "", each))  # nothing else may differ
+        else:
             module = owner_of(key.name.rpartition(" ")[2], set(modules))
             firsts.append(First(_position(key, module, list(expected.events)), module, each))
     return min(firsts, default=None, key=lambda each: each.position)

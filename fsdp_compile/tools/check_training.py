@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile import FSDPModule, compile_step, fully_shard
-from fsdp_compile.cli import run_file
 from fsdp_compile.explain.batch import batch_of
 from fsdp_compile.tools.check_ranks import one_line
 from fsdp_compile.tools.check_values import Key, Values, kept, tensors_in
+from fsdp_compile.tools.files import run_file
 
 BACKENDS = {"blocks": "aot_eager", "step": "aot_eager"}  # of ways that name none
 FIRST_SEED = 1000

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -153,11 +153,10 @@ def _drops_a_gradient(model: Any) -> None:
     model.blocks[0].down.weight.register_post_accumulate_grad_hook(drop)
 
 
-def _forgets_micro_batches(model: Any) -> None:
-    def forget(module: nn.Module, args: Any) -> None:
-        module.weight.grad = None
-
-    model.blocks[1].up.register_forward_pre_hook(forget)
+def _forgets_a_micro_batch(model: Any) -> None:
+    """The second forward, the first of two that are accumulated, leaves no gradient of one weight."""
+    up, calls = model.blocks[1].up, count()
+    up.forward = lambda x: F.linear(x, up.weight.detach() if next(calls) == 1 else up.weight, up.bias)
 
 
 class _Doubled(torch.autograd.Function):
@@ -210,7 +209,7 @@ def _miscompiles(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
     from torch._dynamo.backends.registry import lookup_backend
 
     gelus = [node for node in graph.graph.nodes if "gelu" in str(node.target)]
-    if any("fsdp" in str(node.target) for node in graph.graph.nodes) and gelus:
+    if any("fsdp_flat" in str(node.target) for node in graph.graph.nodes) and gelus:
         gelus[-1].target, gelus[-1].kwargs = F.relu, {}
         graph.recompile()
     return lookup_backend("aot_eager")(graph, inputs)
@@ -220,7 +219,8 @@ def _miscompiles(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
 def _miscompiled() -> Iterator[Any]:
     from torch._dynamo.backends.registry import register_backend
 
-    register_backend(_miscompiles, "miscompiles")
+    with suppress(AssertionError):  # an earlier test has
+        register_backend(_miscompiles, "miscompiles")
     yield fully_shard
 
 
@@ -237,7 +237,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str, str]] = {
     "a reduce that is left out": (_left_out_reduce, {}, "blocks.2.down", "gradient"),
     "a lost buffer": (partial(_edits, _loses_a_buffer), {}, "blocks.1.norm", "buffer"),
     "a dropped gradient": (partial(_edits, _drops_a_gradient), {}, "blocks.0.down", "gradient"),
-    "a forgotten micro-batch": (partial(_edits, _forgets_micro_batches), {}, "blocks.1.up", "gradient"),
+    "a forgotten micro-batch": (partial(_edits, _forgets_a_micro_batch), {}, "blocks.1.up", "gradient"),
     "a wrong backward": (partial(_edits, _wrong_backward), {}, "blocks.1.act", "gradient of the input"),
     "a lost moment": (_state_is_lost, {}, "blocks.0.up", "state"),
     "a parameter that is not loaded": (_load_loses_a_parameter, {"resume_on": 2}, "blocks.2", "parameter"),

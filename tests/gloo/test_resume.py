@@ -285,3 +285,23 @@ def test_a_rank_that_dies(two: Ranks, tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) == tmp_path / "step-00000001"
     two.run(_goes_on, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def _buffers_of_the_first_rank(rank: int, root: Path) -> None:
+    def make() -> nn.Module:
+        blocks = (nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8)) for _ in range(3))
+        return fully_shard(nn.Sequential(*blocks))
+
+    model, loaded = make(), make()
+    with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.fill_(10 + rank)
+    checkpoint.save({"model": model}, root, 1)
+    checkpoint.load({"model": loaded}, root)
+    assert {value for buffer in loaded.buffers() for value in buffer.flatten().tolist()} == {10.0}
+    assert all((buffer == 10 + rank).all() for buffer in model.buffers())
+
+
+def test_buffers_of_one_rank_are_saved(two: Ranks, tmp_path: Path) -> None:
+    """Of buffers that differ between ranks all are the first rank's: means, variances and counts belong together."""
+    two.run(_buffers_of_the_first_rank, tmp_path)
