@@ -1,0 +1,137 @@
+"""What `check` takes for equal, for rounding and for a fault, which module it names, and what it refuses."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_compile.tools.check import Batch, check
+from fsdp_compile.tools.check_modules import Event, Step, first, owner_of
+from fsdp_compile.tools.check_report import Fault, Report, Row
+from fsdp_compile.tools.check_training import Way, default_loss
+from fsdp_compile.tools.check_values import Key, differences
+
+KEY = Key("gradient", "blocks.0.weight")
+
+
+def apart(found: Tensor, expected: Tensor, allowed: float = 0.0) -> Any:
+    return next(iter(differences({KEY: found}, {KEY: expected}, {KEY: allowed})), None)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
+)
+def test_equal_bits(dtype: torch.dtype) -> None:
+    """Equal tensors have no difference, NaNs included; one other element is found, with both values and its place."""
+    expected = torch.ones(2, 3).to(dtype)
+    assert apart(expected.clone(), expected) is None
+    found = expected.clone()
+    found[1, 2] = 0
+    assert apart(found, expected).is_fault and apart(found, expected).at == (1, 2)
+    if dtype.is_floating_point:
+        found[1, 2] = expected[1, 2] = float("nan")
+        assert apart(found, expected) is None
+        found[1, 2] = 1
+        assert apart(found, expected).is_fault
+
+
+def test_rounding() -> None:
+    """One unit in the last place is rounding; so is what the unsharded model differs by, up to sixteen times."""
+    expected = torch.ones(4)
+    assert not apart(expected + torch.finfo(torch.float32).eps, expected).is_fault
+    assert apart(expected + 1e-3, expected).is_fault and not apart(expected + 1e-3, expected, 1e-4).is_fault
+    assert apart(-torch.zeros(4), torch.zeros(4)).error == 0.0
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [(None, torch.ones(2)), (torch.ones(3), torch.ones(2)), (torch.ones(2).double(), torch.ones(2))],
+)
+def test_what_is_not_there(found: Any, expected: Tensor) -> None:
+    """A missing value, another shape and another dtype are faults, however much rounding explains."""
+    assert differences({} if found is None else {KEY: found}, {KEY: expected}, {KEY: 9.0})[0].is_fault
+    assert differences({KEY: expected}, {}, {})[0].is_fault
+
+
+def _step(**changed: float) -> Step:
+    """A step of a block with two layers, in which these events have other values."""
+    order = [
+        ("input", "block"), ("input", "block.a"), ("output", "block.a"), ("input", "block.b"), ("output", "block.b"),
+        ("output", "block"), ("gradient of the output", "block.b"), ("gradient of the input", "block.b"),
+        ("gradient of the output", "block.a"), ("gradient of the input", "block.a"),
+    ]  # fmt: skip
+    names = {f"{kind} {module}".replace(" ", "_").replace(".", "_"): (kind, module) for kind, module in order}
+    events = {Event(*names[name], 1, 0): torch.tensor(changed.get(name, 1.0)) for name in names}
+    weight = torch.tensor(changed.get("weight", 1.0))
+    return Step(events, {Key("gradient", "block.a.weight"): weight, Key("parameter", "block.b.weight"): weight})
+
+
+@pytest.mark.parametrize(
+    ("changed", "module"),
+    [
+        (["output_block_b", "output_block"], "block.b"),
+        (["input_block_b", "output_block_b"], "block"),  # what is between the layers
+        (["gradient_of_the_input_block_b", "gradient_of_the_output_block_a"], "block.b"),
+        (["gradient_of_the_output_block_a", "gradient_of_the_input_block_a"], "block"),
+        (["weight"], "block.a"),
+        (["weight", "gradient_of_the_input_block_b"], "block.b"),
+    ],
+)
+def test_the_first_module(changed: list[str], module: str) -> None:
+    """The module between the first event that differs and those before it."""
+    found = first(_step(**dict.fromkeys(changed, 2.0)), _step(), {}, ["", "block", "block.a", "block.b"])
+    assert found is not None and found.module == module
+
+
+def test_owner_of() -> None:
+    """The innermost module that has a parameter, also where its name has further dots."""
+    assert owner_of("a.b.c.weight", {"", "a", "a.b"}) == "a.b" and owner_of("weight", {"a"}) == ""
+
+
+def test_the_report_is_json() -> None:
+    """Without numbers that JSON does not have."""
+    fault = Fault(1, 0, "a", "Linear", "gradient of a.weight", differences({}, {KEY: torch.ones(2)}, {})[0])
+    report = Report({"ranks": 2}, (Row("eager", 2, "differs", fault=fault), Row("step", 2, "equal")))
+    found = json.loads(report.to_json())
+    assert not found["holds"] and found["rows"][0]["fault"]["difference"]["error"] == "inf"
+    assert "module `a` (Linear), step 1, rank 0: gradient of a.weight: expected a tensor" in str(report)
+
+
+def test_loss() -> None:
+    """The output's own, or one that gives a last normalization gradients other than zero."""
+    x = torch.randn(3, 8, requires_grad=True)
+    assert default_loss({"loss": x.sum(), "logits": x}).item() == x.sum().item()
+    default_loss(nn.functional.layer_norm(x, (8,))).backward()
+    assert x.grad is not None and x.grad.abs().max() > 1e-3
+    with pytest.raises(ValueError, match="loss: expected an output"):
+        default_loss(torch.ones(2))
+
+
+def test_batches() -> None:
+    """Tensors, tuples, dicts and pairs are arguments of a forward."""
+    x = torch.ones(1)
+    assert Batch.of(x).args == Batch.of([x]).args == Batch.of(([x], {})).args == (x,)
+    assert Batch.of({"x": x}).kwargs == Batch.of(((), {"x": x})).kwargs == {"x": x}
+    with pytest.raises(TypeError, match="batches: expected a Batch"):
+        Batch.of(3)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"ways": ["eagr"]}, "ways: expected eager"),
+        ({"ways": ["aot_eager:inductor"]}, "ways: expected eager"),
+        ({"ranks": 0}, "ranks: expected a whole number"),
+        ({"batches": []}, "batches: expected at least one"),
+        ({"loss": lambda output: output.sum()}, "loss: expected something that can be pickled"),
+    ],
+)
+def test_refusals(given: dict[str, Any], match: str) -> None:
+    """Each names the argument."""
+    make: Callable[[], nn.Module] = nn.Identity
+    with pytest.raises(ValueError, match=match):
+        check(make, **{"batches": [torch.ones(2)], **given})
+    assert Way.of("step:inductor") == Way("step:inductor", "step", "inductor")
