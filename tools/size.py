@@ -5,6 +5,7 @@ only. All else are layers, whose lines are printed and have no limit. Each funct
 
     make size                             a line for each folder, then the longest files and functions
     python tools/size.py --check          the exit status is 1 if anything exceeds its limit
+    python tools/size.py --contents       the files of the story, for docs/architecture.md
     python tools/size.py --against v0.1.0 the lines of each folder at another commit beside those of today
 """
 
@@ -24,20 +25,20 @@ STORY_LINES = 14_289
 STORY = tuple(
     f"{PACKAGE}/{folder}/{name}.py"
     for folder, names in {
-        "core": "__init__ _torch autograd averaging backward_pass exact_sums flat_collectives flat_param inner_params "
-        "layout ops settings sharding traced_writes unit",
-        "construct": "__init__ arguments prepare units wrap_policy",
-        "eager": "__init__ block_reader casting forward forward_pass reduce runtime streams unsharded",
-        "passes": "__init__ _torch inductor pipeline",
-        "passes/cost": "__init__ hardware roofline",
-        "passes/graph": "__init__ analyze costs lifetimes nodes",
-        "passes/joint": "__init__ insert_collectives reshard",
-        "passes/plan": "__init__ memory plan schedule workload",
-        "passes/post_grad": "__init__ in_place_grads lower_collectives order plan_pass",
+        "core": "layout ops flat_collectives inner_params autograd backward_pass flat_param unit sharding settings "
+        "traced_writes exact_sums averaging _torch __init__",
+        "construct": "arguments wrap_policy prepare units __init__",
+        "eager": "forward forward_pass runtime unsharded block_reader streams reduce casting __init__",
+        "passes": "pipeline inductor _torch __init__",
+        "passes/joint": "insert_collectives reshard __init__",
+        "passes/graph": "nodes costs analyze lifetimes __init__",
+        "passes/cost": "hardware roofline __init__",
+        "passes/plan": "workload plan schedule memory __init__",
+        "passes/post_grad": "plan_pass order in_place_grads lower_collectives __init__",
     }.items()
     for name in names.split()
 )
-"""The files of the story. Layers are the other files of these folders, and all other folders."""
+"""The files of the story, as one would read them. Layers are the other files of these folders, and other folders."""
 
 PLACES = (
     PACKAGE,
@@ -95,6 +96,16 @@ def story(texts: Texts) -> int:
     return sum(texts[path].count("\n") for path in STORY if path in texts)
 
 
+def contents(texts: Texts) -> str:
+    """The story's files as docs/architecture.md lists them: a line for each, with the first one of its docstring."""
+    lines = []
+    for path in STORY:
+        first = (ast.get_docstring(ast.parse(texts[path])) or "").partition("\n")[0]
+        if first and not path.endswith(("_torch.py", "__init__.py")):
+            lines.append(f"| `{path.removeprefix(f'{PACKAGE}/')}` | {first} |")
+    return "\n".join(["| file | what it tells |", "| --- | --- |", *lines])
+
+
 def excesses(texts: Texts) -> list[str]:
     """What exceeds its limit, a line each, and files of the story that are gone."""
     found = [f"{path}: in the list STORY, but there is no such file" for path in STORY if path not in texts]
@@ -141,7 +152,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="say what exceeds its limit, and nothing else")
     parser.add_argument("--against", metavar="COMMIT", help="also show the lines of this commit")
+    parser.add_argument("--contents", action="store_true", help="print the list that docs/architecture.md begins with")
     asked = parser.parse_args()
+    if asked.contents:
+        print(contents(today()))
+        return 0
     if asked.check:
         found = excesses(today())
         print("\n".join(found), file=sys.stderr)

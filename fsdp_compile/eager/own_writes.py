@@ -124,7 +124,9 @@ def _checksum(gathered: UnshardedUnit) -> int:
 
 def _restore(gathered: UnshardedUnit) -> None:
     """Write what has replaced the data of unsharded parameters into their memory; RuntimeError if it does not fit."""
-    if gathered.unit.tensor_parallel and _has_replaced(gathered):
+    if not _has_replaced(gathered):
+        return
+    if gathered.unit.tensor_parallel:
         raise RuntimeError(changed_in_forward(gathered.unit.names))
     memory = {buffer.storage.data_ptr() for buffer in gathered.buffers}
     rest = iter(gathered.views)

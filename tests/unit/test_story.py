@@ -1,0 +1,87 @@
+"""The story: the files of the runtime and the passes, which layers build on and which name none of these."""
+
+import ast
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GROUND = ("fsdp_compile/comm/", "fsdp_compile/tensors/", "fsdp_compile/config.py")
+"""What the story may read beside itself."""
+
+ARROWS = {
+    ("eager/forward.py", "agree/checks.py"),
+    ("eager/reduce.py", "eager/accumulate.py"),
+    ("passes/inductor.py", "passes/artifacts.py"),
+    ("passes/inductor.py", "passes/joint/choose_memory.py"),
+    ("passes/inductor.py", "passes/joint/smallest_gather.py"),
+    ("passes/inductor.py", "passes/measure.py"),
+    ("passes/inductor.py", "passes/post_grad/foreign.py"),
+    ("passes/joint/reshard.py", "passes/agreement.py"),
+    ("passes/post_grad/order.py", "agree/order.py"),
+    ("passes/post_grad/plan_pass.py", "passes/agreement.py"),
+}
+"""From files of the story to layers that they name: fewer with time, and never more."""
+
+
+def _size() -> Any:
+    """tools/size.py."""
+    spec = importlib.util.spec_from_file_location("size", ROOT / "tools/size.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SIZE = _size()
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): str(path.relative_to(ROOT))
+    for path in (ROOT / "fsdp_compile").rglob("*.py")
+    if path.stem != "__init__"
+}
+
+
+def _named(tree: ast.Module) -> Iterable[str]:
+    """The files of the package that a file imports, also in functions and for type checkers."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        yield from (FILES[name] for name in names if name in FILES)
+
+
+def _arrows(path: str, tree: ast.Module) -> set[tuple[str, str]]:
+    layers = {other for other in _named(tree) if other not in SIZE.STORY and not other.startswith(GROUND)}
+    return {(path.removeprefix("fsdp_compile/"), other.removeprefix("fsdp_compile/")) for other in layers}
+
+
+def test_the_story_names_no_more_layers() -> None:
+    """Each import of a layer by a file of the story is in `ARROWS`, and what is gone has left it."""
+    found = [_arrows(path, ast.parse((ROOT / path).read_text())) for path in SIZE.STORY]
+    assert set().union(*found) == ARROWS
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from fsdp_compile.edits.writeback import refresh",
+        "def later():\n    import fsdp_compile.edits.writeback",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from fsdp_compile.edits import writeback",
+    ],
+)
+def test_an_arrow_is_found(code: str) -> None:
+    """At the top of a file, in a function, for type checkers alone."""
+    path = "fsdp_compile/eager/unsharded.py"
+    assert _arrows(path, ast.parse(f"{(ROOT / path).read_text()}\n{code}")) == {
+        ("eager/unsharded.py", "edits/writeback.py")
+    }
+
+
+def test_the_page_begins_with_the_story() -> None:
+    """docs/architecture.md lists its files, as `python tools/size.py --contents` prints them."""
+    assert SIZE.contents(SIZE.today()) in (ROOT / "docs/architecture.md").read_text()
