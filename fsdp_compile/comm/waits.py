@@ -66,13 +66,21 @@ class MessageBoard:
         if seconds is not None:
             try:
                 self._store.wait([key], timedelta(seconds=seconds))
-            except RuntimeError:  # stores differ in what they raise when time is up
+            except (RuntimeError, LookupError):  # stores differ in what they raise when time is up
                 return None
         return self._store.get(key)
 
     def decide(self, key: str, message: str) -> str:
         """Write `message` under `key` unless a rank has done so before; return what is there, equal on all ranks."""
-        return self._store.compare_set(key, "", message).decode()
+        try:
+            return self._store.compare_set(key, "", message).decode()
+        except dist.DistError:  # the store is gone
+            raise
+        except RuntimeError:  # a store of Python may lack it (torch's EtcdStore), but not `add`
+            if not self.has(key) and self.count(f"{key}/claims") == 1:
+                self.post(key, message)
+            self._store.wait([key])
+            return self._store.get(key).decode()
 
     def count(self, key: str, more: int = 1) -> int:
         """Add `more` to the number under `key`, 0 at first; return the sum."""
@@ -94,6 +102,7 @@ class GroupState:
         agreed: the texts of graphs on which all ranks agreed, and how notes name the graphs.
         models: of roots, and of their flat parameters, which one of those that were compared here it is, from 1.
         link: latency and bandwidth as its ranks measured them, or the reason why not; None: nobody has asked.
+        begun: how many collectives were begun here.
         until: when waits fail, by `time.monotonic`, if the group does not let them fail before.
     """
 
@@ -108,7 +117,7 @@ class GroupState:
         self._period = 1  # how many events ago ranks last did the same
         self.until = math.inf
         self._group = weakref.ref(group)
-        self._begun = self._errors = 0  # collectives begun here, and errors raised that the group was told
+        self.begun = self._errors = 0  # collectives begun here, and errors raised that the group was told
         self._last: deque[tuple[str, str | int, str | torch.Size]] = deque(maxlen=_NOTES)
         self._written: list[str] = []
 
@@ -116,7 +125,7 @@ class GroupState:
         """Note what begins: its `kind`, and `what` it is about, or a number of elements.
         For errors also in `words`, or the shape of the sharded tensor that an operator communicates for.
         """
-        self._begun += 1
+        self.begun += 1
         self._last.append((kind, what, words))
 
     def number_model(self, parts: Iterable[Any]) -> None:
@@ -186,7 +195,7 @@ class GroupState:
     def _difference(self, board: MessageBoard, rank: int) -> str | None:
         if board.has(self._error):
             return (board.read(self._error) or b"").decode()
-        first = self._begun - len(self._last)
+        first = self.begun - len(self._last)
         numbers = [str(first + index) for index in range(len(self._last))]
         if numbers == self._written:
             return None

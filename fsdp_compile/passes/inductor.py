@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import fx
 
 from fsdp_compile.comm._torch import group_named
-from fsdp_compile.comm.collectives import STARTS, compiles_as_gloo
+from fsdp_compile.comm.collectives import STARTS, compiles_as_gloo, is_first
 from fsdp_compile.config import AUTO, CompileConfig, check_type
 from fsdp_compile.core.ops import MARKERS, UNSHARD, UnshardSpec, set_inductor_settings
 from fsdp_compile.passes._torch import (
@@ -45,7 +45,7 @@ from fsdp_compile.passes.cost.roofline import read_profile
 from fsdp_compile.passes.graph.costs import hardware_at
 from fsdp_compile.passes.graph.nodes import is_ours
 from fsdp_compile.passes.joint import choose_memory, insert_collectives, reshard, smallest_gather
-from fsdp_compile.passes.measure import NotMeasured, measured_link, measured_speed
+from fsdp_compile.passes.measure import NoLink, NotMeasured, measured_link, measured_speed
 from fsdp_compile.passes.pipeline import GraphContext, Pass, Stage, check_passes, enabled, log, run_passes
 from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.post_grad import in_place_grads, lower_collectives, order, plan_pass
@@ -242,7 +242,7 @@ def _measured(sent: Sequence[Sent], device_named: str | None, limit: float) -> t
                        for name in dict.fromkeys(each.group for each in sent)}  # fmt: skip
             return measured_text(figures), device_named or _measured_device(largest.device)
     except NotMeasured as reason:
-        _log_once(f"link='auto': collectives follow a fixed rule, as nothing was measured: {reason}")
+        _log_once(str(reason), log.info if isinstance(reason, NoLink) or not is_first(None) else log.warning)
         return None, None
 
 
@@ -267,8 +267,8 @@ def _measured_device(here: torch.device) -> str | None:
 
 
 @cache
-def _log_once(text: str) -> None:
-    log.info(text)
+def _log_once(reason: str, tell: Callable[[str], None]) -> None:
+    tell(f"link='auto': collectives follow a fixed rule, as nothing was measured: {reason}")
 
 
 def compile_with(

@@ -43,11 +43,16 @@ _NEAR = {"latency": 4.0, "bandwidth": 2.0, "speed": 2.0}  # by what factor figur
 _SMALL_LATENCY = 2e-5  # seconds, below which differences do not matter
 BURSTS = 4  # in which everything is timed
 _PAUSE = 0.03  # seconds between bursts
+_TOGETHER = 5.0  # seconds within which what fails on all ranks has failed on all
 _ANSWER = 60.0  # seconds that ranks wait for figures once they have met
 
 
 class NotMeasured(Exception):
     """Why there are no figures; the same on all ranks of the group."""
+
+
+class NoLink(NotMeasured):
+    """There is nothing to measure."""
 
 
 def measured_link(
@@ -63,11 +68,12 @@ def measured_link(
         clock: returns seconds.
 
     Raises:
-        NotMeasured: there is no link to measure, or a rank has not come in time or has no memory for it.
-        RuntimeError: a rank has come, and then stopped for longer than `limit`.
+        NotMeasured: there is no link to measure (NoLink), a rank has not come in time or has no memory for it, or
+            measuring has failed on all ranks.
+        RuntimeError: a rank has come, and then stopped for longer than `limit`, or it alone has failed.
     """
     if not exists(group):
-        raise NotMeasured("there are no other ranks")
+        raise NoLink("there are no other ranks")
     state, key = state_of(group), f"link/{shared_name(group)}"
     if state.link is None:
         try:
@@ -77,7 +83,9 @@ def measured_link(
                 where = f"{key}, {group.size()} ranks, {dist.get_backend(group)}, {_name_of(device)}"
                 _offer(key, where, {"latency": latency, "bandwidth": bandwidth})
         except NotMeasured as reason:
-            agreement.agree(key, json.dumps({"reason": str(reason)}))
+            _offer_reason(key, str(reason))
+        except Exception as error:
+            _offer_reason(key, _failed_alike(group, error))
         state.link = _read(key)
     figures = _counting(state.link)
     return figures["latency"], figures["bandwidth"]
@@ -93,10 +101,11 @@ def link_times(
     ranks, board = group.size(), MessageBoard.of_group(group, "fsdp_flat/link")
     largest = int(board.decide("largest", str(largest)))  # ranks may have begun with other graphs
     sizes = [size for at, size in enumerate(SIZES) if at < 2 or SIZES[at - 1] < largest]
-    try:
-        full = torch.zeros(-(-sizes[-1] // 4 // ranks) * ranks, device=device)
-    except torch.OutOfMemoryError:
-        board.decide("meeting", f"rank {dist.get_rank()} has no memory for {sizes[-1]} bytes")
+    numel = -(-sizes[-1] // 4 // ranks) * ranks
+    try:  # as much as will be allocated: later, others wait for this rank
+        full = torch.zeros(3 * numel, device=device)[:numel].clone()
+    except Exception as error:
+        board.decide("meeting", f"rank {dist.get_rank()} has no memory for {12 * numel} bytes: {_named(error)}")
     _meet(board, ranks, limit)
     bursts, state = dict[int, list[list[float]]](), state_of(group)  # by size, seconds of both
     parts = {size: full[: -(-size // 4 // ranks) * ranks] for size in sizes}
@@ -113,6 +122,8 @@ def link_times(
             for size, seconds in bursts.items():
                 seconds.append(_seconds_of_both(parts[size], group, clock, 1 if is_slow else 3))
     except RuntimeError as error:  # ranks that gave up may not go on: others would communicate something else
+        if time.monotonic() <= state.until:
+            raise
         raise RuntimeError(f"rank {dist.get_rank()}: expected all ranks to measure their link, but one came and then "
                            f"stopped; find out why it hangs ({error})") from error  # fmt: skip
     finally:
@@ -122,6 +133,27 @@ def link_times(
         for size, seconds in bursts.items()
         for of_one in zip(*seconds, strict=True)
     ]
+
+
+def _failed_alike(group: dist.ProcessGroup, error: Exception) -> str:
+    """Why measuring has failed, once it has on all ranks, at the same place: a backend that lacks a collective.
+
+    RuntimeError if others go on, for this one cannot: they wait for it in a collective.
+    """
+    rank, reason = dist.get_rank(), _named(error)
+    board = MessageBoard.of_group(group, f"fsdp_flat/link/failed/{state_of(group).begun}")
+    try:
+        _meet(board, group.size(), _TOGETHER)
+    except NotMeasured:
+        text = f"rank {rank} failed while ranks measured their link, and the others did not: {reason}"
+        state_of(group).tell(text)
+        raise RuntimeError(text) from error
+    return board.decide("reason", f"rank {rank}: {reason}")
+
+
+def _named(error: Exception) -> str:
+    """The class of an error and its first line."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _meet(board: MessageBoard, ranks: int, limit: float) -> None:
@@ -180,12 +212,15 @@ def measured_speed(base: Hardware, dtype: torch.dtype, device: torch.device) -> 
     """How fast `device` is beside `base`, by a product in `dtype` and a copy; equal on all ranks.
 
     Raises:
-        NotMeasured: another rank has begun to measure and not said what.
+        NotMeasured: the rank that came first could not.
     """
     key, shared = f"speed/{device.type}/{dtype}", agreement.board()
     if shared is None or not shared.has(key):
         where = f"{key}, {torch.get_num_threads()} threads, {_name_of(device)}"
-        _offer(key, where, {"speed": _speed(base, dtype, device)})
+        try:
+            _offer(key, where, {"speed": _speed(base, dtype, device)})
+        except Exception as error:
+            _offer_reason(key, f"rank {dist.get_rank() if dist.is_initialized() else 0}: {_named(error)}")
     return float(_counting(_read(key))["speed"])
 
 
@@ -218,6 +253,11 @@ def _offer(key: str, where: str, figures: dict[str, float]) -> None:
         figures = {name: before[name] for name in figures}
     rounded = {name: float(f"{each:.2g}") for name, each in figures.items()}
     agreement.keep(where, agreement.agree(key, json.dumps(rounded)))
+
+
+def _offer_reason(key: str, reason: str) -> None:
+    """Let this be why there are no figures under `key`, unless figures of others count already."""
+    agreement.agree(key, json.dumps({"reason": reason}))
 
 
 def _before(where: str) -> dict[str, Any]:

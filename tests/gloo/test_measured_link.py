@@ -3,22 +3,27 @@
 import json
 import logging
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.link import LINK, start
 from fsdp_compile import CompileConfig, fully_shard
 from fsdp_compile.comm.groups import shared_name
-from fsdp_compile.passes import agreement, measure
+from fsdp_compile.comm.waits import MessageBoard, state_of
+from fsdp_compile.passes import agreement, inductor, measure
 from fsdp_compile.passes.cost.hardware import device
 from fsdp_compile.passes.measure import NotMeasured, measured_link, measured_speed
 from fsdp_compile.passes.plan.plan import Plan
@@ -36,6 +41,18 @@ class _Texts(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
+
+
+@contextmanager
+def _logged() -> Iterator[list[str]]:
+    """What is logged meanwhile at the level of warnings."""
+    log, texts = logging.getLogger("fsdp_compile"), _Texts()
+    texts.setLevel(logging.WARNING)
+    log.addHandler(texts)
+    try:
+        yield texts.texts
+    finally:
+        log.removeHandler(texts)
 
 
 def _products() -> nn.Module:
@@ -112,6 +129,147 @@ def test_figures_are_the_same_on_all_ranks(four: Ranks, two: Ranks) -> None:
     assert sorted(name[:8] for name in found[0]) == ["0", "fsdp.2x1", "fsdp.2x2"] and max(seconds) < 30
     reason = "a rank has not compiled a sharded model within 0.5 s"
     assert two.run(_late) == [reason] * 2
+
+
+class _PlainStore(dist.Store):
+    """A store of Python, as torch's EtcdStore: it has no `compare_set`, and raises LookupError when time is up."""
+
+    def __init__(self, path: str, ranks: int) -> None:
+        super().__init__()
+        self.inner = dist.FileStore(path, ranks)
+        for name in ("set", "get", "add", "check", "delete_key", "num_keys"):
+            setattr(self, name, partial(getattr(self.inner, name)))
+
+    def clone(self) -> dist.Store:
+        return self
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=60)) -> None:  # type: ignore[override]  # torch's has two
+        try:
+            self.inner.wait(keys, timeout)
+        except RuntimeError:
+            raise LookupError(keys) from None
+
+
+def _train_on_a_plain_store(rank: int, folder: str) -> tuple[object, list[Tensor], list[str]]:
+    """Gradients of a compiled model, in a process group whose store lacks `compare_set`, and what was logged."""
+    dist.destroy_process_group()
+    store = _PlainStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = fully_shard(_products())
+    with _logged() as texts:
+        torch.compile(model)(torch.ones(4, 64)).square().mean().backward()
+    group = dist.group.WORLD
+    return state_of(group).link, [param.grad.full_tensor() for param in model.parameters()], texts
+
+
+def test_a_store_without_compare_set(tmp_path: Path) -> None:
+    """Ranks compare graphs, measure and agree on plans in any store that has `add`: the group measures its link, and
+    gradients are those of one process.
+    """
+    ranks = Ranks(2, tmp_path)
+    try:
+        (link, grads, _), (other, others, _) = ranks.run(_train_on_a_plain_store, str(tmp_path))
+    finally:
+        ranks.stop()
+    assert link == other and "bandwidth" in link
+    torch.manual_seed(0)
+    whole = _products()
+    whole(torch.ones(4, 64)).square().mean().backward()
+    for mine, theirs, param in zip(grads, others, whole.parameters(), strict=True):
+        torch.testing.assert_close(mine, param.grad)
+        assert mine.equal(theirs)
+
+
+def _failing(rank: int) -> tuple[list[str], list[float]]:
+    """The reasons that ranks have: all of them fail at one place; rank 1 has no memory. Their groups go on."""
+
+    def broken() -> float:
+        raise NotImplementedError("no collectives of this kind\n(a second line)")
+
+    reasons, sums = list[str](), list[float]()
+    for clock, limited in ((broken, False), (time.perf_counter, True)):
+        group = dist.new_group(timeout=dist.default_pg_timeout)
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        if limited and rank == 1:
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), before[1]))
+        try:
+            for _ in range(2):  # and it is not tried again
+                with pytest.raises(NotMeasured) as caught:
+                    measured_link(group, CPU, 1 << 27, 60.0, clock)
+                reasons.append(str(caught.value))
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+        summed = torch.ones(2)
+        dist.all_reduce(summed, group=group)
+        sums += summed.tolist()
+    return reasons, sums
+
+
+def _failing_in_a_compile(rank: int, attempt: str) -> tuple[float, list[str]]:
+    """The loss of a compiled model on ranks that cannot measure, and what they log."""
+    fails = {"speed": rank == 0, "link": True}[attempt]
+
+    def broken(*_: object) -> None:
+        raise OSError(f"no {attempt}")
+
+    name = {"speed": "_speed", "link": "_seconds_of_both"}[attempt]
+    with pytest.MonkeyPatch.context() as patch, _logged() as texts:
+        if fails:
+            patch.setattr(measure, name, broken)
+        patch.setattr(agreement, "board", lambda: MessageBoard.of_group(dist.group.WORLD, f"test/{attempt}"))
+        state_of(dist.group.WORLD).link = None
+        inductor._log_once.cache_clear()
+        torch.manual_seed(0)
+        model = fully_shard(_products())
+        loss = torch.compile(model)(torch.ones(4, 64)).square().mean()
+        loss.backward()
+        state_of(dist.group.WORLD).link = None
+    return loss.item(), [text for text in texts if text.startswith("link=")]
+
+
+def test_measuring_never_ends_a_run(two: Ranks) -> None:
+    """Whatever fails, on all ranks at one place or on one that has no memory or cannot time a product: all of them
+    have one reason, which the first logs in one line, and go on with the rule. Their groups communicate.
+    """
+    (first, sums), (second, others) = two.run(_failing)
+    assert first == second and sums == others == [2.0] * 4
+    assert first[0] == first[1] and "NotImplementedError: no collectives of this kind" in first[0]
+    assert "second line" not in first[0]
+    assert first[2] == first[3] and first[2].startswith("rank 1 has no memory for ")
+    torch.manual_seed(0)
+    loss = _products()(torch.ones(4, 64)).square().mean().item()
+    for attempt in ("speed", "link"):
+        answers = two.run(_failing_in_a_compile, attempt)
+        assert [value for value, _ in answers] == pytest.approx([loss] * 2)
+        assert [len(texts) for _, texts in answers] == [1, 0]
+        (text,) = answers[0][1]
+        assert text.endswith(f"OSError: no {attempt}") and "follow a fixed rule, as nothing was measured" in text
+
+
+def _alone(rank: int) -> None:
+    """Rank 1 alone fails in the middle."""
+    group = dist.new_group(timeout=dist.default_pg_timeout)
+    readings = count()
+
+    def clock() -> float:
+        if rank == 1 and next(readings) == 5:
+            raise OSError("this clock has stopped")
+        return time.perf_counter()
+
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        measured_link(group, CPU, 1 << 21, 3.0, clock)
+    assert time.monotonic() - begin < 15.0 and "measur" in str(caught.value)
+    if rank == 1:
+        assert "rank 1 failed while ranks measured their link, and the others did not: OSError" in str(caught.value)
+
+
+@pytest.mark.nightly
+def test_a_rank_that_fails_alone(two: Ranks) -> None:
+    """One that fails where the others wait for it in a collective cannot go on: no rank hangs, and each says why."""
+    two.run(_alone)
 
 
 def _stopped(rank: int) -> tuple[float, float]:
