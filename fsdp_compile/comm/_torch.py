@@ -77,10 +77,12 @@ def start_gather(group: dist.ProcessGroup, full: Tensor, shard: Tensor) -> dist.
     return group._allgather_base(full, shard)
 
 
-def start_all_to_all(group: dist.ProcessGroup, received: Tensor, sent: Tensor) -> dist.Work:
-    """Begin to send each rank its part of `sent`, all of one size; as fast as `start_gather`."""
+def start_all_to_all(
+    group: dist.ProcessGroup, received: Tensor, sent: Tensor, receive: Sequence[int] = (), send: Sequence[int] = ()
+) -> dist.Work:
+    """Begin to send each rank its part of `sent`, all of one size or of those given; as fast as `start_gather`."""
     backend: Any = group._get_backend(sent.device)  # the stub of its class lacks the collectives
-    return backend.alltoall_base(received, sent, [], [])
+    return backend.alltoall_base(received, sent, list(receive), list(send))
 
 
 _REDUCE_OPS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

@@ -285,8 +285,9 @@ def start_all_reduce_by_tree(full: Tensor, group_size: int, group: str) -> Calla
     return finish
 
 
-def all_to_all(sent: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
+def all_to_all(sent: Tensor, send: list[int], receive: list[int], group: str, of: torch.Size | None = None) -> Tensor:
     """Send `send[i]` consecutive elements of `sent`, 1-D, to rank i of the group, for every rank.
+    `of`: the shape of the sharded tensor whose rows are exchanged, or of the first one.
 
     Returns:
         1-D `[sum(receive)]`: `receive[i]` elements from each rank i, in order, on the device of `sent`, which may be
@@ -294,6 +295,13 @@ def all_to_all(sent: Tensor, send: list[int], receive: list[int], group: str) ->
     """
     moved = movable(sendable(sent, group))
     size = sent.element_size() // moved.element_size()  # elements that stand for one
+    if of is not None and _holds_up_host(moved, group):
+        ranks, into = group_named(group), moved.new_empty(sum(receive) * size)
+        state = state_of(ranks)
+        state.note("exchange of rows", of.numel(), of)
+        sizes = ([each * size for each in parts] for parts in (receive, send))
+        state.wait([start_all_to_all(ranks, into, moved, *sizes)])
+        return into.view(sent.dtype)
     received = ALL_TO_ALL(moved, [each * size for each in receive], [each * size for each in send], group)
     return WAIT(received).view(sent.dtype).to(sent.device)
 

@@ -411,7 +411,7 @@ def exchange_rows(stored: Sequence[Tensor], specs: Sequence[ShardSpec]) -> list[
         for local, spec, (low, high) in zip(stored, specs, parts, strict=True)
     ]
     send, receive = ([sum(high - low for low, high in parts) for parts in each] for each in (sending, receiving))
-    received = collectives.all_to_all(torch.cat(sent), send, receive, ranks.group)
+    received = collectives.all_to_all(torch.cat(sent), send, receive, ranks.group, specs[0].shape)
     wanted = [spec.chunk_of(mine) for spec in specs]
     rows = [received.new_empty(shape) for _, shape in wanted]
     at = 0
