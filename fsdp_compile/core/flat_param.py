@@ -31,7 +31,7 @@ from fsdp_compile.core.autograd import (
 from fsdp_compile.core.inner_params import is_inner
 from fsdp_compile.core.layout import ShardRecord, lay_out
 from fsdp_compile.core.ops import view_parameters
-from fsdp_compile.core.shard_spec import FlatSharding, ShardRanks, ShardSpec
+from fsdp_compile.core.shard_spec import FlatSharding, ShardRanks, ShardSpec, name_specs
 from fsdp_compile.core.sharded_tensor import ShardedTensor, set_local
 from fsdp_compile.core.tensor_parallel import tensor_parallel_of
 from fsdp_compile.core.unsharded_tensor import UnshardedTensor
@@ -74,8 +74,7 @@ class FlatParam:
             self.rank = rank = shard_order[ranks.rank] if shard_order else ranks.rank
             offsets = zip(layout.shapes, layout.offsets, strict=True)
             shardings = [FlatSharding(shape, offset, layout.shard_numel, shard_order) for shape, offset in offsets]
-            pairs = zip(shardings, self.params, strict=True)
-            self.specs = tuple(ShardSpec(sharding, ranks, tensor_parallel_of(param)) for sharding, param in pairs)
+            self.specs = tuple(map(ShardSpec, shardings, itertools.repeat(ranks), map(tensor_parallel_of, self.params)))
         self.accumulated: Any = None  # local gradients that no reduce has seen yet (eager.accumulate)
         # Hybrid sharding: the sum of reduced gradients, 1-D, that are still to be averaged over replicas.
         self.deferred_all_reduce: Tensor | None = None
@@ -87,6 +86,7 @@ class FlatParam:
         self._counted: tuple[nn.Parameter, ...] = ()  # share the shard's version counter, if plain
         self.bindings = 0  # how often the parameters were bound to a shard: again when their data was replaced
         self.names = list(layout.names)  # in the root, once there is one; those in the unit's module until then
+        name_specs(self.specs, self.names)
         self.path = self.names[0]  # of its unit, once ranks have compared the model
         self.flat_param_id = new_flat_param_id(self)  # names it in graphs: an integer in a tensor on the CPU
         shard = torch.zeros(layout.shard_numel, dtype=self.params[0].dtype, device=device, pin_memory=pin_memory)

@@ -25,6 +25,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
@@ -124,6 +125,32 @@ class FlatSharding:
 # --- this rank --------------------------------------------------------------------------------------------------------
 
 
+class Wait:  # a generator would be slower, and traced code may have no `try`
+    """Context of a collective of sharded tensors: a RuntimeError gets a note that says of what, and of which ranks.
+
+    Args:
+        ranks: that take part.
+        kind: the collective, such as "all-gather".
+        what: the parameter, or a function that returns its name.
+    """
+
+    __slots__ = ("_kind", "_ranks", "_what")
+
+    def __init__(self, ranks: "ShardRanks", kind: str, what: str | Callable[[], str]) -> None:
+        self._ranks, self._kind, self._what = ranks, kind, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, RuntimeError):
+            what = self._what if isinstance(self._what, str) else self._what()
+            error.add_note(
+                f"This was the {self._kind} of {what}, among ranks {self._ranks.listed()}: one of them has ended, or "
+                f"does not run this; let all of them run it, and print or save on one."
+            )
+
+
 @dataclass(frozen=True)
 class ShardRanks:
     """The ranks that tensors are sharded over, and which of them this one is."""
@@ -175,14 +202,20 @@ class ShardRanks:
             self._meshes[key] = make()
         return self._meshes[key]
 
+    def listed(self) -> str:
+        """These ranks, as they count in the whole job, for errors."""
+        ranks = dist.get_process_group_ranks(group_named(self.group))
+        return ", ".join(map(str, ranks[:8])) + (f", ... {ranks[-1]}" if len(ranks) > 8 else "")
+
     def average(self, value: Tensor) -> Tensor:
         """The mean of `value`, plain, over all data-parallel ranks: those of this group and their replicas.
 
         Of an expanded dimension, one element is sent.
         """
         distinct = value[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())]
-        mean = collectives.all_reduce(distinct.contiguous(), self.group, "avg")
-        mean = mean if self.replicas is None else collectives.all_reduce(mean, self.replicas, "avg")
+        with Wait(self, "all-reduce", f"a gradient of shape {tuple(value.shape)}"):
+            mean = collectives.all_reduce(distinct.contiguous(), self.group, "avg")
+            mean = mean if self.replicas is None else collectives.all_reduce(mean, self.replicas, "avg")
         return mean.expand(value.shape)
 
 
@@ -228,6 +261,12 @@ class ShardSpec:
     def split_shape(self) -> torch.Size:
         """The shape of what the ranks split: of the full tensor, or of the local tensor of a DTensor."""
         return torch.Size(self.sharding.shape)
+
+    def named(self) -> str:
+        """The parameter, or what is sharded as it is, for errors."""
+        shape = tuple(self.shape)
+        names, index = vars(self).get("names", ([], 0))
+        return f"{names[index]}, shape {shape}" if names else f"a sharded tensor of shape {shape}"
 
     @property
     def reducing_groups(self) -> tuple[str, ...]:
@@ -335,7 +374,8 @@ class ShardSpec:
         sent = local.new_zeros(most)
         sent[: self.numel] = local
         sent = depending_on(local, sent)
-        of_ranks = collectives.traceable_all_gather(sent, self.ranks.size, self.ranks.group, self.split_shape)
+        with self.waiting_for("all-gather"):
+            of_ranks = collectives.traceable_all_gather(sent, self.ranks.size, self.ranks.group, self.split_shape)
         of_ranks = of_ranks.view(-1, most)
         in_order = sorted(range(self.ranks.size), key=lambda rank: self.ranges[rank])
         return torch.cat([of_ranks[rank, : self.ranges[rank][1]] for rank in in_order]).view(self.split_shape)
@@ -366,8 +406,19 @@ class ShardSpec:
         return extreme.masked_fill(is_invalid != 0, math.nan)
 
     def _all_reduce(self, value: Tensor, op: str) -> Tensor:
-        value = collectives.all_reduce(value, self.ranks.group, op, self.shape)
-        return value if self.tensor_parallel is None else self.tensor_parallel.all_reduce(value, op)
+        with self.waiting_for("all-reduce"):
+            value = collectives.all_reduce(value, self.ranks.group, op, self.shape)
+            return value if self.tensor_parallel is None else self.tensor_parallel.all_reduce(value, op)
+
+    def waiting_for(self, kind: str) -> Wait:
+        """Context of a collective of that kind for this tensor."""
+        return Wait(self.ranks, kind, self.named)
+
+
+def name_specs(specs: Sequence[ShardSpec], names: Sequence[str]) -> None:
+    """Let errors call what is sharded by `specs` as `names` does, in one order; `names` may change later."""
+    for index, spec in enumerate(specs):
+        vars(spec)["names"] = names, index
 
 
 def depending_on(local: Tensor, value: Tensor) -> Tensor:
@@ -411,7 +462,8 @@ def exchange_rows(stored: Sequence[Tensor], specs: Sequence[ShardSpec]) -> list[
         for local, spec, (low, high) in zip(stored, specs, parts, strict=True)
     ]
     send, receive = ([sum(high - low for low, high in parts) for parts in each] for each in (sending, receiving))
-    received = collectives.all_to_all(torch.cat(sent), send, receive, ranks.group, specs[0].shape)
+    with specs[0].waiting_for("exchange of rows"):
+        received = collectives.all_to_all(torch.cat(sent), send, receive, ranks.group, specs[0].shape)
     wanted = [spec.chunk_of(mine) for spec in specs]
     rows = [received.new_empty(shape) for _, shape in wanted]
     at = 0

@@ -151,7 +151,12 @@ class ShardedTensor(Tensor):
     @classmethod
     @never_compile
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's has no types
-        return RULES[func](func, args, kwargs or {})
+        try:
+            return RULES[func](func, args, kwargs or {})
+        except RuntimeError as error:
+            if getattr(error, "__notes__", ()):  # a collective has failed
+                error.add_note(f"It is a part of {func}.")
+            raise
 
     # --- as a DTensor -------------------------------------------------------------------------------------------------
 
@@ -308,7 +313,9 @@ class _LocalPart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         replicas = ctx.spec.ranks.replicas
-        return ShardedTensor(grad if replicas is None else collectives.all_reduce(grad, replicas, "avg"), ctx.spec)
+        with ctx.spec.waiting_for("all-reduce"):
+            mean = grad if replicas is None else collectives.all_reduce(grad, replicas, "avg")
+        return ShardedTensor(mean, ctx.spec)
 
 
 @torch.compiler.disable
