@@ -54,8 +54,8 @@ if TYPE_CHECKING:  # each name `as` itself: for type checkers it is exported
     from fsdp_compile.comm_hooks import float8_reduce_scatter as float8_reduce_scatter
     from fsdp_compile.config import CompileConfig as CompileConfig
     from fsdp_compile.construct.arguments import DataParallelMeshDims as DataParallelMeshDims
-    from fsdp_compile.eager.summon import summon_full_params as summon_full_params
     from fsdp_compile.eager.unsharded import UnshardHandle as UnshardHandle
+    from fsdp_compile.edits.summon import summon_full_params as summon_full_params
     from fsdp_compile.fsdp_module import FSDPModule as FSDPModule
     from fsdp_compile.fsdp_module import register_fsdp_forward_method as register_fsdp_forward_method
     from fsdp_compile.fsdp_module import share_comm_ctx as share_comm_ctx
@@ -84,7 +84,7 @@ _NAMES = {
     "fsdp_compile.comm_hooks": "Float8ErrorFeedback float8_reduce_scatter",
     "fsdp_compile.config": "CompileConfig",
     "fsdp_compile.construct.arguments": "DataParallelMeshDims",
-    "fsdp_compile.eager.summon": "summon_full_params",
+    "fsdp_compile.edits.summon": "summon_full_params",
     "fsdp_compile.eager.unsharded": "UnshardHandle",
     "fsdp_compile.fsdp_module": "FSDPModule register_fsdp_forward_method share_comm_ctx",
     "fsdp_compile.passes.post_grad.plan_pass": "profile_step",

@@ -22,6 +22,8 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
+from fsdp_compile.agree.checks import KeptViews, RootChecks
+from fsdp_compile.agree.order import RankOrder
 from fsdp_compile.comm.groups import GroupArgument, check_ranks_of_tree, divide, resolve_groups
 from fsdp_compile.config import AUTO, CompileConfig, check_type
 from fsdp_compile.construct.arguments import (
@@ -39,13 +41,11 @@ from fsdp_compile.construct.units import check_module, connect, group_of, join_d
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units, collect_ignored
 from fsdp_compile.core.ops import call_before_tracing
 from fsdp_compile.core.settings import InitFn, PlacementFn, Settings, full_precision_in_eval, warn_caller
-from fsdp_compile.eager import Runtime
 from fsdp_compile.eager.accumulate import Accumulation, check_optimizers
-from fsdp_compile.eager.checks import KeptViews, RootChecks
-from fsdp_compile.eager.order import RankOrder
-from fsdp_compile.eager.own_writes import OwnWrites
 from fsdp_compile.eager.prefetch import Prefetch
-from fsdp_compile.eager.writeback import UserEdits
+from fsdp_compile.eager.runtime import Runtime
+from fsdp_compile.edits.own_writes import OwnWrites
+from fsdp_compile.edits.writeback import UserEdits
 from fsdp_compile.fsdp_module import FSDPModule, HasShardedParameters
 from fsdp_compile.optim.flat import step_on_flat_shards
 from fsdp_compile.state_dict.optimizer import watch_optimizers

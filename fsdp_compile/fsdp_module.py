@@ -15,8 +15,6 @@ from fsdp_compile.comm.groups import separate_group
 from fsdp_compile.core._torch import set_state_of_fully_shard
 from fsdp_compile.core.ops import NamedGroup
 from fsdp_compile.core.settings import warn_caller
-from fsdp_compile.core.sharded_rules import multiply
-from fsdp_compile.core.sharded_tensor import ShardedTensor, gradients
 from fsdp_compile.core.sharding import (
     ModuleSharding,
     by_original_class,
@@ -29,20 +27,22 @@ from fsdp_compile.core.sharding import (
     units_gathered_by,
 )
 from fsdp_compile.core.unit import Unit, check_idle
-from fsdp_compile.eager import Runtime, compiled_forward
 from fsdp_compile.eager.accumulate import check_reduced, settle
 from fsdp_compile.eager.casting import cast_buffers, computes_in_full_precision
 from fsdp_compile.eager.communication_hooks import compresses, reduce_by
-from fsdp_compile.eager.convert import convert
-from fsdp_compile.eager.forward import CheckParams, gathering, hooked_call
-from fsdp_compile.eager.own_writes import OwnWrites
+from fsdp_compile.eager.forward import CheckParams, compiled_forward, gathering, hooked_call
 from fsdp_compile.eager.reduce import set_sync
-from fsdp_compile.eager.summon import summon_full_params, summoned_for_apply
+from fsdp_compile.eager.runtime import Runtime
 from fsdp_compile.eager.unsharded import UnshardHandle, reshard
-from fsdp_compile.eager.writeback import refresh
+from fsdp_compile.edits.convert import convert
+from fsdp_compile.edits.own_writes import OwnWrites
+from fsdp_compile.edits.summon import summon_full_params, summoned_for_apply
+from fsdp_compile.edits.writeback import refresh
 from fsdp_compile.optim.flat import gradient_norm
 from fsdp_compile.reproducibility import fingerprint_of
 from fsdp_compile.state_dict import model as model_state
+from fsdp_compile.tensors.sharded_rules import multiply
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor, gradients
 
 
 class HasShardedParameters(nn.Module):

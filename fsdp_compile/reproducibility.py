@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_compile.comm.collectives import add_in_pairs, traceable_all_gather
-from fsdp_compile.core.shard_spec import ShardSpec
-from fsdp_compile.core.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.shard_spec import ShardSpec
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _PIECE = 2**20  # elements that are hashed at once

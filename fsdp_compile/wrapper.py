@@ -37,7 +37,7 @@ from fsdp_compile.core.sharding import (
     units_used_below,
 )
 from fsdp_compile.core.unit import Unit
-from fsdp_compile.eager.summon import summon_full_params
+from fsdp_compile.edits.summon import summon_full_params
 from fsdp_compile.fsdp_module import FSDPModule
 from fsdp_compile.state_dict import optimizer
 from fsdp_compile.state_dict.model import (

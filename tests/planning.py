@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 
 from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.core.shard_spec import FlatSharding, ShardRanks, ShardSpec
 from fsdp_compile.state_dict.sharded_value import ShardedValue
+from fsdp_compile.tensors.shard_spec import FlatSharding, ShardRanks, ShardSpec
 
 
 class Saved(NamedTuple):

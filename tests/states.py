@@ -18,10 +18,10 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import fully_shard
-from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import clean_names
 from fsdp_compile.core.unit import unit_of
 from fsdp_compile.state_dict.sharded_value import managed
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),

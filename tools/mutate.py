@@ -57,7 +57,7 @@ NEAREST = {
     "core/flat_param.py": "tests/unit/test_flat_param.py tests/gloo/test_gradients.py tests/gloo/test_matrix.py "
                           "tests/gloo/test_summon.py tests/gloo/test_features.py tests/gloo/test_reads.py "
                           "tests/unit/test_update_in_backward.py tests/gloo/test_update_in_backward.py",
-    "core/shard_spec.py": f"tests/unit/test_chunks.py {_STATES} tests/gloo/test_sharded_tensor.py "
+    "tensors/shard_spec.py": f"tests/unit/test_chunks.py {_STATES} tests/gloo/test_sharded_tensor.py "
                           "tests/gloo/test_fsdp1.py",
     "core/flat_collectives.py": "tests/fake/test_streams.py tests/gloo/test_communication.py tests/gloo/test_reduce.py "
                                 "tests/gloo/test_matrix.py tests/gloo/test_module_options.py",
@@ -80,7 +80,7 @@ NEAREST = {
                         "tests/gloo/test_regional.py tests/gloo/test_interruptions.py tests/fake/test_backends.py",
     "eager/unsharded.py": f"tests/fake/test_regional.py {_RUNTIME} tests/gloo/test_kept_unsharded.py "
                           "tests/gloo/test_interruptions.py tests/gloo/test_outputs.py tests/gloo/test_regional.py",
-    "eager/writeback.py": "tests/gloo/test_writeback.py tests/gloo/test_fsdp2_scripts.py::test_values_assigned_on_meta",
+    "edits/writeback.py": "tests/gloo/test_writeback.py tests/gloo/test_fsdp2_scripts.py::test_values_assigned_on_meta",
     "optim/segments.py": "tests/fake/test_flat_steps.py tests/gloo/test_flat_step.py",
     "optim/flat.py": "tests/fake/test_flat_steps.py tests/gloo/test_flat_step.py tests/gloo/test_optimizers.py "
                      "tests/gloo/test_compile_step.py tests/gloo/test_update_in_backward.py "

@@ -26,7 +26,7 @@ STORY = tuple(
     f"{PACKAGE}/{folder}/{name}.py"
     for folder, names in {
         "core": "layout ops flat_collectives inner_params autograd backward_pass flat_param unit sharding settings "
-        "traced_writes exact_sums averaging _torch __init__",
+        "traced_writes exact_sums _torch __init__",
         "construct": "arguments wrap_policy prepare units __init__",
         "eager": "forward forward_pass runtime unsharded block_reader streams reduce casting __init__",
         "passes": "pipeline inductor _torch __init__",

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile.comm.collectives import gather_objects
-from fsdp_compile.core.nested import Path
+from fsdp_compile.tensors.nested import Path
 
 VALUES = "values_of_ranks"  # their first key in a checkpoint
 

@@ -31,9 +31,9 @@ from fsdp_compile.checkpoint.structure import (
 )
 from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, ValuePlanner
 from fsdp_compile.comm.collectives import gather_objects, on_first_rank
-from fsdp_compile.core import nested
-from fsdp_compile.core.nested import leaves, map_leaves
 from fsdp_compile.state_dict._torch import flatten_state_dict
+from fsdp_compile.tensors import nested
+from fsdp_compile.tensors.nested import leaves, map_leaves
 
 
 def save(

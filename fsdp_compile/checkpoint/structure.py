@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fsdp_compile.checkpoint.by_rank import VALUES, Apart, PerRank, own_name
 from fsdp_compile.checkpoint.untrusted import CheckpointError
-from fsdp_compile.core.nested import Path, dotted, is_dataclass, is_named_tuple, leaves
+from fsdp_compile.tensors.nested import Path, dotted, is_dataclass, is_named_tuple, leaves
 
 NOTES = "structure_of_state"  # the name in a checkpoint of what is noted here, and of which values ranks do not share
 Notes = dict[Path, tuple[Any, ...]]  # for a container that DCP does not restore: its kind, and what `unpack` needs

@@ -36,8 +36,8 @@ from fsdp_compile.core.inner_params import (
 )
 from fsdp_compile.core.settings import Settings, warn_caller
 from fsdp_compile.core.sharding import sharding_of
-from fsdp_compile.core.tensor_parallel import check_distribution
 from fsdp_compile.core.unit import unit_of
+from fsdp_compile.tensors.tensor_parallel import check_distribution
 
 # Note [Nothing is changed on refusal]
 # `fully_shard` has two halves. `prepare_units` works out all units and makes every check that can be made from modules,

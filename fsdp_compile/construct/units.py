@@ -32,7 +32,6 @@ from fsdp_compile.core.flat_param import group_by_dtype
 from fsdp_compile.core.inner_params import put_back, take_apart
 from fsdp_compile.core.ops import inner_tensors
 from fsdp_compile.core.settings import InitFn, warn_caller
-from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import (
     ModuleSharding,
     add_lookups,
@@ -42,8 +41,9 @@ from fsdp_compile.core.sharding import (
     swap_class,
     units_gathered_below,
 )
-from fsdp_compile.core.tensor_parallel import with_local_parameters
 from fsdp_compile.core.unit import IGNORED, Unit, check_idle, unit_of
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.tensor_parallel import with_local_parameters
 
 
 class ModuleGroup(nn.Module):

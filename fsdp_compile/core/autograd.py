@@ -33,11 +33,11 @@ from fsdp_compile.core._torch import (
     step_carried_optimizers,
     without_torch_function,
 )
-from fsdp_compile.core.averaging import has_hooks
 from fsdp_compile.core.backward_pass import BackwardPass, running_backward
 from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.core.shard_spec import ShardRanks
-from fsdp_compile.core.sharded_tensor import FlatGradient, ShardedTensor, set_grad
+from fsdp_compile.tensors.averaging import has_hooks
+from fsdp_compile.tensors.shard_spec import ShardRanks
+from fsdp_compile.tensors.sharded_tensor import FlatGradient, ShardedTensor, set_grad
 
 # Note [Why reduces are waited for behind the flat shard]
 # The engine runs what was recorded last first. Both functions are applied when a model is sharded, before any forward,

@@ -31,10 +31,10 @@ from fsdp_compile.core.autograd import (
 from fsdp_compile.core.inner_params import is_inner
 from fsdp_compile.core.layout import ShardRecord, lay_out
 from fsdp_compile.core.ops import view_parameters
-from fsdp_compile.core.shard_spec import FlatSharding, ShardRanks, ShardSpec, name_specs
-from fsdp_compile.core.sharded_tensor import ShardedTensor, set_local
-from fsdp_compile.core.tensor_parallel import tensor_parallel_of
-from fsdp_compile.core.unsharded_tensor import UnshardedTensor
+from fsdp_compile.tensors.shard_spec import FlatSharding, ShardRanks, ShardSpec, name_specs
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor, set_local
+from fsdp_compile.tensors.tensor_parallel import tensor_parallel_of
+from fsdp_compile.tensors.unsharded_tensor import UnshardedTensor
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 NamedParams = Sequence[tuple[str, nn.Parameter]]

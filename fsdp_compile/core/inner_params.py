@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile.core.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 
 @dataclass(eq=False)  # not frozen: Dynamo would guard on each field, those that no code reads too

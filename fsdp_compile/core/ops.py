@@ -28,7 +28,7 @@
     to_host, from_host, wait_copy, pack_segments, expand_scales, segment_maxima: at the end of this file
 
 This file has the signatures, the derivatives and the shapes, and `UnshardSpec`, the string that says how a unit is
-gathered and reduced. The bodies of `unshard`, `reduce_grads` and `check_ranks` are in eager/order.py, those of
+gathered and reduced. The bodies of `unshard`, `reduce_grads` and `check_ranks` are in agree/order.py, those of
 `add_accumulated`, `defer_reduce` and `update_shard` in eager/reduce.py, those of `await_gather` and `start_reduce_` in
 eager/unsharded.py, that of `prefetch_next` in eager/next_forward.py, that of `record_time` beside the pass that inserts
 it. `flat_param_id` is a flat parameter's id in a tensor on the CPU (flat_param.py, Note [Flat parameters are looked up

@@ -33,9 +33,9 @@ from fsdp_compile.core.flat_param import FlatParam, NamedParams
 from fsdp_compile.core.layout import ShardRecord
 from fsdp_compile.core.ops import OF_ROOT, UNSHARD, UPDATES, VIEWS, NamedGroup, UnshardSpec, shard_order
 from fsdp_compile.core.settings import Settings
-from fsdp_compile.core.shard_spec import ShardRanks, ShardSpec
-from fsdp_compile.core.tensor_parallel import in_forward
 from fsdp_compile.core.traced_writes import check_finished_graph
+from fsdp_compile.tensors.shard_spec import ShardRanks, ShardSpec
+from fsdp_compile.tensors.tensor_parallel import in_forward
 
 T = TypeVar("T")
 
@@ -144,7 +144,7 @@ class ParameterLocations:
 
     def are_unchanged(self) -> bool:
         """Whether modules hold what they held at the last `record`.
-        Asked at every eager forward: the work for each parameter runs in C (eager/writeback.py has what it costs).
+        Asked at every eager forward: the work for each parameter runs in C (edits/writeback.py has what it costs).
         """
         held = map(dict.get, self._registries, self._names)
         return all(map(operator.is_, held, self._recorded))
@@ -156,7 +156,7 @@ class ReduceQueue(deque[dict[GradientReduction, None]]):
     Attributes:
         awaiting_reduce: units of the root that were under no_sync since their last reduce, in one order on all ranks:
             what they accumulated is reduced even if they take part in no further backward pass.
-        order: in which units communicate in backward (eager/order.py); None before there is a root.
+        order: in which units communicate in backward (agree/order.py); None before there is a root.
         microbatches: which microbatch of a step a backward pass is (eager/partial_sums.py), where sums need it.
     """
 
@@ -270,7 +270,7 @@ class Unit:
         # Eager forwards whose backward is to come (eager.unsharded), as they ended: in the same order on all ranks.
         self.awaiting_backward: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self.prefetched: Any = None  # what `FSDPModule.unshard` gathered, until a forward takes it (eager.unsharded)
-        self.summoned: Any = None  # the full parameters in the place of the sharded ones (eager.summon)
+        self.summoned: Any = None  # the full parameters in the place of the sharded ones (edits.summon)
         self.keep_unsharded = False  # whether what was gathered last may outlive its backward; equal on all ranks
         self.awaited_by: Any = None  # the compiled forward whose graphs wait for flat parameters (eager.unsharded)
         self.kept: Any = None  # what a backward pass left unsharded for the next forward (eager.unsharded)

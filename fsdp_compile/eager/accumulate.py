@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fsdp_compile.agree.checks import checksum, timeout_of_checks
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.comparison import exists
 from fsdp_compile.comm.waits import MessageBoard
@@ -26,12 +27,11 @@ from fsdp_compile.core.backward_pass import BackwardPass, running_backward
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.core.settings import warn_caller
-from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
 from fsdp_compile.core.unit import IGNORED, ReduceQueue, Unit, unit_of
-from fsdp_compile.core.unsharded_tensor import UnreducedGradient
-from fsdp_compile.eager.checks import checksum, timeout_of_checks
 from fsdp_compile.eager.forward_pass import Listener
 from fsdp_compile.eager.partial_sums import Microbatches, PartialSums
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor, set_grad
+from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient
 
 _with_accumulated: weakref.WeakSet[FlatParam] = weakref.WeakSet()
 """Flat parameters of all models with accumulated gradients. Hooks on optimizers are process-wide, and so is this:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fsdp_compile.agree.checks import kept_by_modules, warn_that_it_stays
 from fsdp_compile.comm.collectives import profiled
 from fsdp_compile.core._torch import (
     allowed_in_regions,
@@ -36,7 +37,6 @@ from fsdp_compile.core.sharding import ModuleSharding, original_class
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.block_reader import wait_for_flats
 from fsdp_compile.eager.casting import cast_outputs, computes_in_full_precision, prepare_inputs
-from fsdp_compile.eager.checks import kept_by_modules, warn_that_it_stays
 from fsdp_compile.eager.forward_pass import ForwardPass
 from fsdp_compile.eager.runtime import Runtime
 from fsdp_compile.eager.unsharded import (

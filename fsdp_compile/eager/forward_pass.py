@@ -24,7 +24,7 @@ class ForwardPass:
         has_gathered: whether it has come to a unit.
         has_communicated: whether that was one that is split: other ranks run this forward too.
         lines: what it has done that ranks compare at its end, besides the order of its units.
-        written: by unit what the forward may have written to its own parameters (eager/own_writes.py).
+        written: by unit what the forward may have written to its own parameters (edits/own_writes.py).
     """
 
     def __init__(self, root: Any, of_root: bool = False, kind: tuple[bool, bool] | None = None) -> None:

@@ -29,9 +29,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_compile.core._torch import norms
 from fsdp_compile.core.exact_sums import exact_sums, powers_of_norm
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.shard_spec import ShardSpec
-from fsdp_compile.core.sharded_rules import plain
-from fsdp_compile.core.sharded_tensor import FlatGradient, ShardedTensor, gradients
 from fsdp_compile.optim._torch import (
     announce_step,
     compile_graph,
@@ -41,6 +38,9 @@ from fsdp_compile.optim._torch import (
 )
 from fsdp_compile.optim.program import NotRecordable, Recorded, UpdateProgram, fused, record
 from fsdp_compile.optim.segments import Segment, Segments, show_segments
+from fsdp_compile.tensors.shard_spec import ShardSpec
+from fsdp_compile.tensors.sharded_rules import plain
+from fsdp_compile.tensors.sharded_tensor import FlatGradient, ShardedTensor, gradients
 
 _SPECS, _TENSOR_PARALLEL = map(operator.attrgetter, ("specs", "tensor_parallel"))
 

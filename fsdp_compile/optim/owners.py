@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
-from fsdp_compile.core.nested import is_container, map_items
-from fsdp_compile.core.shard_spec import FlatSharding, ShardRanks, ShardSpec
-from fsdp_compile.core.sharded_tensor import ShardedTensor
-from fsdp_compile.core.unsharded_tensor import UnreducedGradient, UnshardedTensor, refuse_unreduced
+from fsdp_compile.tensors.nested import is_container, map_items
+from fsdp_compile.tensors.shard_spec import FlatSharding, ShardRanks, ShardSpec
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient, UnshardedTensor, refuse_unreduced
 
 Group = dict[str, Any]
 State = dict[str, Any]  # of one parameter

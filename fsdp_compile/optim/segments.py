@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.shard_spec import ShardSpec
-from fsdp_compile.core.sharded_tensor import FlatGradient, ShardedTensor, moves, set_local
 from fsdp_compile.core.unit import unit_of
+from fsdp_compile.tensors.shard_spec import ShardSpec
+from fsdp_compile.tensors.sharded_tensor import FlatGradient, ShardedTensor, moves, set_local
 
 State = dict[str, Any]
 _LOCAL, _SHARD, _VERSION = map(operator.attrgetter, ("local", "shard", "_version"))

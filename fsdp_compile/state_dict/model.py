@@ -30,10 +30,10 @@ from torch.distributed.fsdp import OptimStateDictConfig, StateDictConfig, StateD
 from fsdp_compile.comm.collectives import is_first
 from fsdp_compile.core.flat_collectives import all_gather_flat
 from fsdp_compile.core.inner_params import inner_names, plain_tensors, recipe_of, recipes_of
-from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import sharding_of, stored_parameters, units_used_below
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.state_dict.sharded_value import ManagedParameter, full_tensor, managed, torch_values
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 FULL, SHARDED, LOCAL = (StateDictType[f"{kind}_STATE_DICT"] for kind in ("FULL", "SHARDED", "LOCAL"))
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {

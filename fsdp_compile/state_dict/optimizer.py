@@ -34,9 +34,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.core.nested import ABSENT, Path, dotted, leaves, map_leaves, nested_as
-from fsdp_compile.core.shard_spec import ShardSpec
-from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import clean_name, clean_names, units_used_below
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.state_dict.model import FULL, LOCAL, SHARDED, is_first_rank, settings_of
@@ -48,6 +45,9 @@ from fsdp_compile.state_dict.sharded_value import (
     torch_values,
     value_of,
 )
+from fsdp_compile.tensors.nested import ABSENT, Path, dotted, leaves, map_leaves, nested_as
+from fsdp_compile.tensors.shard_spec import ShardSpec
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 StateDict = dict[str, Any]
 State = dict[str, Any]  # of one parameter

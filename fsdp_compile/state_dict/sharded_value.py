@@ -36,8 +36,6 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.core._torch import StridedShard
-from fsdp_compile.core.shard_spec import Chunk, ShardSpec, exchange_rows
-from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.state_dict._torch import (
     ChunkedTensor,
@@ -47,6 +45,8 @@ from fsdp_compile.state_dict._torch import (
     chunked_tensor,
     tree_map_only,
 )
+from fsdp_compile.tensors.shard_spec import Chunk, ShardSpec, exchange_rows
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 
 def with_own_storage(tensor: Tensor) -> Tensor:

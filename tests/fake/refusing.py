@@ -6,8 +6,8 @@ import pytest
 from torch import Tensor, nn
 
 from fsdp_compile import fully_shard
-from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.unit import unit_of
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 
 def units(model: nn.Module) -> list[Any]:

@@ -27,10 +27,10 @@ from fsdp_compile import (
     fully_shard,
 )
 from fsdp_compile.api import _warn_of_untested_torch
-from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import original_class
 from fsdp_compile.core.unit import GradientDelivery, unit_of
 from fsdp_compile.fsdp_module import _warn_of_symmetric_memory
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 T = TypeVar("T")
 

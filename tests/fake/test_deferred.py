@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_compile import ShardingStrategy, fully_shard
-from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.unit import unit_of
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 
 def on_meta() -> Any:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp_compile import FullyShardedDataParallel, fully_shard
-from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.optim import flat_step
 from fsdp_compile.optim.segments import Segments
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import FullyShardedDataParallel, fully_shard, summon_full_params, wrapper
 from fsdp_compile.core.flat_param import flat_param_at
-from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.unit import unit_of
-from fsdp_compile.core.unsharded_tensor import UnreducedGradient, UnshardedTensor
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient, UnshardedTensor
 from fsdp_compile.wrapper import WRAPPED
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]

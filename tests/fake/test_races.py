@@ -23,9 +23,10 @@ from fsdp_compile import fully_shard
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.collectives import WAIT
 from fsdp_compile.core.autograd import GradientReduction
-from fsdp_compile.eager import reduce, writeback
+from fsdp_compile.eager import reduce
 from fsdp_compile.eager.streams import Streams, UnshardedBuffer
 from fsdp_compile.eager.unsharded import UnshardedUnit
+from fsdp_compile.edits import writeback
 
 LOW = MixedPrecision(torch.bfloat16)
 OFFLOAD = {"cpu_offload": CPUOffload(True), "mixed_precision": LOW}  # with casts: between CPU and CPU nothing is copied

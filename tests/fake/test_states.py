@@ -18,11 +18,11 @@ from torch.distributed.fsdp import CPUOffload
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import FSDPModule, ShardingStrategy, fully_shard, summon_full_params
-from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.unit import TRANSITIONS, Phase, unit_of
-from fsdp_compile.core.unsharded_tensor import UnreducedGradient
 from fsdp_compile.eager.streams import UnshardedBuffer
 from fsdp_compile.eager.unsharded import UnshardedUnit
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient
 
 all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compile import fully_shard, summon_full_params
-from fsdp_compile.eager import writeback
 from fsdp_compile.eager.streams import Device, Streams
+from fsdp_compile.edits import writeback
 
 NAMES = ["root", "blocks.0", "blocks.1", "blocks.2"]
 

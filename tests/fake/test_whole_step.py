@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.direct import PrefetchedGather, offered, take
-from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.optim.flat import gradient_norm
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 CASE = MODELS["mlp"]
 WAITS = re.compile(r"synchronize|\.item\(|\.tolist\(|_local_scalar_dense|\.cpu\(|empty_strided_cpu|nonzero|\.to\(")

@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compile import fully_shard
-from fsdp_compile.core.shard_spec import FlatSharding, ShardRanks, ShardSpec
-from fsdp_compile.core.sharded_tensor import ShardedTensor, set_local
-from fsdp_compile.core.unsharded_tensor import UnreducedGradient
 from fsdp_compile.optim import ByOwner, by_owner
+from fsdp_compile.tensors.shard_spec import FlatSharding, ShardRanks, ShardSpec
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor, set_local
+from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient
 
 from .ranks import Ranks, RanksFailed
 

@@ -21,7 +21,7 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
 )
 from torch.distributed.fsdp import MixedPrecision
 
-from fsdp_compile.core.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 from .ranks import NIGHTLY, Ranks
 from .test_communication import _spied

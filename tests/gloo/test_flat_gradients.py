@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_compile import compile_step, fully_shard
-from fsdp_compile.core.sharded_tensor import FlatGradient, ShardedTensor
 from fsdp_compile.core.unit import unit_of
 from fsdp_compile.optim import flat as flat_module
 from fsdp_compile.optim.flat import FlatUpdate
+from fsdp_compile.tensors.sharded_tensor import FlatGradient, ShardedTensor
 from gloo.ranks import Ranks
 
 

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_compile import FSDPModule, FullyShardedDataParallel, fully_shard, summon_full_params
-from fsdp_compile.core import sharded_tensor
-from fsdp_compile.core.sharded_tensor import ShardedTensor
-from fsdp_compile.core.unsharded_tensor import UnreducedGradient
+from fsdp_compile.tensors import sharded_tensor
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient
 
 from .ranks import Ranks
 from .training import (

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
 
 from fsdp_compile import fully_shard
-from fsdp_compile.core.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 from .ranks import NIGHTLY, Ranks
 from .test_communication import _per_unit, _spied

@@ -26,12 +26,12 @@ from fsdp_compile import (
     optim_state_dict_to_load,
     state_dict_type,
 )
-from fsdp_compile.core.nested import leaves
-from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import clean_names
 from fsdp_compile.optim import by_owner
 from fsdp_compile.state_dict import optimizer as functions
 from fsdp_compile.state_dict.sharded_value import full_tensor
+from fsdp_compile.tensors.nested import leaves
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 from .ranks import Ranks
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from fsdp_compile import fully_shard
-from fsdp_compile.eager import own_writes
+from fsdp_compile.edits import own_writes
 
 from .ranks import Ranks
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fully_shard
-from fsdp_compile.core.shard_spec import ShardRanks
-from fsdp_compile.core.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.shard_spec import ShardRanks
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 from .ranks import Ranks
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from fsdp_compile import CPUOffload, ShardingStrategy, checkpoint, fully_shard
-from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import clean_name
 from fsdp_compile.optim import by_owner
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 from .ranks import Ranks
 from .training import local

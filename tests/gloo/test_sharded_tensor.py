@@ -21,9 +21,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.core.shard_spec import FlatSharding, ShardRanks, ShardSpec
-from fsdp_compile.core.sharded_tensor import ShardedTensor, ShardedView, set_local
-from fsdp_compile.core.unsharded_tensor import UnreducedGradient
+from fsdp_compile.tensors.shard_spec import FlatSharding, ShardRanks, ShardSpec
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor, ShardedView, set_local
+from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient
 
 from .ranks import Ranks
 

@@ -44,8 +44,8 @@ from fsdp_compile import (
     rekey_optim_state_dict,
     state_dict_type,
 )
-from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.state_dict.sharded_value import ShardedValue
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 from .ranks import Ranks
 from .training import backward, build, executor, full_parameters, local, mine, shard

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import StateDictType, fully_shard, state_dict_type
-from fsdp_compile.core.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 from .ranks import Ranks
 from .training import (

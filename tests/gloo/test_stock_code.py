@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 
 from fsdp_compile import FSDPModule, fully_shard
-from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.unit import unit_of
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 from .ranks import NIGHTLY, Ranks
 from .training import local, stored_here

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from fsdp_compile import FullyShardedDataParallel, fully_shard, summon_full_params
-from fsdp_compile.core.sharded_tensor import ShardedTensor
-from fsdp_compile.core.unsharded_tensor import UnshardedTensor
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.unsharded_tensor import UnshardedTensor
 
 from .ranks import Ranks
 from .test_communication import _spied

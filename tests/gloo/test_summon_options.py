@@ -9,8 +9,8 @@ from models import MODELS
 from torch import nn
 
 from fsdp_compile import fully_shard, summon_full_params
-from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
-from fsdp_compile.core.unsharded_tensor import UnshardedTensor
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor, set_grad
+from fsdp_compile.tensors.unsharded_tensor import UnshardedTensor
 
 from .ranks import Ranks
 from .test_communication import _spied

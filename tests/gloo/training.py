@@ -16,13 +16,13 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fully_shard
 from fsdp_compile.comm.collectives import add_in_pairs
-from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import clean_name
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager.forward_pass import ForwardPass
 from fsdp_compile.eager.unsharded import UnshardedUnit
-from fsdp_compile.eager.writeback import refresh
+from fsdp_compile.edits.writeback import refresh
 from fsdp_compile.passes.inductor import fsdp_compile_backend
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 PER_RANK = 3  # examples that a rank sees of a batch
 

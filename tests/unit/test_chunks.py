@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.core.shard_spec import Chunk, FlatSharding, ShardRanks, ShardSpec, chunks_of_range
+from fsdp_compile.tensors.shard_spec import Chunk, FlatSharding, ShardRanks, ShardSpec, chunks_of_range
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

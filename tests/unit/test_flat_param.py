@@ -7,9 +7,9 @@ from torch import nn
 
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import view_parameters
-from fsdp_compile.core.shard_spec import ShardRanks
-from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.eager.reduce import pack
+from fsdp_compile.tensors.shard_spec import ShardRanks
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=5)
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp_compile.agree import order
 from fsdp_compile.comm.waits import GroupState
-from fsdp_compile.eager import order
 
 
 def _asked(events: str) -> str:

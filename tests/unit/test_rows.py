@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_compile.core.layout import MOST, FlatParamLayout, end_between_rows, lay_out
-from fsdp_compile.core.shard_spec import FlatSharding
+from fsdp_compile.tensors.shard_spec import FlatSharding
 
 LINEAR = ((1024, 1024), (1024,))
 GPT_BLOCK = (

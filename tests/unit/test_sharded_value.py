@@ -15,9 +15,9 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.core.shard_spec import FlatSharding, ShardSpec
-from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.state_dict.sharded_value import ShardedValue
+from fsdp_compile.tensors.shard_spec import FlatSharding, ShardSpec
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 SHAPES = st.lists(st.lists(st.integers(1, 5), max_size=4).map(tuple), min_size=1, max_size=4)
 WORLDS = st.sampled_from([1, 2, 3, 4, 8])

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from fsdp_compile.checkpoint.structure import Notes, Stored, merge_notes, pack, tree
-from fsdp_compile.core.nested import leaves, map_leaves, nested_as
 from fsdp_compile.state_dict._torch import flatten_state_dict
+from fsdp_compile.tensors.nested import leaves, map_leaves, nested_as
 
 
 class Pair(NamedTuple):

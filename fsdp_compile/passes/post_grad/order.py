@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-import fsdp_compile.eager.order  # noqa: F401  (the body of `check_ranks`, for who shards nothing by this package)
+import fsdp_compile.agree.order  # noqa: F401  (the body of `check_ranks`, for who shards nothing by this package)
 from fsdp_compile.comm.collectives import GROUP_ARGUMENT, STARTS, WAIT
 from fsdp_compile.core import ops
 from fsdp_compile.passes._torch import OrderedSet, inductor_config, preserve_node_ordering
@@ -227,7 +227,7 @@ def _is_event(node: fx.Node) -> bool:
 #   - `pin_order` keeps the operator before the first collective.
 #
 # At the first run of a sequence, and where ranks did not expect it next, the operator compares it with the other ranks
-# of each group that the graph communicates in (eager/order.py). It notes for long waits that the graph has begun.
+# of each group that the graph communicates in (agree/order.py). It notes for long waits that the graph has begun.
 
 
 def check_ranks(context: GraphContext) -> None:

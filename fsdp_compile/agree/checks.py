@@ -21,7 +21,7 @@ from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharding import join_registries, original_class, sharding_of, units_gathered_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.forward_pass import ForwardPass, Listener
-from fsdp_compile.eager.writeback import refresh, replaced_objects
+from fsdp_compile.edits.writeback import refresh, replaced_objects
 
 _OF_EACH_MODULE = frozenset(vars(nn.Module())) | {"_fsdp_parameters", "_fsdp_units"}
 _PLAIN = frozenset((bool, int, float, str, type(None)))  # attributes of most modules

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fsdp_compile.core._torch import FakeTensor, never_compile
-from fsdp_compile.core.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 
 def average_gradients(args: Iterable[Any]) -> None:

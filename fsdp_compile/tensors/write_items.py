@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from fsdp_compile.core._torch import Saving, current_save
 from fsdp_compile.core.settings import warn_caller
-from fsdp_compile.core.shard_spec import ShardSpec, exchange_rows
+from fsdp_compile.tensors.shard_spec import ShardSpec, exchange_rows
 
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()  # writers
 _ROWS = "_rows_to_write"  # an attribute of a tensor between planning and writing

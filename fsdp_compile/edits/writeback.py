@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
 from fsdp_compile.core.sharding import record_locations
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager.forward_pass import Listener
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor, set_grad
 
 
 class UserEdits(Listener):

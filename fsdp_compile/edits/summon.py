@@ -22,12 +22,10 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.core.flat_collectives import all_gather_flat
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import equal_bits
-from fsdp_compile.core.shard_spec import ShardSpec
-from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import ModuleSharding, own_units, record_locations, units_used_below
 from fsdp_compile.core.unit import Phase, Unit, check_idle
 from fsdp_compile.eager.unsharded import free_for_next_forward
-from fsdp_compile.eager.writeback import (
+from fsdp_compile.edits.writeback import (
     adopt_objects,
     refresh,
     replaced_objects,
@@ -35,6 +33,8 @@ from fsdp_compile.eager.writeback import (
     set_grads,
     write_to_shard,
 )
+from fsdp_compile.tensors.shard_spec import ShardSpec
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 APPLY = "apply"
 

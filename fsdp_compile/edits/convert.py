@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import units_used_below
 from fsdp_compile.core.unit import Unit, check_idle
 from fsdp_compile.eager.accumulate import drop_cleared
 from fsdp_compile.eager.unsharded import free_for_next_forward
-from fsdp_compile.eager.writeback import refresh, set_grads
+from fsdp_compile.edits.writeback import refresh, set_grads
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 T = TypeVar("T")
 Convert = Callable[[Tensor], Tensor]

@@ -37,9 +37,9 @@ from fsdp_compile.core._torch import (
     gives_gradients_of_leaves,
     leaves_of,
 )
-from fsdp_compile.core.averaging import average_gradients
-from fsdp_compile.core.shard_spec import ShardSpec
-from fsdp_compile.core.sharded_tensor import (
+from fsdp_compile.tensors.averaging import average_gradients
+from fsdp_compile.tensors.shard_spec import ShardSpec
+from fsdp_compile.tensors.sharded_tensor import (
     RULES,
     FlatGradient,
     Rule,
@@ -47,7 +47,7 @@ from fsdp_compile.core.sharded_tensor import (
     ShardedView,
     bump_version,
 )
-from fsdp_compile.core.unsharded_tensor import UnreducedGradient, UnshardedTensor, refuse_unreduced
+from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient, UnshardedTensor, refuse_unreduced
 
 aten = torch.ops.aten
 log = logging.getLogger(__name__)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_compile.agree.checks import groups_of, timeout_of_checks
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists, follow
@@ -30,7 +31,6 @@ from fsdp_compile.core.ops import NamedGroup, UnshardSpec
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit
-from fsdp_compile.eager.checks import groups_of, timeout_of_checks
 from fsdp_compile.eager.forward_pass import ForwardPass, Listener
 
 _ADVICE = {

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from fsdp_compile.core._torch import never_compile
-from fsdp_compile.core.averaging import average_gradients
-from fsdp_compile.core.sharded_tensor import ShardedTensor, bump_version, check_full_shape, set_local
+from fsdp_compile.tensors.averaging import average_gradients
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor, bump_version, check_full_shape, set_local
 
 
 class UnshardedTensor(ShardedTensor):

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_compile.agree.checks import checksum
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.ops import inner_tensors
 from fsdp_compile.core.sharding import changed_in_forward
 from fsdp_compile.core.unit import Unit
-from fsdp_compile.eager.checks import checksum
 from fsdp_compile.eager.forward_pass import ForwardPass, Listener
 from fsdp_compile.eager.streams import UnshardedBuffer
 from fsdp_compile.eager.unsharded import UnshardedUnit, free_for_next_forward

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from fsdp_compile.core._torch import without_torch_function
-from fsdp_compile.core.averaging import average_gradients
 from fsdp_compile.core.exact_sums import exact_sums, powers_of_norm
-from fsdp_compile.core.sharded_rules import gather, is_sharded, operand, plain
-from fsdp_compile.core.sharded_tensor import RULES, FlatGradient, Rule, ShardedTensor, bump_version
+from fsdp_compile.tensors.averaging import average_gradients
+from fsdp_compile.tensors.sharded_rules import gather, is_sharded, operand, plain
+from fsdp_compile.tensors.sharded_tensor import RULES, FlatGradient, Rule, ShardedTensor, bump_version
 
 aten = torch.ops.aten
 

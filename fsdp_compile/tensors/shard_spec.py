@@ -1,0 +1,474 @@
+"""Which elements of a sharded tensor each rank stores: as ranges, as rows and as chunks of its shape.
+
+A rank stores one range of the flattened elements of each parameter, while torch.distributed.checkpoint (DCP) speaks of
+chunks: boxes in the original shape. Elements 5 to 17 of a 4 x 6 tensor are two chunks, and `2 * ndim - 1` is the most
+that a range of an n-dimensional tensor needs:
+
+    . . . . . a        a    row 0, column 5
+    b b b b b b        b    rows 1 and 2, all columns
+    b b b b b b
+    . . . . . .
+"""
+
+# Note [Why shards end between rows]
+# torch.distributed.checkpoint plans, writes and reads chunk by chunk, and each chunk takes an entry in `.metadata` and
+# in a file. A shard that ends within a row of a matrix leaves two chunks on either side: complete rows and a part of
+# one. So a layout pads its end by up to 1/512 (`end_between_rows` in core/layout.py) where fewer shards then end within
+# a row; of usual models the ranks together store little more chunks than there are parameters and cuts. This is a
+# matter of speed alone: any range of elements is saved and loaded correctly, by any number of ranks.
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from fsdp_compile.comm import collectives
+from fsdp_compile.comm._torch import group_named
+from fsdp_compile.comm.groups import mesh_of
+from fsdp_compile.core._torch import joined_mesh
+from fsdp_compile.tensors.tensor_parallel import TensorParallel
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor whose elements are contiguous in the flattened tensor. Never empty."""
+
+    offsets: tuple[int, ...]  # of its first element, in the tensor's shape
+    sizes: tuple[int, ...]
+    start: int  # index of its first element among the elements that the rank stores
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.sizes)
+
+
+def chunks_of_range(shape: tuple[int, ...], first: int, numel: int) -> tuple[Chunk, ...]:
+    """The elements `first` to `first + numel - 1` of a flattened tensor of `shape`, as chunks in order.
+
+    There are at most `max(1, 2 * len(shape) - 1)` of them, none for an empty range.
+
+    Raises:
+        ValueError: the range is not within the tensor.
+    """
+    if first < 0 or numel < 0 or first + numel > math.prod(shape):
+        raise ValueError(f"{numel} elements from {first} are not within shape {shape}")
+    chunks: list[Chunk] = []
+    start = 0
+    for offsets, sizes in _boxes(shape, first, first + numel) if numel else ():
+        chunks.append(Chunk(offsets, sizes, start))
+        start += math.prod(sizes)
+    return tuple(chunks)
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The boxes of elements `start` to `stop`, at least one: a row's end, rows, a row's beginning."""
+    if not shape:
+        yield (), ()
+        return
+    rest = shape[1:]
+    row = math.prod(rest)
+    first, last = -(-start // row), stop // row  # the complete rows
+    if first > last:
+        yield from _boxes_in_row(last, rest, start - last * row, stop - last * row)
+        return
+    if start % row:
+        yield from _boxes_in_row(first - 1, rest, start % row, row)
+    if first < last:
+        yield (first, *[0] * len(rest)), (last - first, *rest)
+    if stop % row:
+        yield from _boxes_in_row(last, rest, 0, stop % row)
+
+
+def _boxes_in_row(index: int, rest: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    for offsets, sizes in _boxes(rest, start, stop):
+        yield (index, *offsets), (1, *sizes)
+
+
+@dataclass(frozen=True)
+class FlatSharding:
+    """How one flattened tensor is sharded: it lies in a flat buffer that the ranks split into equal shards.
+
+    This is what a `FlatParamLayout` says of one of its parameters; it holds for optimizer state of that shape too.
+    """
+
+    shape: tuple[int, ...]  # of the full tensor
+    offset: int  # of its first element in the flat buffer
+    shard_numel: int  # elements of each rank's shard of the buffer
+    shard_order: tuple[int, ...] = ()  # for each rank the shard that it stores; empty: rank r stores shard r
+
+    def local_range(self, rank: int) -> tuple[int, int]:
+        """The first element of the flattened tensor that `rank` stores, and how many; (0, 0) if none."""
+        shard = self.shard_order[rank] if self.shard_order else rank
+        low = max(shard * self.shard_numel, self.offset)
+        high = min((shard + 1) * self.shard_numel, self.offset + math.prod(self.shape))
+        return (low - self.offset, high - low) if low < high else (0, 0)
+
+    def chunks(self, rank: int) -> tuple[Chunk, ...]:
+        """What `rank` stores, as chunks."""
+        return chunks_of_range(self.shape, *self.local_range(rank))
+
+
+# --- this rank --------------------------------------------------------------------------------------------------------
+
+
+class Wait:  # a generator would be slower, and traced code may have no `try`
+    """Context of a collective of sharded tensors: a RuntimeError gets a note that says of what, and of which ranks.
+
+    Args:
+        ranks: that take part.
+        kind: the collective, such as "all-gather".
+        what: the parameter, or a function that returns its name.
+    """
+
+    __slots__ = ("_kind", "_ranks", "_what")
+
+    def __init__(self, ranks: "ShardRanks", kind: str, what: str | Callable[[], str]) -> None:
+        self._ranks, self._kind, self._what = ranks, kind, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, RuntimeError):
+            what = self._what if isinstance(self._what, str) else self._what()
+            error.add_note(
+                f"This was the {self._kind} of {what}, among ranks {self._ranks.listed()}: one of them has ended, or "
+                f"does not run this; let all of them run it, and print or save on one."
+            )
+
+
+@dataclass(frozen=True)
+class ShardRanks:
+    """The ranks that tensors are sharded over, and which of them this one is."""
+
+    group: str  # the name of their process group
+    size: int
+    rank: int  # in that group
+    replicas: str | None = None  # hybrid sharding: the name of the group of the ranks that store the same shard
+    same_bits: bool = False  # whether sums over elements do not depend on the number of ranks
+    given: DeviceMesh | None = field(default=None, compare=False)  # that the user gave: its last dimension is `group`
+    _meshes: dict[Any, DeviceMesh | None] = field(default_factory=dict, compare=False, repr=False)
+
+    def __reduce__(self) -> Any:
+        return ShardRanks, (self.group, self.size, self.rank, self.replicas, self.same_bits)
+
+    def set_groups(self, group: str, replicas: str | None) -> None:
+        """Replace the process groups of the same ranks: all tensors that are sharded over them follow."""
+        object.__setattr__(self, "group", group)
+        object.__setattr__(self, "replicas", replicas)
+        object.__setattr__(self, "given", None)
+        self._meshes.clear()
+
+    def check_here(self) -> None:
+        """Check before a collective that this process is the rank whose part this is.
+
+        Raises:
+            RuntimeError: it is another, because a tensor was loaded that another rank has saved.
+        """
+        here = group_named(self.group).rank()
+        if here != self.rank:
+            raise RuntimeError(
+                f"expected what rank {here} of {self.size} stores, found the part of rank {self.rank}; load what this "
+                f"rank has saved, or save full tensors, as full state dicts and torch.distributed.checkpoint do"
+            )
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """The mesh that was given; or the ranks as a 1-D mesh of devices of that type, or of one that they can use."""
+        if self.given is not None:
+            return self.given
+        return self._once(device_type, lambda: mesh_of(self.group, self.size, self.rank, device_type))  # type: ignore[return-value]  # made
+
+    def mesh_with(self, inner: DeviceMesh) -> DeviceMesh | None:
+        """The mesh that was given and `inner` as one; None if none was given, or the two are not parts of one mesh."""
+        given = self.given
+        return None if given is None else self._once(inner, lambda: joined_mesh(given, inner))
+
+    def _once(self, key: object, make: Callable[[], DeviceMesh | None]) -> DeviceMesh | None:
+        if key not in self._meshes:
+            self._meshes[key] = make()
+        return self._meshes[key]
+
+    def listed(self) -> str:
+        """These ranks, as they count in the whole job, for errors."""
+        ranks = dist.get_process_group_ranks(group_named(self.group))
+        return ", ".join(map(str, ranks[:8])) + (f", ... {ranks[-1]}" if len(ranks) > 8 else "")
+
+    def average(self, value: Tensor) -> Tensor:
+        """The mean of `value`, plain, over all data-parallel ranks: those of this group and their replicas.
+
+        Of an expanded dimension, one element is sent.
+        """
+        distinct = value[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())]
+        with Wait(self, "all-reduce", f"a gradient of shape {tuple(value.shape)}"):
+            mean = collectives.all_reduce(distinct.contiguous(), self.group, "avg")
+            mean = mean if self.replicas is None else collectives.all_reduce(mean, self.replicas, "avg")
+        return mean.expand(value.shape)
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """What this rank stores of a sharded tensor: one object for a parameter, its gradient and its optimizer state.
+
+    What follows from shapes and offsets is computed once, and two specs of one model are compared by identity first.
+    """
+
+    sharding: FlatSharding  # which elements each rank stores: of the local tensor, if there is a `tensor_parallel`
+    ranks: ShardRanks
+    tensor_parallel: TensorParallel | None = None  # how the tensor is distributed over other ranks beside
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.sharding, self.tensor_parallel))  # not of the ranks, whose groups may change
+
+    def __deepcopy__(self, memo: object) -> "ShardSpec":
+        return self
+
+    def __reduce__(self) -> Any:
+        return ShardSpec, (self.sharding, self.ranks, self.tensor_parallel)
+
+    def same_ranges(self, other: "ShardSpec") -> bool:
+        """Whether local data of `other` holds the same elements, on every rank."""
+        if self.sharding != other.sharding and (self.shape != other.shape or self.ranges != other.ranges):
+            return False
+        if self.tensor_parallel != other.tensor_parallel:
+            return False
+        mine, theirs = self.ranks, other.ranks
+        return mine is theirs or (mine.rank, mine.size) == (theirs.rank, theirs.size)
+
+    @cached_property
+    def shape(self) -> torch.Size:
+        """The shape of the full tensor."""
+        return self.split_shape if self.tensor_parallel is None else self.tensor_parallel.shape
+
+    @cached_property
+    def split_shape(self) -> torch.Size:
+        """The shape of what the ranks split: of the full tensor, or of the local tensor of a DTensor."""
+        return torch.Size(self.sharding.shape)
+
+    def named(self) -> str:
+        """The parameter, or what is sharded as it is, for errors."""
+        shape = tuple(self.shape)
+        names, index = vars(self).get("names", ([], 0))
+        return f"{names[index]}, shape {shape}" if names else f"a sharded tensor of shape {shape}"
+
+    @property
+    def reducing_groups(self) -> tuple[str, ...]:
+        """The names of the groups whose ranks store different elements: what `all_reduce` reduces over."""
+        return (self.ranks.group, *(self.tensor_parallel.groups if self.tensor_parallel else ()))
+
+    @cached_property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """For each rank the first element of the flattened tensor that it stores, and how many."""
+        return tuple(self.sharding.local_range(rank) for rank in range(self.ranks.size))
+
+    @cached_property
+    def first(self) -> int:
+        """Index of the first element that this rank stores, in the flattened tensor; 0 if it stores none."""
+        return self.ranges[self.ranks.rank][0]
+
+    @cached_property
+    def numel(self) -> int:
+        """How many elements this rank stores."""
+        return self.ranges[self.ranks.rank][1]
+
+    @cached_property
+    def _row(self) -> int:  # elements of one index into the first dimension
+        return math.prod(self.split_shape[1:])
+
+    @cached_property
+    def is_one_chunk_on_all_ranks(self) -> bool:
+        """Whether no rank stores more than one chunk of it."""
+        return all(len(self.sharding.chunks(rank)) <= 1 for rank in range(self.ranks.size))
+
+    @cached_property
+    def rows(self) -> tuple[int, int]:
+        """The half-open range of indices into the first dimension of which this rank stores some elements."""
+        if not self.numel:
+            return 0, 0
+        return self.first // self._row, -(-(self.first + self.numel) // self._row)
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """What this rank stores, as chunks of the full tensor."""
+        chunks = self.sharding.chunks(self.ranks.rank)
+        if self.tensor_parallel is None:
+            return chunks
+        _, start = self.tensor_parallel.local_box
+        return tuple(replace(chunk, offsets=tuple(map(operator.add, start, chunk.offsets))) for chunk in chunks)
+
+    @cached_property
+    def storage_metadata(self) -> tuple[ChunkStorageMetadata, ...]:
+        """The chunks as DCP describes them; one of a tensor without elements, which otherwise had no name there."""
+        if not math.prod(self.shape):
+            return (ChunkStorageMetadata(torch.Size([0] * len(self.shape)), torch.Size(self.shape)),)
+        return tuple(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in self.chunks)
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """That of the ranks, followed by the dimensions of tensor parallelism if both are parts of one mesh."""
+        parallel = self.tensor_parallel
+        joined = None if parallel is None else self.ranks.mesh_with(parallel.mesh)
+        return self.ranks.mesh(device_type) if joined is None else joined
+
+    def placements(self, of_shards: Placement, mesh: DeviceMesh) -> tuple[Placement, ...]:
+        """A placement for each dimension of `mesh`: replicas, `of_shards` for the ranks, then tensor parallelism."""
+        parallel = self.tensor_parallel
+        inner = () if parallel is None or self.ranks.mesh_with(parallel.mesh) is None else parallel.placements
+        return (*[Replicate()] * (mesh.ndim - 1 - len(inner)), of_shards, *inner)
+
+    def local_of(self, full: Tensor) -> Tensor:
+        """What this rank stores, 1-D `[numel]`, of a plain tensor that broadcasts to `shape`.
+        A view if `full` is contiguous and has that shape; no more rows than needed are expanded.
+        """
+        if self.tensor_parallel is not None:
+            full = self.tensor_parallel.part_of(full)
+        shape = self.split_shape
+        if not shape:
+            return full.reshape(-1)[: self.numel]
+        low, high = self.rows
+        if full.dim() == len(shape) and full.shape[0] > 1:
+            full = full[low:high]
+        start = self.first - low * self._row if self.numel else 0
+        return full.expand(high - low, *shape[1:]).reshape(-1)[start : start + self.numel]
+
+    def rows_of(self, local: Tensor, fill: float) -> Tensor:
+        """`local`, `[numel]`, as rows of `split_shape`, with `fill` for what other ranks store.
+        A view if this rank stores complete rows.
+        """
+        low, high = self.rows
+        shape = (high - low, *self.split_shape[1:])
+        if self.numel == (high - low) * self._row:
+            return local.view(shape)
+        rows = local.new_full(shape, fill)
+        start = self.first - low * self._row
+        rows.view(-1)[start : start + self.numel] = local
+        return rows
+
+    def gather(self, local: Tensor) -> Tensor:
+        """The full tensor, plain, on every rank: one all-gather, in which all ranks take part."""
+        split = self.gather_split(local)
+        return split if self.tensor_parallel is None else self.tensor_parallel.gather(split)
+
+    def gather_split(self, local: Tensor) -> Tensor:
+        """What the ranks split between them, plain, of `split_shape`: one all-gather, in which all take part."""
+        self.ranks.check_here()
+        most = max(count for _, count in self.ranges)
+        if not most:
+            return local.new_empty(self.split_shape)
+        sent = local.new_zeros(most)
+        sent[: self.numel] = local
+        sent = depending_on(local, sent)
+        with self.waiting_for("all-gather"):
+            of_ranks = collectives.traceable_all_gather(sent, self.ranks.size, self.ranks.group, self.split_shape)
+        of_ranks = of_ranks.view(-1, most)
+        in_order = sorted(range(self.ranks.size), key=lambda rank: self.ranges[rank])
+        return torch.cat([of_ranks[rank, : self.ranges[rank][1]] for rank in in_order]).view(self.split_shape)
+
+    def chunk_of(self, rank: int) -> tuple[int, torch.Size]:
+        """What `torch.chunk` gives to `rank` of what the ranks split: its first element, and its shape.
+        A tensor of shape () is not split: every rank gets all of it.
+        """
+        if not self.split_shape:
+            return 0, self.split_shape
+        rows, *rest = self.split_shape
+        most = -(-rows // self.ranks.size)
+        low, high = (min(each * most, rows) for each in (rank, rank + 1))
+        return low * self._row, torch.Size((high - low, *rest))
+
+    def all_reduce(self, value: Tensor, op: str) -> Tensor:
+        """`value`, plain, reduced over the ranks by "sum", "avg", "max" or "min"; NaN on any rank is NaN on all.
+
+        A maximum over ranks may lose a NaN, depending on the backend, so a flag is reduced beside it.
+        """
+        self.ranks.check_here()
+        if op in ("sum", "avg") or not value.is_floating_point():
+            return self._all_reduce(value, op)
+        invalid = value.isnan()
+        flag = invalid.to(value.dtype) if op == "max" else -invalid.to(value.dtype)
+        both = torch.stack([value.masked_fill(invalid, 0), flag])
+        extreme, is_invalid = self._all_reduce(both, op)
+        return extreme.masked_fill(is_invalid != 0, math.nan)
+
+    def _all_reduce(self, value: Tensor, op: str) -> Tensor:
+        with self.waiting_for("all-reduce"):
+            value = collectives.all_reduce(value, self.ranks.group, op, self.shape)
+            return value if self.tensor_parallel is None else self.tensor_parallel.all_reduce(value, op)
+
+    def waiting_for(self, kind: str) -> Wait:
+        """Context of a collective of that kind for this tensor."""
+        return Wait(self.ranks, kind, self.named)
+
+
+def name_specs(specs: Sequence[ShardSpec], names: Sequence[str]) -> None:
+    """Let errors call what is sharded by `specs` as `names` does, in one order; `names` may change later."""
+    for index, spec in enumerate(specs):
+        vars(spec)["names"] = names, index
+
+
+def depending_on(local: Tensor, value: Tensor) -> Tensor:
+    """Make `value`, which this rank sends for `local`, depend on `local` in the graph.
+
+    A rank that stores nothing of two tensors sends equal constants for both; a compiler would merge these, and this
+    rank would run one collective where others run two.
+    """
+    if local.numel():
+        return value
+    if value.is_floating_point() and value.element_size() == 1:  # float8 has no arithmetic
+        return depending_on(local.view(torch.uint8), value.view(torch.uint8)).view(value.dtype)
+    return value | local.any() if value.dtype is torch.bool else value + local.sum().to(value.dtype)
+
+
+def exchange_rows(stored: Sequence[Tensor], specs: Sequence[ShardSpec]) -> list[Tensor]:
+    """For each sharded tensor the rows that `torch.chunk` gives to this rank, from what each rank stores of it.
+
+    Args:
+        stored: what this rank stores of each, 1-D, all of one dtype and device.
+        specs: how they are sharded, over the same ranks.
+
+    Returns:
+        New tensors. One all-to-all brings all of them: every rank must call this with the same tensors.
+    """
+    ranks = specs[0].ranks
+    ranks.check_here()
+
+    def overlap(spec: ShardSpec, stored_by: int, wanted_by: int) -> tuple[int, int]:
+        first, numel = spec.ranges[stored_by]
+        wanted, shape = spec.chunk_of(wanted_by)
+        low = max(first, wanted)
+        return low, max(low, min(first + numel, wanted + shape.numel()))
+
+    every, mine = range(ranks.size), ranks.rank
+    sending = [[overlap(spec, mine, rank) for spec in specs] for rank in every]
+    receiving = [[overlap(spec, rank, mine) for spec in specs] for rank in every]
+    sent = [
+        local[low - spec.first : high - spec.first]
+        for parts in sending
+        for local, spec, (low, high) in zip(stored, specs, parts, strict=True)
+    ]
+    send, receive = ([sum(high - low for low, high in parts) for parts in each] for each in (sending, receiving))
+    with specs[0].waiting_for("exchange of rows"):
+        received = collectives.all_to_all(torch.cat(sent), send, receive, ranks.group, specs[0].shape)
+    wanted = [spec.chunk_of(mine) for spec in specs]
+    rows = [received.new_empty(shape) for _, shape in wanted]
+    at = 0
+    for parts in receiving:
+        for into, (start, _), (low, high) in zip(rows, wanted, parts, strict=True):
+            into.view(-1)[low - start : high - start] = received[at : at + high - low]
+            at += high - low
+    return rows
