@@ -7,6 +7,7 @@ and what modules keep after a forward, for a warning or for hooks.
 """
 
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
@@ -149,25 +150,35 @@ class RootChecks(Listener):
 
 
 class KeptViews(Listener):
-    """Warns of attributes that hold views of gathered parameters, in the first forward with gradients and without."""
+    """Warns of attributes that hold views of gathered parameters, and frees their memory no sooner than these.
+
+    It looks in the first forward of each kind; where it has found a view, all forwards of that unit are held.
+    """
 
     def __init__(self, root: Any) -> None:
         super().__init__(root)
         self._looked = set[Any]()  # at forwards of these kinds
+        self._kept: weakref.WeakSet[Unit] = weakref.WeakSet()  # units of which modules keep views
 
     def after_forward(self, gathered: Any, module: nn.Module) -> None:
         """Look at the attributes of `module` and of modules below."""
         if self.root.running is not None and self.root.running.kind not in self._looked:
             memory = {buffer.storage.data_ptr() for buffer in gathered.buffers if not buffer.is_shard}
-            warn_of_kept_views(module, memory - {0})
+            if warn_of_kept_views(module, memory - {0}):
+                self._kept.add(gathered.unit)
+        if gathered.unit in self._kept:
+            gathered.hold()
 
     def complete_forward(self, forward: ForwardPass) -> None:
         """All modules have been looked at."""
         self._looked.add(forward.kind)
 
 
-def warn_of_kept_views(module: nn.Module, memory: Set[int]) -> None:
-    """Warn of attributes of modules below `module` that lie in `memory`, addresses of what was gathered for it."""
+def warn_of_kept_views(module: nn.Module, memory: Set[int]) -> bool:
+    """Warn of attributes of modules below `module` that lie in `memory`, addresses of what was gathered for it.
+    Return whether there are any.
+    """
+    found = False
     for each in module.modules():
         for name, value in vars(each).items():
             if not isinstance(value, Tensor | list | tuple | dict) or name in ("_fsdp_parameters", "_modules"):
@@ -175,11 +186,13 @@ def warn_of_kept_views(module: nn.Module, memory: Set[int]) -> None:
             plain = (plain_within(leaf) for leaf in leaves_of(value) if type(leaf) is Tensor)
             plain = (leaf for leaf in plain if type(leaf) is Tensor and leaf.layout is torch.strided)
             if any(leaf.untyped_storage().data_ptr() in memory for leaf in plain):
+                found = True
                 warn_caller(
-                    f"{original_class(each).__name__} keeps a view of gathered parameters as {name}: its memory may be "
-                    f"freed when its forward or backward ends, and it does not follow later changes of the parameters; "
-                    f"compute it in each forward, or keep a clone"
+                    f"{original_class(each).__name__} keeps a view of gathered parameters as {name}: their memory "
+                    f"stays as long as it does, and it does not follow later changes of the parameters; compute it in "
+                    f"each forward, or keep a clone"
                 )
+    return found
 
 
 def warn_that_it_stays(module: nn.Module, unit: Unit, opaque: type | None) -> None:

@@ -40,7 +40,6 @@ from fsdp_compile.eager.casting import cast_outputs, computes_in_full_precision,
 from fsdp_compile.eager.forward_pass import ForwardPass
 from fsdp_compile.eager.runtime import Runtime
 from fsdp_compile.eager.unsharded import (
-    Lifetime,
     Reader,
     State,
     UnshardedUnit,
@@ -340,7 +339,7 @@ def _post_forward(module: Any, opened: list[UnshardedUnit], inputs: tuple, outpu
     """Prepare for backward, and free what it will gather again."""
     if current_transform() is not None:
         for gathered in opened:
-            gathered.lifetime = Lifetime.WHILE_HELD
+            gathered.hold()
         with outside_of_transforms():
             return _post_forward(module, opened, inputs, output)
     _hide(module, opened, completed=True)

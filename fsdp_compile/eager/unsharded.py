@@ -244,6 +244,10 @@ class UnshardedUnit:
         self.enter(State.ENDED)
         self.free()
 
+    def hold(self) -> None:
+        """Leave the memory to what holds it: nothing of this forward is freed or gathered again."""
+        self.lifetime = Lifetime.WHILE_HELD
+
     # --- forward ------------------------------------------------------------------------------------------------------
 
     def pre_forward(self, compiled: Callable[..., Any] | None, is_alone: bool) -> None:

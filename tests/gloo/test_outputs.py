@@ -490,3 +490,37 @@ class _Twice(nn.Module):
 def test_a_unit_called_twice(two: Ranks, strategy: str) -> None:
     """The gradients of several forwards of one unit add up to the unsharded ones (E-BWD-7)."""
     two.run(_call_twice, strategy)
+
+
+class _Keeps(nn.Module):
+    """Keeps a view of its weight, with a history or without."""
+
+    def __init__(self, detach: bool) -> None:
+        super().__init__()
+        self.up, self.detach = nn.Linear(8, 8), detach
+        self.turned: Tensor = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.turned = self.up.weight.detach().t() if self.detach else self.up.weight.t()
+        return x + self.up(x)
+
+
+def _read_kept_views(rank: int) -> None:
+    for detach in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(_Keeps(detach), nn.Linear(8, 8))
+        before = [model[0].up.weight.detach().clone()]
+        fully_shard(model, auto_wrap_policy={_Keeps})
+        for _ in range(3):
+            with warnings.catch_warnings(record=True):
+                model(torch.ones(2, 8)).sum().backward()
+            with torch.no_grad():
+                assert torch.equal(model[0].turned.t(), before[-1])
+                for param in model.parameters():
+                    param.add_(1.0)
+            before.append(before[-1] + 1.0)
+
+
+def test_kept_views_can_be_read(two: Ranks) -> None:
+    """After backward, under no_grad and detached: they have the values of their forward."""
+    two.run(_read_kept_views)
