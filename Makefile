@@ -1,4 +1,4 @@
-# run: train the example on 2 processes, then compare systems on its model   test: style, types, tests
+# run: train the example on 2 processes   compare: FSDP2 beside it   test: style, types, tests
 # bench: peers side by side
 # fuzz: random cases against one process   size: lines, and the limit of the story   features: the table of docs/features.md
 # spec: which statements of the specification have a test
@@ -13,14 +13,17 @@ export OMP_NUM_THREADS ?= 1
 # What pip does not compile, Python compiles at the first import and keeps.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test types fuzz bench size spec features format clean compiler
+.PHONY: run compare test types fuzz bench size spec features format clean compiler
 
 run: compiler .venv/run
 	@echo "starting 2 processes"
 	@$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
 ifndef ARGS
-	@$(PY) -m fsdp_compile compare examples/gpt.py:make $(COMPARED)
+	@echo "Next: make compare puts FSDP2 beside it, and measures speed, memory and losses; it takes several minutes."
 endif
+
+compare: compiler .venv/run
+	@$(PY) -m fsdp_compile compare examples/gpt.py:make $(COMPARED) $(ARGS)
 
 test: compiler .venv/test
 	$(PY) -m ruff check .

@@ -17,6 +17,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     option = parser.add_argument
     option("--data", type=Path, metavar="FILE", help="train on its bytes (default: the text of Python's own help)")
     option("--steps", type=int, default=60, help="steps of each run (default: %(default)s)")
+    option("--layers", type=int, default=4, help="blocks of the model (default: %(default)s, 7.2 M parameters)")
     option("--batch", type=int, default=4, help="sequences per rank and step (default: %(default)s)")
     option("--lr", type=float, default=1e-3, help="AdamW's learning rate (default: %(default)s)")
     option("--seed", type=int, default=0, help="of the weights and of the batches (default: %(default)s)")
@@ -48,8 +49,9 @@ def bf16_help() -> str:
 def check(args: argparse.Namespace) -> None:
     """Refuse, before any process group exists, what cannot run."""
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if args.steps < 1 or args.batch < 1:
-        refuse(f"--steps and --batch must be at least 1, got --steps {args.steps} --batch {args.batch}")
+    for name in ("steps", "layers", "batch"):
+        if getattr(args, name) < 1:
+            refuse(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.every < 1 or args.warmup < 0:
         refuse(f"--every must be at least 1 and --warmup at least 0, got --every {args.every} --warmup {args.warmup}")
     if args.resume and not args.save:

@@ -44,7 +44,7 @@ def start(choice: str) -> torch.device:
 def train(compiled: bool, text: Tensor, args: argparse.Namespace, device: torch.device) -> Run:
     """One run, from fresh weights or a checkpoint. Only the step is timed: no batch, mean, progress line or saving."""
     memory, label = PeakMemory(device), "compiled" if compiled else "eager"
-    config = GPTConfig(checkpointing=args.checkpointing)
+    config = GPTConfig(layers=args.layers, checkpointing=args.checkpointing)
     model, optimizer, scheduler = build(config, args, device)
     step = training_step(
         torch.compile(model, backend=args.backend) if compiled else model, optimizer, args.bf16, device

@@ -177,12 +177,12 @@ def _example(rank: int, folder: Path, steps: int, resume: bool, compiled: bool) 
     import train_gpt
 
     args = argparse.Namespace(
-        steps=steps, batch=2, lr=1e-3, seed=0, backend="aot_eager", bf16=False, checkpointing=False,
+        steps=steps, batch=2, layers=2, lr=1e-3, seed=0, backend="aot_eager", bf16=False, checkpointing=False,
         warmup=4, save=folder, every=2, resume=resume,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         small = gpt.GPTConfig(context=8, layers=2, heads=2, dim=20)
-        patch.setattr(train_gpt, "GPTConfig", lambda checkpointing: small)
+        patch.setattr(train_gpt, "GPTConfig", lambda **_: small)
         text = torch.arange(4096).to(torch.uint8)
         mean = train_gpt.mean_over_ranks
         patch.setattr(train_gpt, "mean_over_ranks", lambda loss: mean(loss + 0 * torch.rand(1 + rank)[0]))  # draws
