@@ -30,7 +30,13 @@ from fsdp_compile.core.unit import Unit, check_idle
 from fsdp_compile.eager.accumulate import check_reduced, settle
 from fsdp_compile.eager.casting import cast_buffers, computes_in_full_precision
 from fsdp_compile.eager.communication_hooks import compresses, reduce_by
-from fsdp_compile.eager.forward import CheckParams, compiled_forward, gathering, hooked_call
+from fsdp_compile.eager.forward import (
+    CheckParams,
+    compiled_forward,
+    gather_around_own_forward,
+    gathering,
+    hooked_call,
+)
 from fsdp_compile.eager.reduce import set_sync
 from fsdp_compile.eager.runtime import Runtime
 from fsdp_compile.eager.unsharded import UnshardHandle, reshard
@@ -128,6 +134,8 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module, torch.distributed
     def on_swap(module: Any) -> None:
         """What remains when the class was swapped: buffers are cast, and a compiled call gathers around itself."""
         cast_buffers(module)
+        if "forward" in vars(module) and not hasattr(module.forward, "gathers"):
+            gather_around_own_forward(module)  # here, for a graph of a module around it traces no preparations
         gather_around_compiled(module)
         set_state_of_fully_shard(module, StateForPipelines(module))
 

@@ -215,6 +215,31 @@ def test_forward_set_on_the_instance(two: Ranks, strategy: str) -> None:
             two.run(_own_forward, how, when, strategy)
 
 
+def _own_forward_in_graph(rank: int) -> None:
+    reference, sharded = _net(), _net()
+    inner = sharded[0].forward
+    sharded[0].forward = lambda x: inner(x)  # type: ignore[method-assign]  # as torchtitan's Module.parallelize does
+    fully_shard(sharded[0])
+    fully_shard(sharded)
+    for module in (sharded, sharded[0]):
+        module.set_gradient_divide_factor(1.0)
+    sharded.compile(backend="aot_eager", fullgraph=True)
+    world = dist.get_world_size()
+    batch = torch.randn(4 * world, 7, generator=seeded(1))
+    (reference(batch).square().mean() * world).backward()
+    sharded(batch.chunk(world)[rank]).square().mean().backward()
+    for param, other in zip(sharded.parameters(), reference.parameters(), strict=True):
+        here = stored_here(param, other.grad)
+        if here is not None:
+            torch.testing.assert_close(local(param.grad), here, rtol=1e-4, atol=1e-6)
+
+
+def test_forward_set_on_a_part_before_sharding_in_a_graph(two: Ranks) -> None:
+    """A graph of the model around a unit whose `forward` is its own divides by the unit's factor: it took the
+    read of its parameters for one from outside, whose gradients are means."""
+    two.run(_own_forward_in_graph)
+
+
 def _own_forward_breaks(rank: int) -> None:
     reference, model = _net(), _net()
     fully_shard(model[0])
