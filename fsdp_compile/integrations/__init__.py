@@ -3,4 +3,5 @@
 lightning      strategies for Lightning's Fabric and Trainer
 accelerate     an Accelerator for Hugging Face accelerate
 transformers   a Trainer for Hugging Face transformers
+torchtitan     configs whose models this package shards, for torchtitan's trainer
 """
