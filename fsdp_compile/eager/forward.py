@@ -341,7 +341,7 @@ def _post_forward(module: Any, opened: list[UnshardedUnit], inputs: tuple, outpu
         for gathered in opened:
             gathered.hold()
         with outside_of_transforms():
-            return _post_forward(module, opened, inputs, output)
+            return _post_forward(module, opened, (), None)  # the transform's own tensors take no hooks
     _hide(module, opened, completed=True)
     for gathered in opened:
         with profiled("post", gathered.unit.path):

@@ -365,13 +365,13 @@ class UnshardedUnit:
             return None
         self.enter(State.WAITING)
         self.unit.awaiting_backward[self] = None
-        if self.lifetime is Lifetime.WHILE_HELD:
-            return None
         given = [each for value in inputs for each in leaves_of(value) if isinstance(each, Tensor)]
         exits = self._hook_outputs(given, output, kept)
         if not self.unit.only_trains:
             self._hook_inputs(given)
-        if self.lifetime is not Lifetime.WHILE_HELD and not (exits.opaque or exits.is_left):
+        if self.lifetime is Lifetime.WHILE_HELD:
+            return None
+        if not (exits.opaque or exits.is_left):
             self.lifetime = Lifetime.WHILE_READ
             if not keep:
                 self.free(keep_slices=True)

@@ -81,10 +81,12 @@ def _come_late(rank: int) -> float:
         r"compiled forward: .* no sign of rank 1 for 1 s, while rank 0 was about to run _Ordered with .* and \d+ more"
     )
     os.environ["FSDP_COMPILE_CHECK_RANKS_TIMEOUT"] = ["1", "60"][rank]
+    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
-        time.sleep(2)
+        store.wait(["rank 0 has raised"])
     with pytest.raises(RuntimeError, match=missing):
         _evaluate((2, 1))
+    store.set("rank 0 has raised", "")
     del os.environ["FSDP_COMPILE_CHECK_RANKS_TIMEOUT"]
     waited = time.monotonic() - before
     _evaluate((2, 1))
