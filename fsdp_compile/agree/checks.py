@@ -9,6 +9,7 @@ and what modules keep after a forward, for a warning or for hooks.
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Set
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -217,8 +218,8 @@ def kept_by_modules(module: nn.Module) -> Iterator[Tensor]:
     for each in work:
         attributes = vars(each)
         if attributes["_modules"]:
-            work += [child for child in attributes["_modules"].values() if child is not None]
-        for name in attributes.keys() - _OF_EACH_MODULE:  # few: this runs wherever a unit is freed after its forward
+            work += filter(None, attributes["_modules"].values())
+        for name in filterfalse(_OF_EACH_MODULE.__contains__, attributes):  # few, wherever a unit is freed
             value = attributes[name]
             if type(value) in _PLAIN:
                 continue

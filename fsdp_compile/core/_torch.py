@@ -66,6 +66,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as allowed_in_regions
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_of_transforms
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._utils import _flatten_dense_tensors as concatenate_flattened
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.algorithms._comm_hooks.default_hooks import (
@@ -97,6 +98,7 @@ __all__ = [
     "allreduce_hook",
     "backward_keeps_graph",
     "bf16_compress_hook",
+    "concatenate_flattened",
     "current_transform",
     "fp16_compress_hook",
     "has_global_hooks",

@@ -1,14 +1,11 @@
-"""Between the parameters of a user and the flat shard that graphs take: the two autograd functions of a flat parameter.
+"""Between the parameters of a user and the flat shard that graphs take: the autograd function of a flat parameter.
 
 nn.Parameter a   nn.Parameter b ...      what the optimizer has: views into the shard, leaves of autograd
             |     |
      ScatterGradients (applied once)     backward: gives each parameter its slice of the reduced gradient
-               |
-        autograd_shard                   the flat shard, differentiable: the input of gathers and of graphs
-               |
-     DeferredGradient (applied once)     backward: the sum of what was reduced outside of graphs, complete
-               |
-           deferred                      a scalar, the input of eager forwards and of graphs that do not reduce
+         |          |
+autograd_shard    deferred               the flat shard, differentiable: the input of gathers and of graphs; and a
+                                         scalar, the input of eager forwards and of graphs that do not reduce
 """
 
 import operator
@@ -17,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -40,10 +37,14 @@ from fsdp_compile.tensors.shard_spec import ShardRanks
 from fsdp_compile.tensors.sharded_tensor import FlatGradient, ShardedTensor, set_grad
 
 # Note [Why reduces are waited for behind the flat shard]
-# The engine runs what was recorded last first. Both functions are applied when a model is sharded, before any forward,
-# so in every backward pass their backwards run after the backward of all layers: reduces that were started meanwhile
-# have had all of that time, and nobody can read `.grad` before. Applied once and outside of every traced graph, they
-# are also where numbers that depend on the rank can stay: a graph takes and returns the shard as a whole.
+# The engine runs what was recorded last first. The function is applied when a model is sharded, before any forward, so
+# in every backward pass its backward runs after the backward of all layers: reduces that were started meanwhile have
+# had all of that time, and nobody can read `.grad` before. Applied once and outside of every traced graph, it is also
+# where numbers that depend on the rank can stay: a graph takes and returns the shard as a whole.
+#
+# What reduces outside of graphs, eager forwards and graphs that leave it to their runtime, takes the scalar. The
+# gradient that arrives there only says that there is one: it is in the reduction, perhaps in flight, and autograd would
+# add to it at once where the shard has another gradient in that pass, as from a graph that reduces.
 
 # Note [Nothing behind the flat shard refers to its unit]
 # autograd_shard -> its autograd node -> the parameters' gradient accumulators is a chain of C++ references, which
@@ -173,7 +174,7 @@ class GradientReduction:
                 wait_for_copy()
 
     def defer(self, grad: Tensor | None) -> bool:
-        """Leave `grad`, `[shard_numel]`, perhaps in flight, to `DeferredGradient`; return whether there is one."""
+        """Leave `grad`, `[shard_numel]`, perhaps in flight, to `ScatterGradients`; return whether there is one."""
         backward = running_backward()
         if grad is not None and backward is not None:
             backward.results.setdefault(self, []).append(grad)
@@ -316,21 +317,19 @@ class ShardBinding:
 
     def has_gradients(self) -> bool:
         """Whether any parameter has a gradient to add to."""
-        return self._any(_GRAD)
+        with without_torch_function():
+            return any(map(operator.is_not, map(_GRAD, self.params), repeat(None)))
 
     def only_trains(self) -> bool:
         """Whether all parameters train, and nothing but the optimizer would see their next gradients."""
         with without_torch_function():
             trains = all(map(_REQUIRES_GRAD, self.params))
-        sees = self.has_gradients() or self._have_hooks() or carry_optimizers(self.params)
+            sees = self.has_gradients() or self._have_hooks() or carry_optimizers(self.params)
         return self.is_sharded and trains and not sees and self.reduction.grad_dtype is None
 
     def _have_hooks(self) -> bool:
-        return any(map(self._any, _HOOKS)) and any(map(has_hooks, self.params))
-
-    def _any(self, get: Callable[[nn.Parameter], Any]) -> bool:
-        with without_torch_function():
-            return any(map(operator.is_not, map(get, self.params), repeat(None)))
+        some = any(map(operator.is_not, chain(*[map(get, self.params) for get in _HOOKS]), repeat(None)))
+        return some and any(map(has_hooks, self.params))
 
     def set_grad_dtype(self, dtype: torch.dtype | None) -> None:
         """Cast the parameters' gradients to `dtype`; None: to the parameters' own."""
@@ -371,22 +370,33 @@ class ScatterGradients(torch.autograd.Function):
     """Makes the shard differentiable: its gradient becomes the gradients of the parameters that lie in it."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, binding: ShardBinding, sentinel: Tensor, *params: nn.Parameter) -> Tensor:
-        """The shard, 1-D `[shard_numel]`, as a tensor that `params` and `sentinel` require the gradient of."""
+    def forward(
+        ctx: Any, shard: Tensor, binding: ShardBinding, sentinel: Tensor, *params: nn.Parameter
+    ) -> tuple[Tensor, Tensor]:
+        """The shard, 1-D `[shard_numel]`, and a scalar (Note [Why reduces are waited for behind the flat shard])."""
         ctx.set_materialize_grads(False)
         ctx.binding = binding
-        return shard.detach()  # Note [Values that a graph reads again]
+        deferred = torch.zeros((), dtype=torch.float32, device=shard.device)
+        return shard.detach(), deferred  # Note [Values that a graph reads again]
 
     @staticmethod
     @never_compile  # Note [Backward passes within a compiled function]
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # grad: [shard_numel]
-        """The reduced gradient's slice for each parameter; None where there is none."""
+    def backward(ctx: Any, grad: Tensor | None, deferred: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The reduced gradient's slice for each parameter; None where there is none. `grad`: 1-D `[shard_numel]`."""
         binding: ShardBinding = ctx.binding
         check_engine(binding.names[0])
-        if grad is None:  # nothing was reduced: no_sync
-            return (None, None, None, *[None] * len(binding.params))
-        check_first_order(binding.names[0], grad)
+        for each in (grad, deferred):
+            if each is not None:
+                check_first_order(binding.names[0], each)
         reduction = binding.reduction
+        if deferred is not None:
+            reduced = reduction.take_results()
+            if reduced is not None and reduction.update is not None:
+                reduction.update(reduced)
+            elif reduced is not None:
+                grad = reduced if grad is None else grad + reduced
+        if grad is None:  # nothing was reduced, as under no_sync, or `update` has used it
+            return (None, None, None, *[None] * len(binding.params))
         backward = running_backward()
         assert backward is not None  # the engine runs this
         if reduction.reduce_accumulated is not None and reduction not in backward.begun:
@@ -402,36 +412,6 @@ class ScatterGradients(torch.autograd.Function):
         if reduction.grad_dtype is not None and not reduction.full_precision:
             backward.at_end(partial(binding.set_grad_dtype, reduction.grad_dtype))
         return (None, None, None, *binding.scatter(grad, ctx.needs_input_grad[3:], adds))
-
-
-class DeferredGradient(torch.autograd.Function):
-    """Connects to the shard what reduces outside of graphs: eager forwards, and graphs that leave it to their runtime.
-
-    The gradient that arrives here only says that there are some; they are in the reduction, perhaps in flight. Autograd
-    would add to them at once where the shard has another gradient in that pass, as from a graph that reduces.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, autograd_shard: Tensor, binding: ShardBinding) -> Tensor:
-        """A scalar, shape `()`, in float32."""
-        ctx.set_materialize_grads(False)
-        ctx.binding = binding
-        return torch.zeros((), dtype=torch.float32, device=autograd_shard.device)
-
-    @staticmethod
-    @never_compile  # Note [Backward passes within a compiled function]
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-        """The reduced gradient of the flat shard, `[shard_numel]`; None if there is none, or `update` has used it."""
-        check_engine(ctx.binding.names[0])
-        if grad is None:
-            return None, None
-        check_first_order(ctx.binding.names[0], grad)
-        reduction: GradientReduction = ctx.binding.reduction
-        reduced = reduction.take_results()
-        if reduced is None or reduction.update is None:
-            return reduced, None
-        reduction.update(reduced)
-        return None, None
 
 
 def check_engine(name: str) -> None:

@@ -5,7 +5,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_compile.core._torch import (
     FakeTensor,
+    concatenate_flattened,
     keep_size_static,
     replace_data,
     share_memory,
@@ -21,7 +22,6 @@ from fsdp_compile.core._torch import (
     without_torch_function,
 )
 from fsdp_compile.core.autograd import (
-    DeferredGradient,
     GradientReduction,
     ScatterGradients,
     ShardBinding,
@@ -36,7 +36,7 @@ from fsdp_compile.tensors.sharded_tensor import ShardedTensor, set_local
 from fsdp_compile.tensors.tensor_parallel import tensor_parallel_of
 from fsdp_compile.tensors.unsharded_tensor import UnshardedTensor
 
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_REQUIRES_GRAD, _DTYPE, _LAYOUT = map(operator.attrgetter, ("requires_grad", "dtype", "layout"))
 NamedParams = Sequence[tuple[str, nn.Parameter]]
 
 
@@ -117,6 +117,36 @@ class FlatParam:
                 views[index] = spec.tensor_parallel.gather(views[index])
         return views
 
+    @cached_property
+    def _windows(self) -> tuple[list[int], list[tuple[int, tuple[int, ...] | None]]]:
+        """The sizes of all segments; and for each parameter with elements its segment, and its shape if not 1-D."""
+        segments, shapes = self.layout.segments, self.layout.shapes
+        at = [(place, shapes[each.parameter]) for place, each in enumerate(segments) if each.parameter is not None]
+        return [each.numel for each in segments], [(place, None if len(shape) == 1 else shape) for place, shape in at]
+
+    def views(self, full: Tensor) -> list[Tensor]:
+        """As `view_parameters`, with as few operators as there can be: at every forward."""
+        sizes, windows = self._windows
+        if len(windows) < len(self.params):  # some are without elements
+            return view_parameters(full, self.layout.text)
+        cut = full.split_with_sizes(sizes)
+        return [cut[place] if shape is None else cut[place].view(shape) for place, shape in windows]
+
+    def pack(self, grads: Sequence[Tensor | None], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Concatenate gradients in the parameters' unsharded shapes to a new `[layout.numel]`; zeros where is none."""
+        sizes, windows = self._windows
+        parts: list[Any] = [*grads]
+        if set(map(type, grads)) != {Tensor} or set(map(_LAYOUT, parts)) != {torch.strided}:
+            parts = [each.to_dense() if each is not None and each.is_sparse else each for each in grads]
+        if not len(sizes) == len(windows) == len(parts):
+            parts = [None if each.parameter is None else parts[each.parameter] for each in self.layout.segments]
+        zeros = partial(torch.zeros, dtype=dtype, device=device)
+        parts = [zeros(numel) if part is None else part for numel, part in zip(sizes, parts, strict=True)]
+        if len(parts) > 1 and set(map(_DTYPE, parts)) == {dtype}:  # in C: it runs for each parameter
+            return concatenate_flattened(parts)
+        out = torch.empty(self.layout.numel, dtype=dtype, device=device)
+        return torch.cat([part.reshape(-1) for part in parts], out=out) if parts else out
+
     def split(self, flat: Tensor) -> list[Tensor | None]:
         """The parameters' slices of `flat`, a tensor laid out like the shard; None: not on this rank."""
         return self._splitter.split(flat)
@@ -137,10 +167,10 @@ class FlatParam:
         with torch.enable_grad():
             # A class of its own, so that what autograd says of the shard names its parameters.
             scatter: Any = type("", (ScatterGradients,), {})
-            self._bound_shard = scatter.apply(shard, self.binding, self.binding.sentinel, *self.params)
+            # `deferred`: of reduces outside of graphs.
+            self._bound_shard, self.deferred = scatter.apply(shard, self.binding, self.binding.sentinel, *self.params)
             # Where one piece of code runs units of several sizes, Dynamo would take the size for a variable.
             keep_size_static(self._bound_shard)
-            self.deferred = DeferredGradient.apply(self._bound_shard, self.binding)  # of reduces outside of graphs
         # `shard`, differentiable; None while parameters are shown in full.
         self.autograd_shard: Tensor | None = self._bound_shard
         self.trains = self._bound_shard.requires_grad  # whether any parameter trained when it was bound

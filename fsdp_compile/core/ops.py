@@ -61,7 +61,7 @@ from fsdp_compile.core.traced_writes import note_gathered
 # its shape must be in its arguments: the layout and the groups travel as text (Note [One string describes an unshard]).
 # Where backward does not reduce, the graph may not return a gradient of the shard, which has another shape and is not
 # known yet. `defer_reduce` returns a scalar instead, the gradient of `deferred`, an input of the graph that nothing
-# reads. It makes autograd call the node behind `deferred` (autograd.DeferredGradient) when the graph has run. So does
+# reads. It makes autograd call the node behind `deferred` (autograd.ScatterGradients) when the graph has run. So does
 # `update_shard`, as what a unit was updated by shall not live until the graph has run.
 
 

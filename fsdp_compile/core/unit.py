@@ -37,6 +37,7 @@ from fsdp_compile.core.traced_writes import check_finished_graph
 from fsdp_compile.tensors.shard_spec import ShardRanks, ShardSpec
 from fsdp_compile.tensors.tensor_parallel import in_forward
 
+_VERSION = operator.attrgetter("_version")
 T = TypeVar("T")
 
 
@@ -526,7 +527,7 @@ class Unit:
     def version_counters(self) -> VersionCounters:
         """The current version counters of the parameters."""
         shards = [count for flat in self.flats for count in (flat.shard._version, flat.bindings)]
-        return VersionCounters([param._version for param in self.params], shards)
+        return VersionCounters(list(map(_VERSION, self.params)), shards)
 
     def is_current(self) -> bool:
         """Whether modules hold the unit's parameters and these lie in its shards."""

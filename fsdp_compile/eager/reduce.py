@@ -36,7 +36,7 @@ from fsdp_compile.eager.accumulate import (
 )
 from fsdp_compile.eager.streams import NO_STREAMS, Streams
 
-_DTYPE, _REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 # Note [Reduces in flight]
 # A reduce starts as soon as the gradients of a unit are there, and is waited for where autograd needs the result: in
@@ -77,7 +77,7 @@ def reduce_gradients(
     rest = iter(grads)
     of_flats = [list(islice(rest, len(flat.params))) for flat in flats]
     packed = (
-        pack(flat, of_flat, unit.sent_dtype(flat, full_precision), unit.device)
+        flat.pack(of_flat, unit.sent_dtype(flat, full_precision), unit.device)
         for flat, of_flat in zip(reversed(flats), reversed(of_flats), strict=True)
     )
     return reduce_packed(unit, flats, packed, streams, full_precision)
@@ -101,22 +101,6 @@ def reduce_packed(
         sent = torch.zeros(flat.layout.numel, dtype=dtype, device=unit.device) if grads is None else grads.to(dtype)
         shard_grads.append(reduce_or_accumulate(unit, flat, sent, streams, full_precision))
     return shard_grads[::-1]
-
-
-def pack(flat: FlatParam, grads: Sequence[Tensor | None], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Concatenate gradients in the parameters' unsharded shapes to `[layout.numel]`; zeros where there is none."""
-    flattened: list[Tensor] = []
-    for segment in flat.layout.segments:
-        grad = None if segment.parameter is None else grads[segment.parameter]
-        if grad is None:
-            flattened.append(torch.zeros(segment.numel, dtype=dtype, device=device))
-        else:
-            flattened.append((grad.to_dense() if grad.is_sparse else grad).reshape(-1))
-    if not flattened:  # parameters without elements, which have no segments
-        return torch.empty(0, dtype=dtype, device=device)
-    if set(map(_DTYPE, flattened)) == {dtype}:  # in C: it runs for each parameter
-        return torch.cat(flattened)
-    return torch.cat(flattened, out=torch.empty(flat.layout.numel, dtype=dtype, device=device))
 
 
 def reduce_or_accumulate(

@@ -21,7 +21,7 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.comm.direct import take
 from fsdp_compile.core._torch import set_version_counters
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.ops import alias, view_parameters
+from fsdp_compile.core.ops import alias
 from fsdp_compile.core.unit import Unit, VersionCounters
 
 # Note [Streams]
@@ -186,18 +186,11 @@ class UnshardedBuffer:
         self.storage = self.full.untyped_storage()
         self.nbytes = self.storage.nbytes()
         self.slice: Tensor | None = None
-        self.filling = False
-        self._counted: list[weakref.ref[Tensor]] = []  # one tensor of each version counter that views have
-        self._shared: Tensor | None = None  # the tensor whose counter plain views share, once there are any
-        self._refused: list[tuple[weakref.ref[Tensor], int]] | None = (
-            None  # while freed: these, and their counts before
-        )
+        self.filling = self.is_free = False  # the latter: whether the memory was freed
+        self._shared: Tensor | None = None  # the tensor whose version counter plain views share, once there are any
+        self._others: list[weakref.ref[Tensor]] = []  # views with counters of their own
+        self._refuses_reads = False
         self._gather: collectives.Filling | None = None
-
-    @property
-    def is_free(self) -> bool:
-        """Whether the memory was freed."""
-        return self.storage.nbytes() == 0 < self.nbytes
 
     def start(self) -> None:
         """Begin to fill it from the shards."""
@@ -205,6 +198,7 @@ class UnshardedBuffer:
             return
         if self.is_free:
             self.storage.resize_(self.nbytes)
+            self.is_free = False
         if not self.is_sharded:
             self.full.copy_(self._shard())
             self.filling = True
@@ -252,41 +246,43 @@ class UnshardedBuffer:
 
     def views(self) -> list[Tensor]:
         """The unsharded parameters (Note [Freeing buffers that autograd has saved])."""
-        return view_parameters(self.flat_view(), self.flat.layout.text)
+        return self.flat.views(self.flat_view())
 
     def flat_view(self) -> Tensor:
         """The unsharded flat parameter, 1-D: all that this returns and all views of it share one version counter."""
         if self._shared is None:
             self._shared = alias(self.full)
-            self.count(self._shared)
         return self._shared.detach()
 
     def count(self, *views: Tensor) -> None:
         """Let autograd refuse `views`, with version counters of their own, while the memory is not there."""
-        if not (self.is_shard or views[0].is_inference()):  # of which autograd saves nothing
-            self._counted += map(weakref.ref, views)
+        self._others += map(weakref.ref, views)
 
     def allow_reads(self) -> None:
         """Let autograd unpack views that it has saved: the memory is filled, or who reads it waits for the fill."""
-        if self._refused is not None:
-            _set_counts(self._refused)
-            self._refused = None
+        if self._refuses_reads:
+            self._move_counters(-WHILE_FREED)
+            self._refuses_reads = False
 
     def free(self) -> None:
         """Free the memory, which is not being filled."""
         if self.is_shard:
             return
-        if self._refused is None:
-            self._counted = [each for each in self._counted if each() is not None]
-            self._refused = [(each, view._version) for each in self._counted if (view := each()) is not None]
-            _set_counts([(each, version + WHILE_FREED) for each, version in self._refused])
+        if not self._refuses_reads:
+            self._move_counters(WHILE_FREED)
+            self._refuses_reads = True
         self.storage.resize_(0)
+        self.is_free = self.nbytes > 0
 
-
-def _set_counts(counts: list[tuple[weakref.ref[Tensor], int]]) -> None:
-    living = [(view, count) for each, count in counts if (view := each()) is not None]
-    if living:
-        set_version_counters(*zip(*living, strict=True))
+    def _move_counters(self, by: int) -> None:
+        shared = self._shared
+        if shared is None or shared.is_inference():  # of which autograd saves nothing
+            return
+        counted = [shared]
+        if self._others:
+            self._others = [each for each in self._others if each() is not None]
+            counted += [view for each in self._others if (view := each()) is not None]
+        set_version_counters(tuple(counted), tuple([each._version + by for each in counted]))
 
 
 def finish_filling(buffers: Sequence[UnshardedBuffer], streams: Streams) -> None:

@@ -88,7 +88,7 @@ class UnshardParams(torch.autograd.Function):
     @once_differentiable
     @never_compile
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # as the results of forward
-        """Leave the shards' gradients, being reduced, to `DeferredGradient`; return a scalar where there is one."""
+        """Leave the shards' gradients, being reduced, to `ScatterGradients`; return a scalar where there is one."""
         check_engine(ctx.flats[0].names[0])
         with collectives.profiled("post", ctx.unit.path):
             gathered = ctx.gathered()
@@ -461,7 +461,9 @@ class UnshardedUnit:
         backward.at_end(self.post_backward, if_failed=self._fail)
         for listen in root.heard.before_backward:
             listen(self, backward, was_prefetched)
-        self._gather_again()
+        if any(buffer.is_free for buffer in self.buffers):
+            self._check_unchanged()
+            self._gather_again()
         awaits = self.reader is not None and self.reader.awaits
         if not awaits:
             self.wait()
@@ -494,7 +496,6 @@ class UnshardedUnit:
         """Begin to gather again what was freed; return whether anything was."""
         freed = [buffer for buffer in self.buffers if buffer.is_free]
         if freed:
-            self._check_unchanged()
             self.streams.limit()
             with torch.no_grad(), self.streams.unsharding(), collectives.profiled("all_gather", self.unit.path):
                 for buffer in reversed(freed):  # backward reads the last parameters first

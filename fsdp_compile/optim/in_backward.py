@@ -99,7 +99,7 @@ class UpdateInBackward:
         shards: dict[Any, FlatParam] = {}
         for flat in self._flats:
             if flat.trains and flat.autograd_shard is not None and flat.deferred is not None:
-                shards |= {flat.autograd_shard.grad_fn: flat, flat.deferred.grad_fn: flat}
+                shards[flat.autograd_shard.grad_fn] = flat
         readers: dict[FlatParam, Any] = {}
         work = [loss.grad_fn]
         seen = set(work)

@@ -18,7 +18,6 @@ from fsdp_compile import checkpoint, compile_step, fully_shard, replicas
 from fsdp_compile.comm.groups import Groups
 from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.core.sharding import units_gathered_below
-from fsdp_compile.eager.reduce import pack
 
 from .ranks import NIGHTLY, Ranks
 from .same_bits import CASES, MICROBATCHES, OPTIMIZERS, STEPS, first, of_ranks, train, trained
@@ -150,7 +149,7 @@ def _accumulated(rank: int) -> None:
                     each(x).square().sum().backward()
         (unit,) = units_gathered_below(model)
         (flat,) = unit.flats
-        packed = pack(flat, [torch.ones(3, 3), torch.ones(3)], torch.float32, torch.device("cpu"))
+        packed = flat.pack([torch.ones(3, 3), torch.ones(3)], torch.float32, torch.device("cpu"))
         torch.ops.fsdp_flat.add_accumulated_(packed, flat.flat_param_id)
         sums = view_parameters(packed, flat.layout.text)
         for param, found in zip(plain.parameters(), sums, strict=True):

@@ -7,7 +7,6 @@ from torch import nn
 
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import view_parameters
-from fsdp_compile.eager.reduce import pack
 from fsdp_compile.tensors.shard_spec import ShardRanks
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
@@ -29,7 +28,7 @@ def test_all_that_is_flattened_lies_alike(shapes, shards):
         for of_rank in (ShardRanks("unused", shards, rank) for rank in range(shards))
     ]
     together = torch.cat([flat.shard for flat in ranks])
-    packed = pack(ranks[0], tensors, torch.float32, CPU)
+    packed = ranks[0].pack(tensors, torch.float32, CPU)
     assert torch.equal(packed, together)
     assert int((packed != 0).sum()) == sum(tensor.numel() for tensor in tensors)
     views = view_parameters(packed, ranks[0].layout.text)
