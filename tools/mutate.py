@@ -70,6 +70,15 @@ NEAREST = {
                            "tests/gloo/test_quantized.py",
     "state_dict/optimizer.py": f"{_STATES} tests/gloo/test_optimizers.py tests/gloo/test_resume.py "
                                "tests/gloo/test_by_owner.py tests/gloo/test_fsdp1.py",
+    "core/autograd.py": f"tests/fake/test_states.py {_RUNTIME} tests/gloo/test_update_in_backward.py "
+                        "tests/gloo/test_read_guard.py tests/gloo/test_precision.py tests/gloo/test_flat_gradients.py",
+    "core/backward_pass.py": f"tests/fake/test_states.py tests/fake/test_handle.py {_RUNTIME} "
+                             "tests/gloo/test_update_in_backward.py tests/gloo/test_mishaps.py",
+    "eager/block_reader.py": "tests/fake/test_regional.py tests/gloo/test_regional.py tests/gloo/test_mishaps.py",
+    "eager/prefetch.py": "tests/fake/test_states.py tests/fake/test_handle.py tests/gloo/test_prefetch.py "
+                         "tests/gloo/test_manual.py",
+    "eager/streams.py": "tests/fake/test_streams.py tests/fake/test_races.py tests/gloo/test_read_guard.py "
+                        f"{_RUNTIME}",
     "eager/reduce.py": "tests/fake/test_states.py tests/fake/test_streams.py tests/gloo/test_reduce.py "
                        "tests/gloo/test_update_in_backward.py "
                        f"tests/gloo/test_compiled_accumulation.py {_RUNTIME} tests/gloo/test_same_bits.py",
