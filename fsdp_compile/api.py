@@ -22,7 +22,8 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
-from fsdp_compile.agree.checks import KeptViews, RootChecks
+from fsdp_compile.agree.checks import RootChecks
+from fsdp_compile.agree.kept import Kept
 from fsdp_compile.agree.order import RankOrder
 from fsdp_compile.comm.groups import GroupArgument, check_ranks_of_tree, divide, resolve_groups
 from fsdp_compile.config import AUTO, CompileConfig, check_type
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from fsdp_compile.passes.cost.hardware import Hardware
 
 
-LISTENERS = (RootChecks, UserEdits, Accumulation, RankOrder, Prefetch, OwnWrites, KeptViews)
+LISTENERS = (RootChecks, UserEdits, Accumulation, RankOrder, Prefetch, OwnWrites, Kept)
 """What hears of the passes over a sharded model, in this order (eager/forward_pass.py)."""
 
 Options = ParamSpec("Options")

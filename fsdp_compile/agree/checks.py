@@ -2,14 +2,10 @@
 
 check_root       settings of units, parameters without a unit or without values, replication around the module
 compare_units    before the first forward that communicates: one line for each unit, parameter and replicated flat shard
-
-and what modules keep after a forward, for a warning or for hooks.
 """
 
 import os
-import weakref
-from collections.abc import Iterable, Iterator, Set
-from itertools import filterfalse
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,15 +14,12 @@ from torch import Tensor, nn
 
 from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists
 from fsdp_compile.comm.waits import state_of
-from fsdp_compile.core._torch import leaves_of, plain_within, replicated_params
-from fsdp_compile.core.settings import warn_caller
-from fsdp_compile.core.sharding import join_registries, original_class, sharding_of, units_gathered_below
+from fsdp_compile.core._torch import replicated_params
+from fsdp_compile.core.sharding import join_registries, sharding_of, units_gathered_below
 from fsdp_compile.core.unit import Unit
-from fsdp_compile.eager.forward_pass import ForwardPass, Listener
+from fsdp_compile.eager.forward_pass import Listener
 from fsdp_compile.edits.writeback import refresh, replaced_objects
 
-_OF_EACH_MODULE = frozenset(vars(nn.Module())) | {"_fsdp_parameters", "_fsdp_units"}
-_PLAIN = frozenset((bool, int, float, str, type(None)))  # attributes of most modules
 _SETTINGS = {"limit_all_gathers": "limit_all_gathers", "FSDP_COMPILE_FULL_PREC_IN_EVAL": "full_precision_in_eval"}
 
 
@@ -148,86 +141,6 @@ class RootChecks(Listener):
     def compare(self, module: nn.Module, settings: str, compiled: bool) -> bool:
         """As `compare_units`."""
         return compare_units(module, settings, compiled)
-
-
-class KeptViews(Listener):
-    """Warns of attributes that hold views of gathered parameters, and frees their memory no sooner than these.
-
-    It looks in the first forward of each kind; where it has found a view, all forwards of that unit are held.
-    """
-
-    def __init__(self, root: Any) -> None:
-        super().__init__(root)
-        self._looked = set[Any]()  # at forwards of these kinds
-        self._kept: weakref.WeakSet[Unit] = weakref.WeakSet()  # units of which modules keep views
-
-    def after_forward(self, gathered: Any, module: nn.Module) -> None:
-        """Look at the attributes of `module` and of modules below."""
-        if self.root.running is not None and self.root.running.kind not in self._looked:
-            memory = {buffer.storage.data_ptr() for buffer in gathered.buffers if not buffer.is_shard}
-            if warn_of_kept_views(module, memory - {0}):
-                self._kept.add(gathered.unit)
-        if gathered.unit in self._kept:
-            gathered.hold()
-
-    def complete_forward(self, forward: ForwardPass) -> None:
-        """All modules have been looked at."""
-        self._looked.add(forward.kind)
-
-
-def warn_of_kept_views(module: nn.Module, memory: Set[int]) -> bool:
-    """Warn of attributes of modules below `module` that lie in `memory`, addresses of what was gathered for it.
-    Return whether there are any.
-    """
-    found = False
-    for each in module.modules():
-        for name, value in vars(each).items():
-            if not isinstance(value, Tensor | list | tuple | dict) or name in ("_fsdp_parameters", "_modules"):
-                continue
-            plain = (plain_within(leaf) for leaf in leaves_of(value) if type(leaf) is Tensor)
-            plain = (leaf for leaf in plain if type(leaf) is Tensor and leaf.layout is torch.strided)
-            if any(leaf.untyped_storage().data_ptr() in memory for leaf in plain):
-                found = True
-                warn_caller(
-                    f"{original_class(each).__name__} keeps a view of gathered parameters as {name}: their memory "
-                    f"stays as long as it does, and it does not follow later changes of the parameters; compute it in "
-                    f"each forward, or keep a clone"
-                )
-    return found
-
-
-def warn_that_it_stays(module: nn.Module, unit: Unit, opaque: type | None) -> None:
-    """Warn that `unit` stays unsharded until backward: of an `opaque` output, or of what nothing returns or keeps."""
-    who = f"{original_class(module).__name__} with parameters {', '.join(unit.names[:2])}, ..."
-    if opaque:
-        warn_caller(
-            f"{who} returns a {opaque.__name__}, which may have tensors inside that cannot be seen, so its "
-            f"parameters stay unsharded until backward; return tensors, containers of them or a dataclass"
-        )
-    else:
-        warn_caller(
-            f"the forward of {who} computes something with gradients that it neither returns nor keeps as an "
-            f"attribute, so its parameters stay unsharded until backward; return it, keep it as an attribute or in an "
-            f"argument, or compute it under torch.no_grad()"
-        )
-
-
-def kept_by_modules(module: nn.Module) -> Iterator[Tensor]:
-    """Tensors that `module` and its submodules keep as attributes, or in a list, tuple or dict that is one."""
-    work = [module]
-    for each in work:
-        attributes = vars(each)
-        if attributes["_modules"]:
-            work += filter(None, attributes["_modules"].values())
-        for name in filterfalse(_OF_EACH_MODULE.__contains__, attributes):  # few, wherever a unit is freed
-            value = attributes[name]
-            if type(value) in _PLAIN:
-                continue
-            if isinstance(value, Tensor):
-                yield value
-            elif type(value) in (list, tuple, dict) and value:
-                inside = value.values() if type(value) is dict else value
-                yield from (item for item in inside if isinstance(item, Tensor))
 
 
 def _paths(module: nn.Module) -> dict[Unit, str]:

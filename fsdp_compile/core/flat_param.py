@@ -4,7 +4,7 @@ import copy
 import itertools
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -85,6 +85,7 @@ class FlatParam:
         self._averages: list[RemovableHandle] = []  # hooks on plain parameters
         self._counted: tuple[nn.Parameter, ...] = ()  # share the shard's version counter, if plain
         self.bindings = 0  # how often the parameters were bound to a shard: again when their data was replaced
+        self._paddings: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         self.names = list(layout.names)  # in the root, once there is one; those in the unit's module until then
         name_specs(self.specs, self.names)
         self.path = self.names[0]  # of its unit, once ranks have compared the model
@@ -134,18 +135,25 @@ class FlatParam:
 
     def pack(self, grads: Sequence[Tensor | None], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Concatenate gradients in the parameters' unsharded shapes to a new `[layout.numel]`; zeros where is none."""
-        sizes, windows = self._windows
         parts: list[Any] = [*grads]
         if set(map(type, grads)) != {Tensor} or set(map(_LAYOUT, parts)) != {torch.strided}:
-            parts = [each.to_dense() if each is not None and each.is_sparse else each for each in grads]
-        if not len(sizes) == len(windows) == len(parts):
-            parts = [None if each.parameter is None else parts[each.parameter] for each in self.layout.segments]
-        zeros = partial(torch.zeros, dtype=dtype, device=device)
-        parts = [zeros(numel) if part is None else part for numel, part in zip(sizes, parts, strict=True)]
+            sizes, zeros = self.layout.numels, partial(torch.zeros, dtype=dtype, device=device)
+            parts = [zeros(n) if part is None else _dense(part) for n, part in zip(sizes, parts, strict=True)]
+        segments = self.layout.segments
+        if not len(segments) == len(self._windows[1]) == len(parts):
+            padding = self._padding(dtype, device)
+            parts = [parts[at] if (at := each.parameter) is not None else next(padding) for each in segments]
         if len(parts) > 1 and set(map(_DTYPE, parts)) == {dtype}:  # in C: it runs for each parameter
             return concatenate_flattened(parts)
         out = torch.empty(self.layout.numel, dtype=dtype, device=device)
         return torch.cat([part.reshape(-1) for part in parts], out=out) if parts else out
+
+    def _padding(self, dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
+        """Zeros for each segment of padding, made once: their only reader is the stream that first packs."""
+        if (dtype, device) not in self._paddings:
+            sizes = [each.numel for each in self.layout.segments if each.parameter is None]
+            self._paddings[dtype, device] = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
+        return iter(self._paddings[dtype, device])
 
     def split(self, flat: Tensor) -> list[Tensor | None]:
         """The parameters' slices of `flat`, a tensor laid out like the shard; None: not on this rank."""
@@ -261,6 +269,10 @@ class FlatParam:
         new.flat_param_id = new_flat_param_id(new)
         new.bind(torch.empty_like(self.shard, pin_memory=self.shard.is_pinned()).copy_(self.shard))
         return new
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad.to_dense() if grad.is_sparse else grad
 
 
 def group_by_dtype(params: NamedParams) -> list[list[tuple[str, nn.Parameter]]]:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictSettings
 
 from fsdp_compile.comm.groups import Stages
-from fsdp_compile.core._torch import while_tracing
+from fsdp_compile.core._torch import while_tracing, without_torch_function
 from fsdp_compile.core.autograd import GradientReduction
 from fsdp_compile.core.backward_pass import BackwardPass, running_backward
 from fsdp_compile.core.flat_param import FlatParam, NamedParams
@@ -527,7 +527,8 @@ class Unit:
     def version_counters(self) -> VersionCounters:
         """The current version counters of the parameters."""
         shards = [count for flat in self.flats for count in (flat.shard._version, flat.bindings)]
-        return VersionCounters(list(map(_VERSION, self.params)), shards)
+        with without_torch_function():  # which each of them would be asked for
+            return VersionCounters(list(map(_VERSION, self.params)), shards)
 
     def is_current(self) -> bool:
         """Whether modules hold the unit's parameters and these lie in its shards."""

@@ -10,13 +10,13 @@ as for its neighbors, and the graph in between reads unsharded flat parameters a
 import functools
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fsdp_compile.agree.checks import kept_by_modules, warn_that_it_stays
 from fsdp_compile.comm.collectives import profiled
 from fsdp_compile.core._torch import (
     allowed_in_regions,
@@ -343,14 +343,16 @@ def _post_forward(module: Any, opened: list[UnshardedUnit], inputs: tuple, outpu
         with outside_of_transforms():
             return _post_forward(module, opened, (), None)  # the transform's own tensors take no hooks
     _hide(module, opened, completed=True)
+    heard = module._fsdp_runtime.heard
     for gathered in opened:
         with profiled("post", gathered.unit.path):
             keep = module._fsdp.is_root or module._fsdp_runtime.begins_backward(gathered)
             keep |= gathered.unit.reshard_after_forward is False
-            kept = () if module._fsdp.is_root else kept_by_modules(module)
+            kept = () if module._fsdp.is_root else chain(*[listen(module) for listen in heard.kept_tensors])
             exits = gathered.post_forward(inputs, output, kept, keep)
             if not keep and exits is not None and (exits.opaque or exits.is_left):
-                warn_that_it_stays(module, gathered.unit, exits.opaque)
+                for listen in heard.stays:
+                    listen(module, gathered.unit, exits.opaque)
             module._fsdp_runtime.end_forward(gathered)
 
 

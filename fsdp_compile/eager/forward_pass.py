@@ -1,10 +1,11 @@
 """What belongs to one forward of a root, and the layers that hear of it: the runtime calls none of these by name."""
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_compile.core.backward_pass import BackwardPass
 from fsdp_compile.core.unit import Unit
@@ -79,6 +80,13 @@ class Listener:
     def after_forward(self, gathered: Any, module: nn.Module) -> None:
         """The forward of `module` has ended, and `gathered` is about to be freed."""
 
+    def kept_tensors(self, module: nn.Module) -> Iterable[Tensor]:
+        """Tensors beside outputs that outlive the forward of `module`: backward may begin there."""
+        return ()
+
+    def stays(self, module: nn.Module, unit: Unit, opaque: type | None) -> None:
+        """`unit` stays unsharded until backward: the type of an output hides tensors, or something left otherwise."""
+
     def before_backward(self, gathered: Any, backward: BackwardPass, was_prefetched: bool) -> None:
         """`backward` has come to `gathered`, and is about to gather it again where it was freed."""
 
@@ -89,27 +97,10 @@ class Listener:
         """All gradients of `gathered` are there, and are about to be reduced."""
 
 
-class Heard(NamedTuple):
-    """For each method of a listener the bound ones of those that override it."""
-
-    check: tuple[Callable[..., None], ...]
-    compare: tuple[Callable[..., bool], ...]
-    forget: tuple[Callable[..., None], ...]
-    begin_forward: tuple[Callable[..., None], ...]
-    complete_forward: tuple[Callable[..., None], ...]
-    end_forward: tuple[Callable[..., None], ...]
-    before_values: tuple[Callable[..., None], ...]
-    before_gather: tuple[Callable[..., None], ...]
-    in_forward: tuple[Callable[..., None], ...]
-    after_forward: tuple[Callable[..., None], ...]
-    before_backward: tuple[Callable[..., None], ...]
-    in_backward: tuple[Callable[..., None], ...]
-    after_backward: tuple[Callable[..., None], ...]
-
-    @classmethod
-    def by(cls, listeners: Sequence[Listener]) -> "Heard":
-        """What each of `listeners` overrides, in their order."""
-        return cls(*(
-            tuple(getattr(each, name) for each in listeners if getattr(type(each), name) is not getattr(Listener, name))
-            for name in cls._fields
-        ))  # fmt: skip
+def heard_by(listeners: Sequence[Listener]) -> SimpleNamespace:
+    """For each method of a listener the bound ones of those that override it, in the order of `listeners`."""
+    methods = {name: method for name, method in vars(Listener).items() if not name.startswith("_")}
+    return SimpleNamespace(**{
+        name: tuple(getattr(each, name) for each in listeners if getattr(type(each), name) is not method)
+        for name, method in methods.items()
+    })  # fmt: skip

@@ -16,7 +16,7 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.core.settings import Settings, warn_caller
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Phase, ReduceQueue, Unit
-from fsdp_compile.eager.forward_pass import ForwardPass, Heard, Listener
+from fsdp_compile.eager.forward_pass import ForwardPass, Listener, heard_by
 from fsdp_compile.eager.reduce import abandon_gradients
 from fsdp_compile.eager.streams import Device, Streams, UnshardedBuffer
 from fsdp_compile.eager.unsharded import UnshardedUnit, UnshardHandle, reshard
@@ -50,7 +50,7 @@ class Runtime:
         self.post_optim_event: Any = None
         self.converting = False
         self.listeners = tuple(listener(self) for listener in listeners)
-        self.heard = Heard.by(self.listeners)
+        self.heard = heard_by(self.listeners)
         self._is_checked = self._is_compared = False
         self._warned: set[str] = set()  # methods without an effect on a compiled forward
         self._streams: dict[torch.device, Streams] = {}

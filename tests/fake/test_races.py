@@ -23,6 +23,7 @@ from fsdp_compile import fully_shard
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.collectives import WAIT
 from fsdp_compile.core.autograd import GradientReduction
+from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.eager import reduce
 from fsdp_compile.eager.streams import Streams, UnshardedBuffer
 from fsdp_compile.eager.unsharded import UnshardedUnit
@@ -271,7 +272,7 @@ def _wait_for_large(started: collectives.WaitTensor) -> None:
 
 _running: list[Streams] = []
 _packed: dict[int, Tensor] = {}
-refresh, pack, cast_shard = writeback.refresh, reduce.pack, UnshardedBuffer._shard
+refresh, pack, cast_shard = writeback.refresh, FlatParam.pack, UnshardedBuffer._shard
 start_reduce_scatter, start_average = collectives.start_reduce_scatter, reduce.start_average
 on = mock.patch.object
 
@@ -312,7 +313,7 @@ FAULTS: list[Fault] = [
     ("no record_stream of what a hook reads", {}, _hooks,
      lambda: on(Streams, "use_in_post_backward", _nothing), ("_reduce_scatter_base_", "given to")),
     ("gradients are packed into a buffer in use", {}, _train,
-     lambda: on(reduce, "pack", _pack_into_one), ("copy_", REDUCE)),
+     lambda: on(FlatParam, "pack", _pack_into_one), ("copy_", REDUCE)),
     ("the host does not wait for offloaded gradients", OFFLOAD, _train,
      lambda: on(GradientReduction, "wait_on_host", GradientReduction.wait), ("in host", "copy_")),
     ("the host waits for the wrong stream", OFFLOAD, _train,

@@ -13,7 +13,6 @@ GROUND = ("fsdp_compile/comm/", "fsdp_compile/tensors/", "fsdp_compile/config.py
 """What the story may read beside itself."""
 
 ARROWS = {
-    ("eager/forward.py", "agree/checks.py"),
     ("eager/reduce.py", "eager/accumulate.py"),
     ("passes/inductor.py", "passes/artifacts.py"),
     ("passes/inductor.py", "passes/joint/choose_memory.py"),
