@@ -56,11 +56,13 @@ NEAREST = {
     "core/layout.py": "tests/unit/test_layout.py tests/unit/test_flat_param.py tests/unit/test_rows.py",
     "core/flat_param.py": "tests/unit/test_flat_param.py tests/gloo/test_gradients.py tests/gloo/test_matrix.py "
                           "tests/gloo/test_summon.py tests/gloo/test_features.py tests/gloo/test_reads.py "
-                          "tests/unit/test_update_in_backward.py tests/gloo/test_update_in_backward.py",
+                          "tests/unit/test_update_in_backward.py tests/gloo/test_update_in_backward.py "
+                          "tests/gloo/test_frozen.py tests/gloo/test_changed_parameters.py",
     "tensors/shard_spec.py": f"tests/unit/test_chunks.py {_STATES} tests/gloo/test_sharded_tensor.py "
                           "tests/gloo/test_fsdp1.py",
     "core/flat_collectives.py": "tests/fake/test_streams.py tests/gloo/test_communication.py tests/gloo/test_reduce.py "
-                                "tests/gloo/test_matrix.py tests/gloo/test_module_options.py",
+                                "tests/gloo/test_matrix.py tests/gloo/test_module_options.py "
+                                "tests/gloo/test_neighbours.py tests/gloo/test_next_forward.py",
     "checkpoint/untrusted.py": "tests/unit/test_untrusted.py tests/unit/test_safetensors.py",
     "checkpoint/hugging_face.py": "tests/unit/test_safetensors.py tests/unit/test_convert.py "
                                   "tests/gloo/test_safetensors.py",
@@ -76,7 +78,7 @@ NEAREST = {
                              "tests/gloo/test_update_in_backward.py tests/gloo/test_mishaps.py",
     "eager/block_reader.py": "tests/fake/test_regional.py tests/gloo/test_regional.py tests/gloo/test_mishaps.py",
     "eager/prefetch.py": "tests/fake/test_states.py tests/fake/test_handle.py tests/gloo/test_prefetch.py "
-                         "tests/gloo/test_manual.py",
+                         "tests/gloo/test_manual.py tests/gloo/test_module_options.py",
     "eager/streams.py": "tests/fake/test_streams.py tests/fake/test_races.py tests/gloo/test_read_guard.py "
                         f"{_RUNTIME}",
     "eager/reduce.py": "tests/fake/test_states.py tests/fake/test_streams.py tests/gloo/test_reduce.py "
