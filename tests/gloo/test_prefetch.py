@@ -87,6 +87,23 @@ def test_one_ahead(two: Ranks, mode: str) -> None:
         _assert_one_ahead(lines)
 
 
+def _chosen_order(rank: int) -> list[str]:
+    model: Any = shard(CASE)
+    model.set_modules_to_backward_prefetch([model.blocks[1], model.blocks[2]])
+    model.blocks[2].set_modules_to_backward_prefetch([model.blocks[0]])
+    return _logged_step(CASE, model).lines
+
+
+def test_chosen_for_backward(two: Ranks) -> None:
+    """The units that the user chose are gathered, in that order, when the unit that names them begins; each once."""
+    for lines in two.run(_chosen_order):
+        names = ("blocks.1", "blocks.2", "blocks.0")
+        gathers = [[at for at, line in enumerate(lines) if line == f"gather {name} in unshard"] for name in names]
+        assert all(len(each) == 2 for each in gathers), "once in forward, once in backward"
+        one, two_, zero = (again for _, again in gathers)
+        assert one < two_ < zero < lines.index("backward blocks.2")
+
+
 # --- forward ----------------------------------------------------------------------------------------------------------
 
 
@@ -142,6 +159,26 @@ def _branches(seed: int, size: int) -> tuple[Tensor, ...]:
 
 
 BRANCHES = Case(_branching, _branches, squared_error)
+
+
+def _skip_one(rank: int) -> list[str]:
+    model = shard(Case(_branching, _skips, squared_error), forward_prefetch=True)
+    backward(model, BRANCHES, mine(BRANCHES, 0))
+    return _logged_step(Case(_branching, _skips, squared_error), model).lines
+
+
+def _skips(seed: int, size: int) -> tuple[Tensor, ...]:
+    x, y = vectors(seed, size)
+    return x, torch.tensor([[0, 2, 3]] * size), y
+
+
+def test_a_wrong_guess_in_forward(two: Ranks) -> None:
+    """A unit that was gathered early and is skipped is freed when the next one comes, after which units are foreseen
+    again."""
+    for lines in two.run(_skip_one):
+        freed = lines.index("free blocks.1")
+        assert freed < lines.index("compute blocks.2")
+        assert freed < lines.index("gather blocks.3 in unshard") < lines.index("compute blocks.2")
 
 
 def _guess_wrongly(rank: int, mode: str, forward_prefetch: bool) -> None:
