@@ -138,18 +138,18 @@ def fully_shard(
         mesh: device mesh to shard over, 1-D; for hybrid strategies 2-D, (replicas, shards). At most one of `mesh` and
             `process_group` may be given; without them all ranks shard.
         process_group: group to shard over; for hybrid strategies the pair (shard group, replica group).
-        sharding_strategy: FULL_SHARD, which None stands for, frees unsharded parameters between forward and backward,
-            and SHARD_GRAD_OP does not. NO_SHARD stores all parameters on every rank and averages gradients.
-            HYBRID_SHARD, which None stands for with a 2-D mesh, and _HYBRID_SHARD_ZERO2 do the first two within a node,
-            and average over nodes. With a shard group of one rank all strategies are NO_SHARD, but for units with
-            DTensors.
+        sharding_strategy: FULL_SHARD frees unsharded parameters between forward and backward, and SHARD_GRAD_OP does
+            not. NO_SHARD stores all parameters on every rank and averages gradients. HYBRID_SHARD, which a 2-D mesh
+            means without this argument, and _HYBRID_SHARD_ZERO2 do the first two within a node, and average over nodes.
+            None: what `reshard_after_forward` says. With a shard group of one rank all strategies are NO_SHARD, but for
+            units with DTensors.
         reshard_after_forward: the same choice by another name: True is FULL_SHARD, False SHARD_GRAD_OP. With a number
             n, a divisor of the number of ranks that shard, each rank stores an n-th of the parameters between forward
             and backward, and backward gathers within groups of n ranks only; 1 means False, and the number of all ranks
-            True. With "auto" a compiled step does not reshard those units whose second all-gather would make it longer,
-            as far as its budget allows (`CompileConfig`); an eager step reshards all but the last, with which backward
-            begins. Beside a `sharding_strategy` this argument must say the same; a number or "auto" fits only
-            strategies that free parameters.
+            True. With "auto", which is the choice if neither argument is given, a compiled step does not reshard those
+            units whose second all-gather would make it longer, as far as its budget allows (`CompileConfig`); an eager
+            step reshards all but the last, with which backward begins. Beside a `sharding_strategy` this argument must
+            say the same; a number or "auto" fits only strategies that free parameters.
         auto_wrap_policy: which submodules become units of their own. "auto" chooses the outermost repeated blocks,
             unless submodules are sharded already; if a module around `module` is sharded later, what it chose becomes
             one unit, as in FSDP2. With None `module` is one unit; otherwise a set of module classes, or a
@@ -210,6 +210,8 @@ def fully_shard(
     check_type("forward_prefetch", forward_prefetch, bool)
     check_type("limit_all_gathers", limit_all_gathers, bool)
     mesh, beside = mesh_to_shard(mesh, dp_mesh_dims), dimensions_beside(mesh, dp_mesh_dims)
+    if sharding_strategy is None and reshard_after_forward is None:
+        reshard_after_forward = "auto"
     strategy = resolve_strategy(sharding_strategy, reshard_after_forward, mesh)
     precision, output_dtype = precision_of(mixed_precision, mp_policy)
     same_bits = asks_same_bits(reduction_order, strategy, precision, modules)

@@ -98,6 +98,7 @@ class FullyShardedDataParallel(nn.Module):
             mesh=device_mesh,
             process_group=process_group,
             sharding_strategy=sharding_strategy,
+            reshard_after_forward=True if sharding_strategy is None else None,
             auto_wrap_policy=auto_wrap_policy,
             mixed_precision=mixed_precision,
             cpu_offload=cpu_offload,

@@ -22,7 +22,7 @@ from fsdp_compile import fully_shard
 
 def _backward(no_sync: bool) -> str:
     """The last backward graph before order is pinned, under no_sync or after it."""
-    model = fully_shard(small())
+    model = fully_shard(small(), reshard_after_forward=True)
     with model.no_sync():
         pass
     with (
@@ -136,7 +136,7 @@ class _Repeated(nn.Module):
 @pytest.mark.parametrize("no_sync", [False, True])
 def test_a_unit_that_is_called_several_times(no_sync: bool) -> None:
     """It is gathered once in forward and once in backward, and its gradients' sums are packed and sent once."""
-    model = fully_shard(_Repeated())
+    model = fully_shard(_Repeated(), reshard_after_forward=True)
     model.set_requires_gradient_sync(not no_sync)
     with printed_graphs() as printed:
         torch.compile(model, fullgraph=True)(torch.ones(4, 5)).sum().backward()

@@ -138,7 +138,7 @@ def test_activations_on_the_host_in_cuda_code() -> None:
     """
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = fully_shard(Stack([Residual(64, 256) for _ in range(3)], width=64))
+    model = fully_shard(Stack([Residual(64, 256) for _ in range(3)], width=64), reshard_after_forward=True)
     options = {"link": LINK, "device": "h100", "activations": "offload"}
     run = torch.compile(model, fullgraph=True, backend=fsdp_compile_backend, options=options)
     inputs = vectors(0, 512)

@@ -117,7 +117,7 @@ def test_a_plan_by_hand(plans: list[Plan], tmp_path: pathlib.Path) -> None:
 @pytest.mark.usefixtures("launches_several")
 def test_the_graph() -> None:
     """Two units, one call; each result keeps its name, and its wait."""
-    model = fully_shard(small(), auto_wrap_policy={nn.Linear})
+    model = fully_shard(small(), auto_wrap_policy={nn.Linear}, reshard_after_forward=True)
     with printed_graphs() as graphs:
         step(torch.compile(model, backend=fsdp_compile_backend, options={"link": FAR}), torch.randn(2, 3))
     forward, backward = [graph for graph in graphs if "graph after coalesce_launches" in graph]

@@ -17,7 +17,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from fsdp_compile import MixedPrecision, ShardingStrategy, fully_shard
+from fsdp_compile import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
 
 # --- parameters of unusual shapes -------------------------------------------------------------------------------------
 
@@ -116,9 +116,12 @@ def test_settings_reach_all_units() -> None:
     assert {unit.group for unit in units(model)} == {dist.group.WORLD}
 
 
-def test_no_strategy_means_full_shard() -> None:
-    """None is FULL_SHARD (E-STRAT-8)."""
-    assert {unit.reshard_after_forward for unit in units(fully_shard(mlp(), sharding_strategy=None))} == {True}
+def test_no_strategy() -> None:
+    """The plan of a compiled step decides what is freed; with FSDP1's wrapper it is FULL_SHARD (E-STRAT-8)."""
+    assert {unit.reshard_after_forward for unit in units(fully_shard(mlp(), sharding_strategy=None))} == {None}
+    assert {unit.reshard_after_forward for unit in units(FullyShardedDataParallel(mlp()))} == {True}
+    hybrid = fully_shard(mlp(), mesh=init_device_mesh("cpu", (1, WORLD_SIZE)))
+    assert {unit.reshard_after_forward for unit in units(hybrid)} == {None}
 
 
 def test_a_custom_policy_sets_what_the_wrapper_takes() -> None:
@@ -148,7 +151,7 @@ def test_a_custom_policy_sets_strategies() -> None:
     own = {model.blocks[0]: keep, model.blocks[1]: copy, model.blocks[2]: True}
     fully_shard(model, auto_wrap_policy=CustomPolicy(lambda module: own.get(module, False)))
     (first,), (second,), (third,) = (units(block) for block in model.blocks)
-    assert [u.reshard_after_forward for u in (first, second, third)] == [False, False, True]
+    assert [u.reshard_after_forward for u in (first, second, third)] == [False, False, None]
     assert [u.flats[0].layout.world_size for u in (first, second, third)] == [WORLD_SIZE, 1, WORLD_SIZE]
 
 

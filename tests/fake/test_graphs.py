@@ -16,7 +16,7 @@ def graphs() -> dict[str, str]:
     torch._dynamo.reset()  # another module's tests may have left sizes that Dynamo takes for changing ones
     model = small()
     model[0].bias.requires_grad_(False)
-    fully_shard(model)
+    fully_shard(model, reshard_after_forward=True)
     with printed_graphs() as printed, torch._inductor.config.patch(force_disable_caches=True), kernels_not_built():
         torch.compile(model, fullgraph=True)(torch.ones(4, 3)).sum().backward()
     post_grad = [p for p in PASSES if p.stage == "post_grad"]

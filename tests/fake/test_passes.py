@@ -435,6 +435,7 @@ def _layers() -> list[nn.Module]:
     return [nn.Linear(7, 7), nn.Linear(7, 5)]
 
 
+_frees = partial(fully_shard, reshard_after_forward=True)
 _WHOLE = partial(torch.compile, fullgraph=True)
 _BUDGET = partial(_WHOLE, backend=fsdp_compile_backend, options={**LINK, "budget": 2**30})
 
@@ -442,12 +443,12 @@ _BUDGET = partial(_WHOLE, backend=fsdp_compile_backend, options={**LINK, "budget
 @pytest.mark.parametrize(
     ("build", "compile_it", "expected"),
     [
-        (lambda: fully_shard(mlp(2)), _WHOLE, (3, 2)),
-        pytest.param(lambda: fully_shard(mlp(2), auto_wrap_policy=None), _WHOLE, (1, 0), marks=pytest.mark.nightly),
-        (lambda: nn.Sequential(*map(fully_shard, _layers())), _WHOLE, (2, 0)),
-        (lambda: fully_shard(mlp(2)), _BUDGET, (3, 3)),
-        (lambda: fully_shard(nn.Sequential(*_layers()), auto_wrap_policy={nn.Linear}), _WHOLE, (2, 1)),
-        (lambda: fully_shard(_BrokenApart([Residual(11, 23) for _ in range(2)])), torch.compile, (1, 1)),
+        (lambda: _frees(mlp(2)), _WHOLE, (3, 2)),
+        pytest.param(lambda: _frees(mlp(2), auto_wrap_policy=None), _WHOLE, (1, 0), marks=pytest.mark.nightly),
+        (lambda: nn.Sequential(*map(_frees, _layers())), _WHOLE, (2, 0)),
+        (lambda: _frees(mlp(2)), _BUDGET, (3, 3)),
+        (lambda: _frees(nn.Sequential(*_layers()), auto_wrap_policy={nn.Linear}), _WHOLE, (2, 1)),
+        (lambda: _frees(_BrokenApart([Residual(11, 23) for _ in range(2)])), torch.compile, (1, 1)),
         pytest.param(_compiled_one_by_one, lambda model: model, (1, 1), marks=pytest.mark.nightly),
     ],
     ids=["a model", "one unit", "roots side by side", "a budget", "blocks alone", "graph breaks", "block by block"],
@@ -563,6 +564,6 @@ def test_no_shard_reduces_all_and_gathers_nothing() -> None:
 
 def test_a_gather_saved_against_the_strategy_is_refused() -> None:
     """Without `reshard` the partitioner keeps gathered parameters; the guard names the unit and the node (I4)."""
-    model = torch.compile(fully_shard(small()), backend=fsdp_compile_backend, options={"disable": ("reshard",)})
+    model = torch.compile(_frees(small()), backend=fsdp_compile_backend, options={"disable": ("reshard",)})
     with pytest.raises(Exception, match=r"unit 2: \w+, a view of its gathered parameters of shape .* would be kept"):
         step(model, X)

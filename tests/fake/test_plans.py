@@ -184,7 +184,8 @@ def test_a_budget_is_kept_or_refused(plans: dict[str, Plan]) -> None:
 def refusal(budget: int | None) -> str | None:
     """What compiling three units with a budget raises; None if there is a plan."""
     options = {"link": SLOW, "budget": budget}
-    model = torch.compile(fully_shard(mlp(blocks=2)), backend=fsdp_compile_backend, options=options)
+    sharded = fully_shard(mlp(blocks=2), reshard_after_forward=True)
+    model = torch.compile(sharded, backend=fsdp_compile_backend, options=options)
     try:
         CASES["mlp"].loss(model, CASES["mlp"].batch(1, 4)).backward()
     except Exception as error:

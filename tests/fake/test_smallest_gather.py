@@ -97,7 +97,7 @@ def test_nothing_of_a_parameter_is_saved_by_inductor() -> None:
     """So it is under Inductor: what autograd saves of one graph with all eight, each a unit, is smaller."""
     torch.manual_seed(0)
     model = nn.Sequential(*map(OneWeight, TRANSFORMATIONS.values()))
-    fully_shard(model, auto_wrap_policy={OneWeight})
+    fully_shard(model, auto_wrap_policy={OneWeight}, reshard_after_forward=True)
     run = torch.compile(model, fullgraph=True)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda kept: kept):

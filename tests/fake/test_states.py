@@ -345,7 +345,7 @@ def test_all_ranks_recompute_the_same_forward() -> None:
 
     So each unit is gathered once in the backward of each forward (E-AC-2, E-BWD-5).
     """
-    model = fully_shard(_Checkpointed(), auto_wrap_policy={Residual})
+    model = fully_shard(_Checkpointed(), auto_wrap_policy={Residual}, reshard_after_forward=True)
     count = 6
     (first, *_) = units(model)
     with recorded(model) as log:
