@@ -60,7 +60,8 @@ NEAREST = {
                           "tests/gloo/test_frozen.py tests/gloo/test_changed_parameters.py",
     "tensors/shard_spec.py": f"tests/unit/test_chunks.py {_STATES} tests/gloo/test_sharded_tensor.py "
                           "tests/gloo/test_fsdp1.py",
-    "core/flat_collectives.py": "tests/fake/test_streams.py tests/gloo/test_communication.py tests/gloo/test_reduce.py "
+    "core/flat_collectives.py": "tests/fake/test_streams.py tests/fake/test_races.py "
+                                "tests/gloo/test_communication.py tests/gloo/test_reduce.py "
                                 "tests/gloo/test_matrix.py tests/gloo/test_module_options.py "
                                 "tests/gloo/test_neighbours.py tests/gloo/test_next_forward.py",
     "checkpoint/untrusted.py": "tests/unit/test_untrusted.py tests/unit/test_safetensors.py",
