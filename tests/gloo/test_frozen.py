@@ -10,7 +10,7 @@ from models import MODELS, Case, Residual, squared_error, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compile import fully_shard
+from fsdp_compile import ShardingStrategy, fully_shard
 
 from .ranks import Ranks
 from .test_communication import _assert_freed, _gathered_bytes, _soon, _spied
@@ -214,6 +214,24 @@ def _freeze_units(rank: int, strategy: str) -> None:
 def test_freezing_units_at_run_time(two: Ranks, strategy: str) -> None:
     """Whole units may be frozen and thawed between steps; the rest trains on as unsharded (E-NONE-5)."""
     two.run(_freeze_units, strategy)
+
+
+def _thaw(rank: int, strategy: str) -> None:
+    reference = build(MLP)
+    for each in (reference.blocks[0], reference.blocks[2].up):
+        each.requires_grad_(False)
+    model = fully_shard(copy.deepcopy(reference), sharding_strategy=ShardingStrategy[strategy])
+    follow(model, reference, MLP, steps=1)
+    for each in (model, reference):
+        each.requires_grad_(True)
+    follow(model, reference, MLP, steps=2)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_thawing_what_was_frozen_before(two: Ranks, strategy: str) -> None:
+    """A unit, and parameters of one, that were frozen when the model was sharded train from the step on that thaws
+    them."""
+    two.run(_thaw, strategy)
 
 
 # --- several dtypes ---------------------------------------------------------------------------------------------------
