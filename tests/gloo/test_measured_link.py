@@ -66,7 +66,7 @@ def _train_unequal(rank: int) -> list[str]:
     model = nn.Sequential(*(_products() for _ in range(3)))
     torch.manual_seed(0)
     whole = nn.Sequential(*(_products() for _ in range(3)))
-    run = torch.compile(fully_shard(model))
+    run = torch.compile(fully_shard(model, reshard_after_forward=True))
     log, texts = logging.getLogger("fsdp_compile"), _Texts()
     log.addHandler(texts)
     level = log.level

@@ -146,7 +146,7 @@ class _Passes(Residual):
 
 
 def _pass_leaf(rank: int) -> None:
-    model = fully_shard(nn.Sequential(_Passes(7, 9), _Passes(7, 9)))
+    model = fully_shard(nn.Sequential(_Passes(7, 9), _Passes(7, 9)), reshard_after_forward=True)
     prompt = torch.zeros(7, requires_grad=True)
     counts = []
     for seed in range(3):

@@ -291,7 +291,7 @@ def _leave_aside(rank: int, how: str, apart: bool) -> None:
     reference = _AsideNet(how, apart)
     model = copy.deepcopy(reference)
     for block in model.blocks:
-        fully_shard(block)
+        fully_shard(block, reshard_after_forward=True)
     fully_shard(model)
     numel = model.blocks[0]._fsdp.units[0].flats[0].layout.numel
     for _ in range(2):
