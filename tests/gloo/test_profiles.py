@@ -20,7 +20,7 @@ Range = tuple[str, str, str, int, int]  # direction, phase, unit, begin, end
 
 def _ranges(whole: nn.Module, inputs: Tensor, backend: str | None = None) -> list[Range]:
     """Those of the second step, in order."""
-    model = fully_shard(whole)
+    model = fully_shard(whole, reshard_after_forward=True)
     run = model if backend is None else torch.compile(model, backend=backend)
     run(inputs).sum().backward()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:

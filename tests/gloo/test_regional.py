@@ -144,7 +144,7 @@ def _note_order(rank: int) -> tuple[str, str, str]:
     torch._dynamo.reset()
     model: Any = nn.Sequential(Residual(3, 5), Residual(3, 5))
     with patch.object(units_of_modules, "_worth_a_collective", return_value=10):
-        fully_shard(model, auto_wrap_policy={Residual}, forward_prefetch=True)
+        fully_shard(model, auto_wrap_policy={Residual}, forward_prefetch=True, reshard_after_forward=True)
     _compile_blocks(model, "inductor")
     x = torch.ones(4, 3, requires_grad=True)
     model(x).sum().backward()
