@@ -134,8 +134,7 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module, torch.distributed
     def on_swap(module: Any) -> None:
         """What remains when the class was swapped: buffers are cast, and a compiled call gathers around itself."""
         cast_buffers(module)
-        if "forward" in vars(module) and not hasattr(module.forward, "gathers"):
-            gather_around_own_forward(module)  # here, for a graph of a module around it traces no preparations
+        gather_around_own_forward(module)
         gather_around_compiled(module)
         set_state_of_fully_shard(module, StateForPipelines(module))
 

@@ -30,21 +30,17 @@ from fsdp_compile.core._torch import (
     outside_of_transforms,
     records_operators,
     renew_attributes,
+    traced_variable,
     while_tracing,
 )
 from fsdp_compile.core.backward_pass import BackwardPass, running_backward
-from fsdp_compile.core.sharding import ModuleSharding, original_class
+from fsdp_compile.core.sharding import ModuleSharding, modules_below, original_class, sharding_of
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.block_reader import wait_for_flats
 from fsdp_compile.eager.casting import cast_outputs, computes_in_full_precision, prepare_inputs
 from fsdp_compile.eager.forward_pass import ForwardPass
 from fsdp_compile.eager.runtime import Runtime
-from fsdp_compile.eager.unsharded import (
-    Reader,
-    State,
-    UnshardedUnit,
-    free_for_next_forward,
-)
+from fsdp_compile.eager.unsharded import Reader, State, UnshardedUnit, free_for_next_forward
 
 # Note [Graph breaks in the forward of a sharded module]
 # Where a module's code breaks the graph, its unit is gathered eagerly, and Dynamo compiles what it would without
@@ -132,14 +128,10 @@ def hooked_call(call: Callable[..., Any]) -> Callable[..., Any]:
             return call(module, *args, **kwargs)
         finally:
             if torch.compiler.is_compiling():
-                while_tracing(_renew_sharding)
+                while_tracing(lambda tracing: renew_attributes(tracing, "sharding"))
             allowed_in_regions(_set_in_hooked_call, sharding, False)
 
     return gathering(call_inside)
-
-
-def _renew_sharding(tracing: Any) -> None:
-    renew_attributes(tracing, "sharding")
 
 
 def _set_in_hooked_call(sharding: ModuleSharding, in_hooked_call: bool) -> None:
@@ -218,8 +210,10 @@ def gathering(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @torch.compiler.disable
 def gather_around_own_forward(module: nn.Module) -> None:
-    """Gather the module's units around a `forward` that was set on `module` itself instead of its class."""
-    own: Any = vars(module)["forward"]
+    """Gather the module's units around a `forward` that was set on `module` itself instead of its class, if any."""
+    own: Any = vars(module).get("forward")
+    if own is None or hasattr(own, "gathers"):
+        return
     is_method = isinstance(own, MethodType) and own.__self__ is module
     function = own.__func__ if is_method else lambda self, *args, **kwargs: own(*args, **kwargs)
     vars(module)["forward"] = MethodType(gathering(function), module)
@@ -449,6 +443,7 @@ def _run_with_flats(module: Any, run: Callable[..., Any], args: tuple, kwargs: d
 
 
 def _traced(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    while_tracing(_gather_around_own_forwards)
     units = []
     for unit in module._fsdp.traced_units:
         if unit.unsharded_flats is not None:
@@ -462,12 +457,13 @@ def _traced(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[
         return forward(module, *args, **kwargs)
     finally:
         for unit in units:
-            while_tracing(_renew_unit)
+            while_tracing(lambda tracing: renew_attributes(tracing, "unit"))
             allowed_in_regions(_set_unsharded_params, unit, None)
 
 
-def _renew_unit(tracing: Any) -> None:
-    renew_attributes(tracing, "unit")
+def _gather_around_own_forwards(tracing: Any) -> None:
+    for each in filter(sharding_of, modules_below(traced_variable(tracing, "module").value)):
+        gather_around_own_forward(each)
 
 
 def _set_unsharded_params(unit: Unit, params: list[Tensor] | None) -> None:

@@ -215,29 +215,56 @@ def test_forward_set_on_the_instance(two: Ranks, strategy: str) -> None:
             two.run(_own_forward, how, when, strategy)
 
 
-def _own_forward_in_graph(rank: int) -> None:
-    reference, sharded = _net(), _net()
-    inner = sharded[0].forward
-    sharded[0].forward = lambda x: inner(x)  # type: ignore[method-assign]  # as torchtitan's Module.parallelize does
+class _Called(nn.Sequential):
+    """Runs its first part by `call`: of the module, or of its `forward`, which takes no hooks."""
+
+    call = "__call__"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[2](self[1](getattr(self[0], self.call)(x)))  # type: ignore[no-any-return]
+
+
+def _own_forward_in_graph(rank: int, when: str, call: str) -> None:
+    torch._dynamo.reset()
+    reference, sharded = _Called(*_net()), _Called(*_net())
+    for model in (reference, sharded):
+        model.call = call
+
+    def set_forward(model: nn.Module) -> None:
+        part = model[0]  # type: ignore[index]
+        part.forward = lambda x: 2 * nn.functional.linear(x, part.weight, part.bias)
+
+    if when == "before sharding":
+        set_forward(sharded)
     fully_shard(sharded[0])
     fully_shard(sharded)
+    if when == "before compiling":
+        set_forward(sharded)
     for module in (sharded, sharded[0]):
         module.set_gradient_divide_factor(1.0)
     sharded.compile(backend="aot_eager", fullgraph=True)
     world = dist.get_world_size()
     batch = torch.randn(4 * world, 7, generator=seeded(1))
+    mine = batch.chunk(world)[rank]
+    if when == "after a step":
+        sharded(mine).square().mean().backward()
+        sharded.zero_grad()
+        set_forward(sharded)
+    set_forward(reference)
     (reference(batch).square().mean() * world).backward()
-    sharded(batch.chunk(world)[rank]).square().mean().backward()
+    sharded(mine).square().mean().backward()
     for param, other in zip(sharded.parameters(), reference.parameters(), strict=True):
         here = stored_here(param, other.grad)
         if here is not None:
             torch.testing.assert_close(local(param.grad), here, rtol=1e-4, atol=1e-6)
 
 
-def test_forward_set_on_a_part_before_sharding_in_a_graph(two: Ranks) -> None:
-    """A graph of the model around a unit whose `forward` is its own divides by the unit's factor: it took the
-    read of its parameters for one from outside, whose gradients are means."""
-    two.run(_own_forward_in_graph)
+@pytest.mark.parametrize("call", ["__call__", "forward"])
+@pytest.mark.parametrize("when", ["before sharding", "before compiling", "after a step"])
+def test_forward_set_on_a_part_of_a_graph(two: Ranks, when: str, call: str) -> None:
+    """A graph of the model around a unit whose `forward` is its own divides by the unit's factor, whenever it was set
+    and however it is called: it took the read of its parameters for one from outside, whose gradients are means."""
+    two.run(_own_forward_in_graph, when, call)
 
 
 def _own_forward_breaks(rank: int) -> None:
