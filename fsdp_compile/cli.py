@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fsdp_compile.checkpoint.convert import Source
 
 FORMATS = ("dcp", "safetensors", "torch")
+TORCHTITAN = "torchtitan:"  # before MODULE:CONFIG, where FILE.py:FUNCTION may be
 STANDARD_OUTPUT = Path("-")
 CHECKED = ("eager", "blocks", "aot_eager", "inductor", "step")
 COMPARED = ("eager", "compiled", "step", "fsdp2", "fsdp2-compiled", "ddp", "unsharded")
@@ -74,6 +75,7 @@ Under torchrun the ranks are its own, on one node or several; without it --ranks
 
 examples:
   fsdp-compile compare llama.py:make --ranks 2 --batch 2 --seq 128 --html compare.html
+  fsdp-compile compare --torchtitan my_titan:debug --systems eager,compiled,fsdp2,fsdp2-compiled
   torchrun --nproc-per-node 8 -m fsdp_compile compare llama.py:make --seq 4096 --systems compiled,fsdp2-compiled"""
 CHECK = """Check whether a model trains sharded as it does unsharded: all outputs, losses, gradients, buffers,
 parameters and states of the optimizer, in each step, by each way of running it."""
@@ -268,14 +270,16 @@ def _add_explain(add: Add) -> None:
 
 
 def _add_compare(add: Add) -> None:
-    add("factory", metavar="FILE.py:FUNCTION", help="makes the model")
+    add("factory", nargs="?", metavar="FILE.py:FUNCTION", help="makes the model")
+    add("--torchtitan", metavar="MODULE:CONFIG", help="the model of a torchtitan config instead, such as "
+        "llama3:llama3_debugmodel, with its batch and sequence")
     add("--ranks", type=positive, metavar="N", help="to start on this machine (default: one for each GPU, or 2)")
     add("--systems", type=_one_of(*COMPARED), default=[*COMPARED], metavar="S[,S...]", help=f"{', '.join(COMPARED)} "
         "(default: all)")
     add("--steps", type=positive, default=20, metavar="N", help="steps of each system that count (default: 20)")
     add("--rounds", type=positive, default=3, metavar="N", help="turns into which they are divided (default: 3)")
-    add("--batch", type=positive, default=1, metavar="N", help="sequences per rank and step (default: 1)")
-    add("--seq", type=positive, default=256, metavar="N", help="tokens of a sequence (default: 256)")
+    add("--batch", type=positive, metavar="N", help="sequences per rank and step (default: 1)")
+    add("--seq", type=positive, metavar="N", help="tokens of a sequence (default: 256)")
     add("--precision", choices=("fp32", "bf16"), help="to compute in (default: bf16 on GPUs, else fp32)")
     add("--device", choices=("cuda", "cpu"), help="default: the GPUs, if there are any")
     add("--hardware", metavar="NAME|FILE", help="of predictions (default: by the device's name)")
@@ -408,7 +412,16 @@ def _write(files: dict[Path | None, Callable[[], str]], says: bool = True) -> No
 
 def run_compare(args: argparse.Namespace) -> int:
     """Print and write what each system makes of the model; 1 if none could."""
-    make, example_inputs = load_factory(args.factory)
+    if (args.factory is None) == (args.torchtitan is None):
+        raise ValueError("expected either FILE.py:FUNCTION or --torchtitan MODULE:CONFIG")
+    factory, batch, sequence = args.factory, args.batch or 1, args.seq or 256
+    if args.torchtitan is not None:
+        from fsdp_compile.integrations.torchtitan.compared import config_of
+
+        training = config_of(args.torchtitan).training
+        factory, batch = f"{TORCHTITAN}{args.torchtitan}", args.batch or training.local_batch_size
+        sequence = args.seq or training.seq_len
+    make, example_inputs = load_factory(factory)
     _check_folders(args.json, args.html, args.svg)
     import torch
 
@@ -426,9 +439,9 @@ def run_compare(args: argparse.Namespace) -> int:
                          "leave it out")  # fmt: skip
     hardware = hardware_of(args.hardware, None) if args.hardware else None
     bf16 = args.precision == "bf16" or (args.precision is None and kind == "cuda")
-    task = Task(args.batch, args.seq, bf16, kind)
+    task = Task(batch, sequence, bf16, kind)
     launched = launch(here)
-    found = compare(args.factory, make, example_inputs, task, launched, systems=list(dict.fromkeys(args.systems)),
+    found = compare(factory, make, example_inputs, task, launched, systems=list(dict.fromkeys(args.systems)),
                     steps=args.steps, rounds=args.rounds, hardware=hardware)  # fmt: skip
     if launched.speaks:
         print(found, end="")
@@ -452,12 +465,17 @@ def run_check(args: argparse.Namespace) -> int:
 
 
 def load_factory(text: str) -> tuple[Callable[[], Any], Callable[..., Sequence[Any]] | None]:
-    """The function that `FILE.py:FUNCTION` names, and the file's `example_inputs`, if it has one.
+    """The function that `FILE.py:FUNCTION` names, and the file's `example_inputs`, if it has one; behind `TORCHTITAN`
+    those of a torchtitan config.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the text has another form, the file raises an error, or does not define the function.
     """
+    if text.startswith(TORCHTITAN):
+        from fsdp_compile.integrations.torchtitan.compared import factory
+
+        return factory(text.removeprefix(TORCHTITAN))
     make, inputs = load_functions(text)
     try:
         if inputs is not None:
