@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 from fsdp_compile.agree.checks import RootChecks
 from fsdp_compile.agree.kept import Kept
 from fsdp_compile.agree.order import RankOrder
+from fsdp_compile.agree.unused import Unused
 from fsdp_compile.comm.groups import GroupArgument, check_ranks_of_tree, divide, resolve_groups
 from fsdp_compile.config import AUTO, CompileConfig, check_type
 from fsdp_compile.construct.arguments import (
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from fsdp_compile.passes.cost.hardware import Hardware
 
 
-LISTENERS = (RootChecks, UserEdits, Accumulation, RankOrder, Prefetch, OwnWrites, Kept)
+LISTENERS = (RootChecks, UserEdits, Accumulation, RankOrder, Prefetch, OwnWrites, Kept, Unused)
 """What hears of the passes over a sharded model, in this order (eager/forward_pass.py)."""
 
 Options = ParamSpec("Options")
@@ -110,6 +111,7 @@ def fully_shard(
     forward_prefetch: bool = False,
     limit_all_gathers: bool = True,
     reduction_order: Literal["any", "tree"] = "any",
+    find_unused_parameters: bool | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
@@ -181,6 +183,10 @@ def fully_shard(
             sums over sharded tensors are exact. Training then ends with the same bits on 1, 2, 4, ... ranks: see
             docs/reproducibility.md for the rest of the recipe. Not with NO_SHARD, float16 and communication hooks. With
             "any" sums have the order of the fastest collective.
+        find_unused_parameters: whether ranks tell each other after each backward which parameters they have used, by an
+            all-reduce of a byte for each, so that `.grad` stays None where no rank has. None: after the first two, and
+            then only if a rank had left some out; one that first does so later gets zeros, and a warning. False: never;
+            unused parameters of a unit in use get zeros. The setting of the outermost call is in force.
         mp_policy: FSDP2's name of `mixed_precision`. Inputs of every unit are cast to `param_dtype`, unless
             `cast_forward_inputs` is False; floating outputs of `module` are cast to `output_dtype`, if it is given.
         offload_policy: FSDP2's name of `cpu_offload`; a `CPUOffloadPolicy` offloads.
@@ -209,6 +215,7 @@ def fully_shard(
     check_type("backward_prefetch", backward_prefetch, BackwardPrefetch | None)
     check_type("forward_prefetch", forward_prefetch, bool)
     check_type("limit_all_gathers", limit_all_gathers, bool)
+    check_type("find_unused_parameters", find_unused_parameters, bool | None)
     mesh, beside = mesh_to_shard(mesh, dp_mesh_dims), dimensions_beside(mesh, dp_mesh_dims)
     if sharding_strategy is None and reshard_after_forward is None:
         reshard_after_forward = "auto"
@@ -237,6 +244,7 @@ def fully_shard(
         limit_all_gathers=limit_all_gathers,
         same_bits=same_bits,
         full_precision_in_eval=full_precision_in_eval(),
+        find_unused_parameters=find_unused_parameters,
         param_init_fn=param_init_fn,
         sync_module_states=sync_module_states,
         shard_placement_fn=shard_placement_fn,

@@ -35,6 +35,7 @@ from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.tensors.averaging import has_hooks
 from fsdp_compile.tensors.shard_spec import ShardRanks
 from fsdp_compile.tensors.sharded_tensor import FlatGradient, ShardedTensor, set_grad
+from fsdp_compile.tensors.unused import Indices, UnusedParameters
 
 # Note [Why reduces are waited for behind the flat shard]
 # The engine runs what was recorded last first. The function is applied when a model is sharded, before any forward, so
@@ -143,6 +144,7 @@ class GradientReduction:
     # Updates the parameters by their reduced gradient, 1-D, which does not reach autograd then. Who sets it resets it
     # after the pass.
     update: Callable[[Tensor], None] | None = None
+    unused: UnusedParameters = field(default_factory=UnusedParameters)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def begin_in_backward(self) -> bool:
@@ -157,6 +159,7 @@ class GradientReduction:
         """Drop the reduce in flight, after a backward that failed."""
         with self._lock:
             self.finish = self.wait_for_copy = None
+            self.unused.forget()
 
     def wait(self) -> None:
         """Order the current stream after the reduce in flight."""
@@ -273,24 +276,27 @@ class ShardBinding:
         """Whether the running backward pass gives gradients to all parameters that train: no `inputs` were named."""
         return executes_node(self._sentinel_node)
 
-    def scatter(self, grad: Tensor, wanted: Sequence[bool], adds: bool) -> list[Tensor | None]:
+    def scatter(self, grad: Tensor, wanted: Sequence[bool], adds: bool, left_out: Indices) -> list[Tensor | None]:
         """Split `grad`, 1-D `[shard_numel]`, into gradients of the parameters, for autograd to accumulate.
 
-        None for parameters that do not train, and for all if this sets `.grad` itself, see Note [Gradients that pass
-        autograd by]. A parameter that is absent here gets a gradient without elements.
+        None for parameters that do not train or are `left_out`, and for all if this sets `.grad` itself, see Note
+        [Gradients that pass autograd by]. A parameter that is absent here gets a gradient without elements.
 
         Args:
             wanted: for each parameter whether it trained when it was bound.
             adds: whether some of the parameters have a gradient to add to.
         """
+        with without_torch_function():
+            trains = list(map(_REQUIRES_GRAD, self.params))
+        for index in left_out:
+            trains[index] = False
         if not self.is_sharded:
-            slices = zip(self.splitter.split(grad), self.params, strict=True)
-            parts = [part if param.requires_grad else None for part, param in slices]
+            slices = zip(self.splitter.split(grad), trains, strict=True)
+            parts = [part if own else None for part, own in slices]
             if self.scattered:
                 self.scattered = [None if part is None else _identity(part) for part in parts]
             return parts
         with without_torch_function():
-            trains = list(map(_REQUIRES_GRAD, self.params))
             passes_by = not adds and not self._have_hooks() and self.all_are_asked()
             if passes_by and self.reduction.keeps_flat and all(trains):
                 earlier = self.reduction.flat_gradient  # of a backward pass within this one
@@ -388,17 +394,19 @@ class ScatterGradients(torch.autograd.Function):
         for each in (grad, deferred):
             if each is not None:
                 check_first_order(binding.names[0], each)
-        reduction = binding.reduction
+        reduction, of_graphs = binding.reduction, grad
         if deferred is not None:
             reduced = reduction.take_results()
-            if reduced is not None and reduction.update is not None:
+            if reduced is not None and reduction.update is not None and not reduction.unused.so_far:
                 reduction.update(reduced)
+                reduction.unused.forget()
             elif reduced is not None:
                 grad = reduced if grad is None else grad + reduced
         if grad is None:  # nothing was reduced, as under no_sync, or `update` has used it
             return (None, None, None, *[None] * len(binding.params))
         backward = running_backward()
         assert backward is not None  # the engine runs this
+        unused = reduction.unused.take(of_graphs, grad, binding.splitter.split_all)
         if reduction.reduce_accumulated is not None and reduction not in backward.begun:
             grad = grad + reduction.reduce_accumulated()  # the graph was traced before the first no_sync: on all ranks
         binding.check_bound()
@@ -407,11 +415,12 @@ class ScatterGradients(torch.autograd.Function):
             binding.check_gradients()
             binding.check_order()
             binding.set_grad_dtype(None)  # accumulation is never in low precision (E-MP-12)
+        left_out = reduction.unused.left_out(grad, unused)
         if carry_optimizers(binding.params):
             backward.at_end(partial(step_carried_optimizers, binding.params))
         if reduction.grad_dtype is not None and not reduction.full_precision:
             backward.at_end(partial(binding.set_grad_dtype, reduction.grad_dtype))
-        return (None, None, None, *binding.scatter(grad, ctx.needs_input_grad[3:], adds))
+        return (None, None, None, *binding.scatter(grad, ctx.needs_input_grad[3:], adds, left_out))
 
 
 def check_engine(name: str) -> None:

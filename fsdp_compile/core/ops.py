@@ -8,6 +8,8 @@
                                accumulated under no_sync                   was ever under no_sync
     defer_reduce(packed)       a scalar without a meaning                  backward, instead of a reduce: the eager
                                                                            runtime accumulates, or a hook reduces
+    leave_out(grad)            the gradient of a shard, and a note of      backward of what has not used all
+                               what has none of the parameters
     update_shard(grad)         a scalar without a meaning                  backward, behind a reduce: the optimizer
                                                                            updates the unit (compile_step)
     pack_grads(grads)          one buffer laid out like the parameters     graphs: a pass replaces autograd's `cat`;
@@ -25,20 +27,20 @@
     send_buffer(payload)       the payload, in one buffer                  Inductor's graphs
     send_buffer_as(shard)      the shard, cast where its all-gather        Inductor's graphs
                                starts
-    to_host, from_host, wait_copy, pack_segments, expand_scales, segment_maxima: at the end of this file
+    to_host, from_host, wait_copy: at the end of this file
 
 This file has the signatures, the derivatives and the shapes, and `UnshardSpec`, the string that says how a unit is
 gathered and reduced. The bodies of `unshard`, `reduce_grads` and `check_ranks` are in agree/order.py, those of
 `add_accumulated`, `defer_reduce` and `update_shard` in eager/reduce.py, those of `await_gather` and `start_reduce_` in
-eager/unsharded.py, that of `prefetch_next` in eager/next_forward.py, that of `record_time` beside the pass that inserts
-it. `flat_param_id` is a flat parameter's id in a tensor on the CPU (flat_param.py, Note [Flat parameters are looked up
-by id]).
+eager/block_reader.py, that of `leave_out` in agree/unused.py, that of `prefetch_next` in eager/next_forward.py, that of
+`record_time` beside the pass that inserts it. `flat_param_id` is a flat parameter's id in a tensor on the CPU
+(flat_param.py, Note [Flat parameters are looked up by id]).
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import inf, prod
+from math import prod
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
@@ -47,12 +49,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import add_in_pairs
 from fsdp_compile.comm.groups import shared_name
 from fsdp_compile.core._torch import inductor_settings, without_dispatch_modes
-from fsdp_compile.core.layout import FlatParamLayout, round_up
+from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.traced_writes import note_gathered
+from fsdp_compile.tensors.unused import mark_unused, unused_in
 
 # Note [Why markers are operators]
 # An `autograd.Function` would be traced through: its collectives would end up in the graph as Dynamo met them, and
@@ -65,7 +67,7 @@ from fsdp_compile.core.traced_writes import note_gathered
 # `update_shard`, as what a unit was updated by shall not live until the graph has run.
 
 
-def _define(name: str, signature: str, *tags: torch.Tag) -> Any:
+def define(name: str, signature: str, *tags: torch.Tag) -> Any:
     """Define the operator `fsdp_flat::name`; return it."""
     torch.library.define(f"fsdp_flat::{name}", signature, tags=(torch.Tag.pt2_compliant_tag, *tags))
     return getattr(torch.ops.fsdp_flat, name).default
@@ -73,41 +75,36 @@ def _define(name: str, signature: str, *tags: torch.Tag) -> Any:
 
 _OPAQUE = torch.Tag.cudagraph_unsafe  # a replay would not call it
 
-UNSHARD = _define("unshard", "(Tensor shard, Tensor? flat_param_id, Tensor? deferred, str spec) -> Tensor")
-VIEWS = _define("views", "(Tensor(a) full, str layout) -> Tensor(a)[]")
-REDUCE_GRADS = _define("reduce_grads", "(Tensor packed, str spec) -> Tensor")
-PACK_GRADS = _define("pack_grads", "(Tensor?[] grads, str layout, Tensor? into=None) -> Tensor")
-ADD_ACCUMULATED = _define(
+UNSHARD = define("unshard", "(Tensor shard, Tensor? flat_param_id, Tensor? deferred, str spec) -> Tensor")
+VIEWS = define("views", "(Tensor(a) full, str layout, int[] frozen=[]) -> Tensor(a)[]")
+REDUCE_GRADS = define("reduce_grads", "(Tensor packed, str spec) -> Tensor")
+PACK_GRADS = define("pack_grads", "(Tensor?[] grads, str layout, Tensor? into=None) -> Tensor")
+ADD_ACCUMULATED = define(
     "add_accumulated", "(Tensor packed, Tensor flat_param_id, bool in_place=False) -> Tensor", _OPAQUE
 )
-ADD_ACCUMULATED_ = _define("add_accumulated_", "(Tensor(a!) packed, Tensor flat_param_id) -> ()", _OPAQUE)
-DEFER_REDUCE = _define(
-    "defer_reduce", "(Tensor packed, Tensor flat_param_id, str layout, bool owned=False) -> Tensor", _OPAQUE
+ADD_ACCUMULATED_ = define("add_accumulated_", "(Tensor(a!) packed, Tensor flat_param_id) -> ()", _OPAQUE)
+DEFER_REDUCE = define(
+    "defer_reduce",
+    "(Tensor packed, Tensor flat_param_id, str layout, bool owned=False, *, int[] unused=[]) -> Tensor",
+    _OPAQUE,
 )
 UPDATE_SHARD = has_side_effect(
-    _define("update_shard", "(Tensor grad, Tensor flat_param_id, bool at_once=False) -> Tensor", _OPAQUE)
+    define("update_shard", "(Tensor grad, Tensor flat_param_id, bool at_once=False) -> Tensor", _OPAQUE)
 )
-AWAIT_GATHER = _define("await_gather", "(Tensor(a) full) -> Tensor(a)", _OPAQUE)
-START_REDUCE_ = _define("start_reduce_", "(Tensor(a!) packed, Tensor full) -> ()", _OPAQUE)
-WAIT_COLLECTIVE = _define("wait_collective", "(Tensor full, Tensor sent) -> Tensor")
+AWAIT_GATHER = define("await_gather", "(Tensor(a) full) -> Tensor(a)", _OPAQUE)
+LEAVE_OUT = define("leave_out", "(Tensor grad, Tensor? shard, int[] params) -> Tensor", _OPAQUE)
+START_REDUCE_ = define("start_reduce_", "(Tensor(a!) packed, Tensor full) -> ()", _OPAQUE)
+WAIT_COLLECTIVE = define("wait_collective", "(Tensor full, Tensor sent) -> Tensor")
 CHECK_RANKS = has_side_effect(
-    _define("check_ranks", "(Tensor[] shards, str sequence, str[] groups, float timeout, Device device) -> Tensor")
+    define("check_ranks", "(Tensor[] shards, str sequence, str[] groups, float timeout, Device device) -> Tensor")
 )
 RECORD_TIME = has_side_effect(
-    _define("record_time", "(str graph, int stretch, int index, Device device, float expected=0) -> Tensor", _OPAQUE)
+    define("record_time", "(str graph, int stretch, int index, Device device, float expected=0) -> Tensor", _OPAQUE)
 )
-PREFETCH_NEXT = has_side_effect(_define("prefetch_next", "(Tensor[] shards, Device device) -> Tensor", _OPAQUE))
-SUM_IN_PAIRS = _define("sum_in_pairs", "(Tensor(a!) rows) -> Tensor")
-SEND_BUFFER = _define("send_buffer", "(Tensor payload) -> Tensor")
-SEND_BUFFER_AS = _define("send_buffer_as", "(Tensor shard, ScalarType dtype) -> Tensor")
-PACK_SEGMENTS = _define(
-    "pack_segments", "(Tensor local, str layout, str[] groups, int[] params, ScalarType dtype) -> Tensor"
-)
-EXPAND_SCALES = _define("expand_scales", "(Tensor values, str layout, str[] groups, int[] counts) -> Tensor")
-SEGMENT_MAXIMA = _define(
-    "segment_maxima",
-    "(Tensor local, str layout, str[] groups, int[] params, int[] counts, bool smallest) -> Tensor",
-)
+PREFETCH_NEXT = has_side_effect(define("prefetch_next", "(Tensor[] shards, Device device) -> Tensor", _OPAQUE))
+SUM_IN_PAIRS = define("sum_in_pairs", "(Tensor(a!) rows) -> Tensor")
+SEND_BUFFER = define("send_buffer", "(Tensor payload) -> Tensor")
+SEND_BUFFER_AS = define("send_buffer_as", "(Tensor shard, ScalarType dtype) -> Tensor")
 MARKERS = (UNSHARD, REDUCE_GRADS, PACK_GRADS, DEFER_REDUCE, UPDATE_SHARD)
 
 
@@ -133,11 +130,8 @@ def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
             yield from inner_tensors(inner)
 
 
-def view_parameters(full: Tensor, layout: str) -> list[Tensor]:
-    """Views of `full`, 1-D `[layout.numel]`, in the parameters' shapes, cut by a single split.
-
-    The split's derivative concatenates the gradients, zeros for padding and for unused parameters: it packs them.
-    """
+def view_parameters(full: Tensor, layout: str, frozen: Sequence[int] = ()) -> list[Tensor]:
+    """Views of `full`, 1-D `[layout.numel]`, in the parameters' shapes, cut by a single split."""
     parsed = FlatParamLayout.parse(layout)
     windows = full.split_with_sizes([segment.numel for segment in parsed.segments])
     views = [full.new_empty(shape) for shape in parsed.shapes] if 0 in parsed.numels else [full] * len(parsed.shapes)
@@ -147,7 +141,33 @@ def view_parameters(full: Tensor, layout: str) -> list[Tensor]:
     return views
 
 
+class _Views(torch.autograd.Function):
+    """`view_parameters`, whose derivative packs the gradients, and says which parameters have none."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, layout: str, frozen: Sequence[int]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.layout, ctx.frozen = layout, frozen
+        return tuple(view_parameters(full, layout))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
+        segments = FlatParamLayout.parse(ctx.layout).segments
+        given = [None if each.parameter is None else grads[each.parameter] for each in segments]
+        some = next(grad for grad in grads if grad is not None)
+        packed = torch.cat([
+            some.new_zeros(each.numel) if grad is None else grad.reshape(each.numel)
+            for grad, each in zip(given, segments, strict=True)
+        ])  # fmt: skip
+        return mark_unused(packed, grads, ctx.frozen), None, None
+
+
 torch.library.impl("fsdp_flat::views", "CompositeImplicitAutograd", view_parameters)
+for _key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):  # a key of all devices would come behind the other one
+
+    @torch.library.impl("fsdp_flat::views", _key)
+    def _differentiable_views(full: Tensor, layout: str, frozen: Sequence[int] = ()) -> list[Tensor]:
+        return list(_Views.apply(full, layout, frozen))
 
 
 @torch.library.impl("fsdp_flat::sum_in_pairs", "default")
@@ -186,18 +206,20 @@ def _unshard_fake(shard: Tensor, flat_param_id: Tensor | None, deferred: Tensor 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     shard, flat_param_id, deferred, spec = inputs
     ctx.save_for_backward(*([] if flat_param_id is None else [flat_param_id]))
-    ctx.defers, ctx.spec, ctx.dtype = deferred is not None, spec, shard.dtype
+    ctx.defers, ctx.spec, ctx.dtype, ctx.shard = deferred is not None, spec, shard.dtype, shard
 
 
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # grad: [layout.numel]
     spec = UnshardSpec.parse(ctx.spec)
-    packed = grad if spec.reduce_dtype is None else grad.to(spec.reduce_dtype)
+    packed, unused = grad if spec.reduce_dtype is None else grad.to(spec.reduce_dtype), unused_in(grad)
     if ctx.defers and not spec.updates:
-        return None, None, DEFER_REDUCE(packed, *ctx.saved_tensors, spec.layout.text), None
+        return None, None, DEFER_REDUCE(packed, *ctx.saved_tensors, spec.layout.text, unused=unused), None
     if ctx.saved_tensors and not spec.updates:
         packed = ADD_ACCUMULATED(packed, *ctx.saved_tensors)
     mean = REDUCE_GRADS(packed, ctx.spec)
     mean = mean if mean.dtype == ctx.dtype else mean.to(ctx.dtype)
+    if unused:
+        return LEAVE_OUT(mean, ctx.shard if spec.groups else None, unused), None, None, None
     return (None, None, UPDATE_SHARD(mean, *ctx.saved_tensors), None) if spec.updates else (mean, None, None, None)
 
 
@@ -230,7 +252,7 @@ def _pack_grads_fake(grads: list[Tensor | None], layout: str, into: Tensor | Non
 
 for _name in ("add_accumulated_", "start_reduce_"):
     torch.library.register_fake(f"fsdp_flat::{_name}", lambda packed, _: None)
-for _name in ("add_accumulated", "wait_collective", "send_buffer"):
+for _name in ("add_accumulated", "leave_out", "wait_collective", "send_buffer"):
     torch.library.register_fake(f"fsdp_flat::{_name}", lambda tensor, *_, **__: torch.empty_like(tensor))
 for _name in ("defer_reduce", "update_shard"):
     torch.library.register_fake(f"fsdp_flat::{_name}", lambda grad, *_, **__: grad.new_empty((), dtype=torch.float32))
@@ -396,10 +418,10 @@ def shard_order(groups: Sequence[NamedGroup]) -> tuple[int, ...]:
 # its allocator notes the events of copies itself. A result is allocated on the computing stream, and the copying stream
 # waits for that before it writes.
 
-TO_HOST = _define("to_host", "(Tensor tensor) -> Tensor", _OPAQUE)  # events of a replay would be those of the capture
-FROM_HOST = _define("from_host", "(Tensor host, Tensor after) -> Tensor", _OPAQUE)
+TO_HOST = define("to_host", "(Tensor tensor) -> Tensor", _OPAQUE)  # events of a replay would be those of the capture
+FROM_HOST = define("from_host", "(Tensor host, Tensor after) -> Tensor", _OPAQUE)
 # Generated code gives no source: it keeps that alive in a way of its own.
-WAIT_COPY = _define("wait_copy", "(Tensor(a) copy, Tensor? source=None) -> Tensor(a)", _OPAQUE)
+WAIT_COPY = define("wait_copy", "(Tensor(a) copy, Tensor? source=None) -> Tensor(a)", _OPAQUE)
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}  # the copying stream of each device
 _events: dict[int, tuple[torch.cuda.Event, torch.device]] = {}  # of copies that are not waited for yet, by address
@@ -447,143 +469,3 @@ torch.library.register_fake(
 )
 torch.library.register_fake("fsdp_flat::wait_copy", lambda copy, source=None: copy)
 torch.library.register_fake("fsdp_flat::await_gather", lambda full: full)
-
-
-# --- operators on a shard that ask for the rank when they run ---------------------------------------------------------
-
-# A graph is the same on all ranks, but which parameters a shard has segments of is not. These operators take the layout
-# and the groups as text, find this rank's segments when they run, and have results of one size on all ranks. A
-# parameter has `counts` blocks of equally many consecutive elements: one, its rows, or smaller ones.
-#
-#     pack_segments(local)     the segments of some parameters, end to end       what a second all-gather sends
-#     expand_scales(values)    for each element of the shard its block's value   one scale for each parameter, or row
-#     segment_maxima(local)    the largest element of each block                 what an all-reduce completes
-
-_START = 16  # segments start at multiples of so many elements, aligned for every dtype
-
-
-class StoredSegment(NamedTuple):
-    """A rank's segment of one parameter: its offset in the shard and in `pack_segments`' result, and its length."""
-
-    in_shard: int
-    in_packed: int
-    numel: int
-
-
-def shard_index(groups: list[str]) -> int:
-    """The index of the shard that this rank stores: with two groups its rank in the first varies fastest."""
-    index, stride = 0, 1
-    for group in map(group_named, groups):
-        index += group.rank() * stride
-        stride *= group.size()
-    return index
-
-
-@lru_cache(maxsize=4096)
-def segments_of(layout: FlatParamLayout, params: tuple[int, ...], rank: int) -> tuple[StoredSegment | None, ...]:
-    """For each of `params` the segment that `rank` stores, or None."""
-    segments: list[StoredSegment | None] = []
-    end = 0
-    for param in params:
-        record = layout.record(param, rank)
-        segments.append(None if record is None else StoredSegment(record.offset, end, record.numel))
-        end += 0 if record is None else round_up(record.numel, _START)
-    return tuple(segments)
-
-
-@lru_cache(maxsize=4096)
-def packed_numel(layout: FlatParamLayout, params: tuple[int, ...]) -> int:
-    """Elements that `pack_segments` returns: as many as the rank with the most of `params` needs."""
-    ranks = range(layout.world_size)
-    return max(
-        sum(round_up(each.numel, _START) for each in segments_of(layout, params, rank) if each) for rank in ranks
-    )
-
-
-@torch.library.impl("fsdp_flat::pack_segments", "default")
-def _pack_segments(local: Tensor, layout: str, groups: list[str], params: list[int], dtype: torch.dtype) -> Tensor:
-    """This rank's segments of `params` in `local`, 1-D `[shard_numel]`, then zeros, 1-D, seen as `dtype`."""
-    parsed = FlatParamLayout.parse(layout)
-    packed = local.new_zeros(packed_numel(parsed, tuple(params)))
-    for segment in segments_of(parsed, tuple(params), shard_index(groups)):
-        if segment is not None:
-            packed.narrow(0, segment.in_packed, segment.numel).copy_(local.narrow(0, segment.in_shard, segment.numel))
-    return packed.view(dtype)
-
-
-@torch.library.register_fake("fsdp_flat::pack_segments")
-def _pack_segments_fake(local: Tensor, layout: str, groups: list[str], params: list[int], dtype: torch.dtype) -> Tensor:
-    packed = packed_numel(FlatParamLayout.parse(layout), tuple(params))
-    return local.new_empty(packed * local.dtype.itemsize // dtype.itemsize, dtype=dtype)
-
-
-@torch.library.impl("fsdp_flat::expand_scales", "default")
-def _expand_scales(values: Tensor, layout: str, groups: list[str], counts: list[int]) -> Tensor:
-    """The value of each element's block, 1-D `[shard_numel]`, from the `counts` values of each parameter, end to end.
-
-    Padding, and parameters without values, get ones.
-    """
-    parsed = FlatParamLayout.parse(layout)
-    expanded = values.new_ones(parsed.shard_numel)
-    begin = 0
-    for param, count in enumerate(counts):
-        record = parsed.record(param, shard_index(groups))
-        if record is not None and count:
-            block = parsed.numels[param] // count
-            first, end = record.first // block, record.last // block + 1
-            each = values.narrow(0, begin + first, end - first)
-            if count > 1:
-                each = each.repeat_interleave(block).narrow(0, record.first - first * block, record.numel)
-            expanded.narrow(0, record.offset, record.numel).copy_(each.expand(record.numel))
-        begin += count
-    return expanded
-
-
-torch.library.register_fake(
-    "fsdp_flat::expand_scales",
-    lambda values, layout, *_: values.new_empty(FlatParamLayout.parse(layout).shard_numel),
-)
-
-
-@torch.library.impl("fsdp_flat::segment_maxima", "default")
-def _segment_maxima(
-    local: Tensor, layout: str, groups: list[str], params: list[int], counts: list[int], smallest: bool
-) -> Tensor:
-    """For each block of `params` (`counts` blocks each) the maximum on this rank, and 1 if it has a NaN: float32 `[2,
-    sum(counts)]`.
-
-    A reduced maximum would lose a NaN, so it travels beside. With `smallest`: negated minima. A block without elements
-    here: minus infinity, and 0.
-    """
-    parsed = FlatParamLayout.parse(layout)
-    maxima = local.new_full((2, sum(counts)), -inf, dtype=torch.float32)
-    begin = 0
-    for param, count in zip(params, counts, strict=True):
-        record = parsed.record(param, shard_index(groups))
-        if record is not None:
-            block = parsed.numels[param] // count
-            elements = local.narrow(0, record.offset, record.numel)
-            extrema = _extrema_of_blocks(elements, record.first % block, block, smallest)
-            maxima[0].narrow(0, begin + record.first // block, len(extrema)).copy_(-extrema if smallest else extrema)
-        begin += count
-    maxima[1] = maxima[0].isnan()
-    maxima[0].masked_fill_(maxima[1] > 0, -inf)
-    return maxima
-
-
-def _extrema_of_blocks(elements: Tensor, skipped: int, block: int, smallest: bool) -> Tensor:
-    """The largest or smallest of each block of `elements`; the first block lacks its first `skipped` elements."""
-    reduce = torch.amin if smallest else torch.amax
-    head = min(block - skipped, len(elements)) if skipped else 0
-    blocks = (len(elements) - head) // block
-    tail = elements[head + blocks * block :]
-    extrema = [reduce(elements[:head], 0, True)] if head else []
-    extrema += [reduce(elements[head : head + blocks * block].view(blocks, block), 1)] if blocks else []
-    extrema += [reduce(tail, 0, True)] if len(tail) else []
-    return torch.cat(extrema)
-
-
-torch.library.register_fake(
-    "fsdp_flat::segment_maxima",
-    lambda local, _layout, _groups, _params, counts, _smallest: local.new_empty((2, sum(counts)), dtype=torch.float32),
-)

@@ -36,6 +36,7 @@ class Settings:
         pin_memory: whether what is stored there is pinned, if the unit computes elsewhere.
         same_bits: whether sums are in an order that does not depend on the number of ranks (`reduction_order="tree"`).
         has_dtensors: whether parameters of the unit are distributed over other ranks beside.
+        find_unused_parameters: whether ranks tell each other which parameters they have used; None: where it matters.
         full_precision_in_eval: whether modules in eval mode compute without mixed precision (an environment switch).
     """
 
@@ -53,6 +54,7 @@ class Settings:
     same_bits: bool = False
     has_dtensors: bool = False
     full_precision_in_eval: bool = False
+    find_unused_parameters: bool | None = None
     param_init_fn: InitFn | None = None
     sync_module_states: bool = False
     shard_placement_fn: PlacementFn | None = None

@@ -503,7 +503,8 @@ class Unit:
             deferred = flat.deferred if self.delivery is GradientDelivery.DEFER or updates else None
             spec = spec + OF_ROOT if self.of_root else spec
             spec = spec + UPDATES if updates else spec
-            views: list[Tensor] = VIEWS(UNSHARD(flat.autograd_shard, flat_param_id, deferred, spec), layout)
+            full = UNSHARD(flat.autograd_shard, flat_param_id, deferred, spec)
+            views: list[Tensor] = VIEWS(full, layout, flat.frozen)
             params += [view.detach() if index in flat.frozen else view for index, view in enumerate(views)]
         return self.distributed(params)
 
@@ -513,7 +514,7 @@ class Unit:
         params: list[Tensor] = []
         for flat, full, (spec, layout) in zip(self.flats, unsharded_flats, self._gathered, strict=True):
             marked = UNSHARD(full, None, None, spec) if torch.compiler.is_compiling() else full
-            views: list[Tensor] = VIEWS(marked, layout)
+            views: list[Tensor] = VIEWS(marked, layout, flat.frozen)
             params += [view.detach() if index in flat.frozen else view for index, view in enumerate(views)]
         return self.distributed(params)
 

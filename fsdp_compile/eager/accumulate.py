@@ -46,6 +46,7 @@ class AccumulatedGradient:
         views: its unsharded views, one per parameter.
         shown: those of them that are the parameters' `.grad`.
         hidden: the reduced gradients that were there before.
+        unused: indices of parameters that nothing has used so far, whose `.grad` is left as it is.
         sums: what adds up to `total`, in the order of a tree; None: `total` alone, in order of arrival.
     """
 
@@ -55,11 +56,14 @@ class AccumulatedGradient:
         self.hidden = [param.grad for param in flat.params]
         self.shown: list[Tensor | None] = [None] * len(flat.params)
         self.versions = [0] * len(flat.params)
+        self.unused = flat.reduction.unused.take_noted()
         self.show(flat)
 
     def show(self, flat: FlatParam) -> None:
-        """Set `.grad` to the views."""
+        """Set `.grad` of parameters that were used to the views."""
         for index, (param, view) in enumerate(zip(flat.params, self.views, strict=True)):
+            if index in self.unused:
+                continue
             if param.requires_grad and (param.grad is None or param.grad is not self.shown[index]):
                 shown = UnreducedGradient(view.view(-1), flat.specs[index]) if flat.specs else view
                 self.shown[index] = set_grad(param, shown)
@@ -68,6 +72,10 @@ class AccumulatedGradient:
     def add(self, flat: FlatParam, packed: Tensor, leaf: int | None) -> None:
         """Add `packed`, 1-D `[layout.numel]`, which is of microbatch `leaf` where the order matters, and show it."""
         self.collect(flat)
+        unused = self.unused & flat.reduction.unused.take_noted()
+        for index in self.unused - unused:
+            self.hidden[index] = flat.params[index].grad
+        self.unused = unused
         if self.sums is None or leaf is None:
             self.total.add_(packed)
         else:
@@ -89,10 +97,13 @@ class AccumulatedGradient:
         """
         for index, (param, view) in enumerate(zip(flat.params, self.views, strict=True)):
             grad, shown = param.grad, self.shown[index]
-            if shown is None or not param.requires_grad:
+            if index in self.unused and param.requires_grad and _is_assigned(grad, self.hidden[index]):
+                self.unused, self.shown[index] = self.unused - {index}, view  # which is to have another value
+            elif shown is None or not param.requires_grad:
                 continue
             if grad is None:
                 self._clear(flat, index)
+                self.shown[index], self.unused = None, self.unused | {index}
             elif grad is not shown:
                 if type(grad) is ShardedTensor:
                     raise RuntimeError(
@@ -148,6 +159,18 @@ def accumulate(unit: Unit, flat: FlatParam, packed: Tensor) -> None:
     _with_accumulated.add(flat)
 
 
+def _is_assigned(grad: Tensor | None, before: Tensor | None) -> bool:
+    return grad is not None and grad is not before and type(grad) is not ShardedTensor
+
+
+def note_unused(flat: FlatParam, unused: Iterable[int] | None, grad: Tensor | None = None) -> None:
+    """Note which parameters nothing has used of what is accumulated or reduced next; None: none of those that train.
+    `grad`: of the shard, as a graph returns it.
+    """
+    trained = [index for index, param in enumerate(flat.params) if param.requires_grad] if unused is None else ()
+    flat.reduction.unused.note(trained if unused is None else unused, grad)
+
+
 def returns_gradients(flat: FlatParam) -> bool:
     """Whether the running backward pass returns gradients of the flat parameter: `torch.autograd.grad` was called."""
     if running_backward() is None or flat.binding.all_are_asked():
@@ -178,12 +201,14 @@ def _leave_out_unasked(flat: FlatParam, packed: Tensor) -> None:
 
 def join_accumulated(unit: Unit, flat: FlatParam, packed: Tensor) -> Tensor:
     """The sum of `packed`, which may be overwritten, and the accumulated gradients, 1-D, to be reduced now."""
-    if not unit.settings.same_bits:
-        accumulated = take_accumulated(flat)
-        return packed if accumulated is None else packed.add_(accumulated.total)
-    leaf = _microbatch(unit)
-    _check_tree(leaf + 1)
+    leaf = _microbatch(unit) if unit.settings.same_bits else 0
+    if unit.settings.same_bits:
+        _check_tree(leaf + 1)
     accumulated = take_accumulated(flat)
+    if accumulated is not None:
+        note_unused(flat, accumulated.unused)
+    if not unit.settings.same_bits:
+        return packed if accumulated is None else packed.add_(accumulated.total)
     sums = PartialSums() if accumulated is None or accumulated.sums is None else accumulated.sums
     sums.add(leaf, packed)
     return sums.finish(leaf + 1)
@@ -288,8 +313,14 @@ def settle(queue: ReduceQueue) -> None:
         for flat in flats:
             flat.reduction.awaits_reduce = False
         if not has_none:  # the backward of the flat shard adds the accumulated gradients, reduced, to what it is given
-            shards = [flat.autograd_shard for flat in flats if flat.autograd_shard is not None]
-            torch.autograd.backward(shards, [torch.zeros_like(shard) for shard in shards])
+            shown = [flat for flat in flats if flat.autograd_shard is not None]
+            zeros = [torch.zeros_like(flat.shard) for flat in shown]
+            for flat, grad in zip(shown, zeros, strict=True):
+                if flat.accumulated is not None:
+                    flat.accumulated.collect(flat)
+                note_unused(flat, None if flat.accumulated is None else flat.accumulated.unused, grad)
+            shards: list[Any] = [flat.autograd_shard for flat in shown]
+            torch.autograd.backward(shards, zeros)
     queue.awaiting_reduce = [
         each for each in queue.awaiting_reduce if (left := each()) is not None and _awaits_reduce(left)
     ]

@@ -29,12 +29,14 @@ from fsdp_compile.eager.accumulate import (
     accumulate,
     accumulated_alone,
     join_accumulated,
+    note_unused,
     returns_gradients,
     settle_after_backward,
     take_accumulated,
     wait_for_reduce,
 )
 from fsdp_compile.eager.streams import NO_STREAMS, Streams
+from fsdp_compile.tensors.unused import mark_unused, unused_in
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -77,7 +79,7 @@ def reduce_gradients(
     rest = iter(grads)
     of_flats = [list(islice(rest, len(flat.params))) for flat in flats]
     packed = (
-        flat.pack(of_flat, unit.sent_dtype(flat, full_precision), unit.device)
+        mark_unused(flat.pack(of_flat, unit.sent_dtype(flat, full_precision), unit.device), of_flat, flat.frozen)
         for flat, of_flat in zip(reversed(flats), reversed(of_flats), strict=True)
     )
     return reduce_packed(unit, flats, packed, streams, full_precision)
@@ -99,6 +101,7 @@ def reduce_packed(
     for flat, grads in zip(reversed(flats), packed, strict=True):
         dtype = unit.sent_dtype(flat, full_precision)
         sent = torch.zeros(flat.layout.numel, dtype=dtype, device=unit.device) if grads is None else grads.to(dtype)
+        note_unused(flat, None if grads is None else unused_in(grads))
         shard_grads.append(reduce_or_accumulate(unit, flat, sent, streams, full_precision))
     return shard_grads[::-1]
 
@@ -162,13 +165,14 @@ def reduce_or_accumulate(
         if event is not None:
             reduction.wait_for_copy = partial(streams.device.block, event)
 
-    update = reduction.update
+    update = None if reduction.unused.so_far else reduction.update  # what may get no gradient waits for the end
 
     def finish_and_update() -> None:
         finish()
         reduction.wait_on_host()
         if update is not None and reduction.update is update:  # else that backward has failed, and a later one waits
             update(result)
+            reduction.unused.forget()
 
     reduction.finish = finish if update is None else finish_and_update
     if update is not None:
@@ -288,11 +292,14 @@ def _living(flat_param_id: Tensor) -> tuple[Unit, FlatParam]:
 
 
 @torch.library.impl("fsdp_flat::defer_reduce", "default")
-def _defer_reduce(packed: Tensor, flat_param_id: Tensor, layout: str, owned: bool = False) -> Tensor:
+def _defer_reduce(
+    packed: Tensor, flat_param_id: Tensor, layout: str, owned: bool = False, *, unused: Sequence[int] = ()
+) -> Tensor:
     """Accumulate or reduce `packed`; if `owned`, nothing else reads or writes it from now on."""
     unit, flat = _living(flat_param_id)
     full_precision = packed.dtype != unit.sent_dtype(flat)
     mine = packed if owned else packed.clone()
+    note_unused(flat, unused)
     reduced = reduce_or_accumulate(unit, flat, mine, NO_STREAMS, full_precision)
     flat.reduction.defer(reduced)
     return packed.new_zeros((), dtype=torch.float32)

@@ -90,6 +90,7 @@ class Runtime:
         if not self._is_compared:
             given = self.settings
             settings = f"backward_prefetch {given.backward_prefetch}, forward_prefetch {given.forward_prefetch}"
+            settings += f", find_unused_parameters {given.find_unused_parameters}"
             self._is_compared = all(listen(module, settings, compiled) for listen in self.heard.compare)
 
     def warn_compiled(self, methods: set[str]) -> None:

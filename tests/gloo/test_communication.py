@@ -92,11 +92,13 @@ def _count(rank: int, how: str, strategy: str) -> dict[str, list[int]]:
     model = shard(MLP, strategy)
     run, optimizer = executor(model, how), OPTIMIZERS["momentum"](model.parameters())
     seen = []
-    for seed in range(3):
+    for seed in range(5):
         with _spied() as calls:
             backward(run, MLP, mine(MLP, seed))
             optimizer.step()
             optimizer.zero_grad()
+        if seed < 2:  # here ranks also ask whether one leaves something out (test_unused.py)
+            continue
         seen.append({kind: _per_unit(model, calls, kind) for kind in ("gather", "reduce", "all_reduce")})
     assert seen[0] == seen[1] == seen[2], seen
     return seen[0]
@@ -118,7 +120,8 @@ def test_collectives_per_step(two: Ranks, strategy: str, gathers: list, reduces:
 
 def _kinds(rank: int, how: str) -> set[str]:
     run = executor(shard(MLP, "FULL_SHARD"), how)
-    backward(run, MLP, mine(MLP, 0))
+    for seed in (2, 3):  # here ranks also ask whether one leaves something out, which gloo copies
+        backward(run, MLP, mine(MLP, seed))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         backward(run, MLP, mine(MLP, 1))
     return {event.name for event in profiler.events() if event.name.startswith("gloo:")}

@@ -60,7 +60,7 @@ def insert_collectives(context: GraphContext) -> None:
         else:
             packed, flat_param_id, text = marker.args
             packed = _pack(packed, FlatParamLayout.parse(text), 1.0, emit)  # type: ignore[arg-type]  # fx arguments are untyped
-            new = emit("defer_reduce", ops.DEFER_REDUCE, packed, flat_param_id, text)
+            new = emit("defer_reduce", ops.DEFER_REDUCE, packed, flat_param_id, text, **marker.kwargs)
         marker.replace_all_uses_with(new)
         graph.erase_node(marker)
     _tag_updates(graph)
@@ -148,7 +148,8 @@ def _merge_reduces(graph: fx.Graph, total: fx.Node) -> bool:
     one, other = (_marker_beneath(addend) for addend in total.args)
     if one is None or other is None or total.kwargs or one.meta["seq_nr"] is None:
         return False
-    if (one.target, one.meta["seq_nr"], *one.args[1:]) != (other.target, other.meta["seq_nr"], *other.args[1:]):
+    what, other_what = ((each.target, each.meta["seq_nr"], *each.args[1:], each.kwargs) for each in (one, other))
+    if what != other_what:
         return False  # of two units, or to be reduced in two ways
     with graph.inserting_before(total):
         packed = _sum_of_packs(graph, one.args[0], other.args[0])

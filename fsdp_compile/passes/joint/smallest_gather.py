@@ -30,7 +30,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.comm.collectives import ALL_GATHER, ALL_REDUCE, WAIT
-from fsdp_compile.core.ops import EXPAND_SCALES, PACK_SEGMENTS, SEGMENT_MAXIMA, UnshardSpec, packed_numel, segments_of
+from fsdp_compile.core.ops import UnshardSpec
 from fsdp_compile.passes.graph.nodes import (
     CAST,
     Emit,
@@ -44,6 +44,13 @@ from fsdp_compile.passes.graph.nodes import (
     tagged,
 )
 from fsdp_compile.passes.joint.parameter_values import MAXIMA, UNCHANGED, Elements, ParameterValues, Scales, nodes_in
+from fsdp_compile.passes.joint.segment_ops import (
+    EXPAND_SCALES,
+    PACK_SEGMENTS,
+    SEGMENT_MAXIMA,
+    packed_numel,
+    segments_of,
+)
 from fsdp_compile.passes.pipeline import GraphContext
 
 aten = torch.ops.aten

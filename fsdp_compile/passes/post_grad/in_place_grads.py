@@ -442,12 +442,12 @@ def _lower_add_accumulated(packed: Any, flat_param_id: Any, in_place: bool = Fal
 
 
 @register_lowering(DEFER_REDUCE, type_promotion_kind=None)
-def _lower_defer_reduce(packed: Any, flat_param_id: Any, layout: str, owned: bool = False) -> Any:
+def _lower_defer_reduce(packed: Any, flat_param_id: Any, layout: str, owned: bool = False, unused: Any = ()) -> Any:
     if not owned:
-        return fallback_handler(DEFER_REDUCE, add_to_fallback_set=False)(packed, flat_param_id, layout)
+        return fallback_handler(DEFER_REDUCE, add_to_fallback_set=False)(packed, flat_param_id, layout, unused=unused)
     packed.realize()
     V.graph.never_reuse_buffers.add(packed.get_name())
-    return ir.TensorBox.create(_OwningCall.create(DEFER_REDUCE, packed, flat_param_id, layout, True))
+    return ir.TensorBox.create(_OwningCall.create(DEFER_REDUCE, packed, flat_param_id, layout, True, unused=unused))
 
 
 @register_lowering(START_REDUCE_, type_promotion_kind=None)

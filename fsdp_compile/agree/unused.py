@@ -1,0 +1,219 @@
+"""Parameters that no rank uses, in units that are used: their `.grad` stays None, as without sharding.
+
+A rank sees which parameters its backward pass has used: eagerly by the gradients that autograd computes, compiled by
+those in the graph. Slices of a flat gradient have no place to say it, as parameters cross their borders. So at the end
+of a backward pass ranks exchange a byte for each parameter, by one all-reduce for the root. Only a rank that has left
+something out waits for it: until then it holds back the gradients of that flat parameter.
+
+    backward passes            exchange
+    the first two of each      yes
+    all others                 if a rank left something out before, or `find_unused_parameters=True`
+
+Gradients that are accumulated under no_sync count as one: a parameter is unused if none of its backward passes used it.
+"""
+
+import threading
+import weakref
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_compile.comm import collectives
+from fsdp_compile.comm.comparison import exists
+from fsdp_compile.core.backward_pass import BackwardPass, running_backward
+from fsdp_compile.core.flat_param import FlatParam, flat_param_at
+from fsdp_compile.core.settings import warn_caller
+from fsdp_compile.core.sharding import units_gathered_below
+from fsdp_compile.core.unit import Unit
+from fsdp_compile.eager.forward_pass import Listener
+from fsdp_compile.tensors.averaging import has_hooks
+from fsdp_compile.tensors.sharded_tensor import FlatGradient, ShardedTensor
+from fsdp_compile.tensors.unused import NONE, Indices, set_unused
+
+FIRST = 2
+"""In how many of a flat parameter's backward passes ranks are asked whether they leave something out."""
+
+Groups = tuple[dist.ProcessGroup, dist.ProcessGroup | None]
+"""The group that a unit is sharded over, and its replicas."""
+
+
+class _Reduced(NamedTuple):
+    """What a backward pass has reduced of a flat parameter."""
+
+    number: int  # of the flat parameter, alike on all ranks
+    flat: FlatParam
+    unit: Unit
+    unused: Indices  # on this rank
+    grad: Tensor | None  # of its shard, if this rank has left something out
+
+
+class _Answer(NamedTuple):
+    """An all-reduce under way: for each parameter whether a rank has used it, then whether one left something out."""
+
+    groups: Groups
+    used: Tensor  # uint8
+    filling: collectives.Filling | None
+
+
+class Unused(Listener):
+    """Leaves out the gradients of parameters that no rank has used."""
+
+    def __init__(self, root: Any) -> None:
+        super().__init__(root)
+        self._finds: bool | None = root.settings.find_unused_parameters
+        self._numbers, self._has_warned = count(), False
+        self._passes: dict[BackwardPass, list[_Reduced]] = {}
+        self._lock = threading.Lock()  # gradients of shards in host memory arrive in another thread
+        self._reduces: weakref.WeakKeyDictionary[FlatParam, int] = weakref.WeakKeyDictionary()  # how many there were
+        self._is_on: dict[Groups, bool] = {}
+        self._answers: list[_Answer] = []
+
+    def forget(self) -> None:
+        """Ask anew: ranks may be others."""
+        for flat in self._reduces:
+            flat.reduction.unused.is_asked = True
+        self._reduces.clear()
+        self._is_on.clear()
+        self._answers.clear()
+
+    def compare(self, module: nn.Module, settings: str, compiled: bool) -> bool:
+        """Hear of the gradients of all units."""
+        for unit in units_gathered_below(module):
+            self._hear_of(unit)
+        return True
+
+    def before_backward(self, gathered: Any, backward: BackwardPass, was_prefetched: bool) -> None:
+        """Hear of the gradients of a unit whose root has run no forward."""
+        if gathered.unit.flats[0].reduction.unused.leave_out is None:
+            self._hear_of(gathered.unit)
+
+    def _hear_of(self, unit: Unit) -> None:
+        for flat in unit.flats if self._finds is not False else ():
+            place = next(self._numbers), weakref.ref(flat), weakref.ref(unit)
+            flat.reduction.unused.leave_out = partial(_leave_out, weakref.ref(self), *place)
+
+    def left_out(self, index: int, flat: FlatParam, unit: Unit, grad: Tensor, unused: Indices) -> Indices:
+        """Which parameters of `flat` get no gradient in this pass: those of `unused` may get theirs at its end.
+
+        Args:
+            index: of the flat parameter, alike on all ranks.
+            flat: the flat parameter, of `unit`.
+            unit: the unit.
+            grad: reduced, 1-D `[shard_numel]`.
+            unused: the parameters that this rank has not used.
+        """
+        backward = running_backward()
+        assert backward is not None  # which has reduced it
+        self._read_answers()
+        reduces = self._reduces[flat] = self._reduces.get(flat, 0) + 1
+        if unused:
+            unused = _may_have_none(flat, unused)
+        if reduces > FIRST and not self._is_on.get((unit.group, unit.replicas), self._finds):
+            flat.reduction.unused.is_asked = False
+            if unused:
+                self._warn(flat.names[min(unused)])
+            return NONE
+        with self._lock:
+            if backward not in self._passes:
+                self._passes[backward] = []
+                backward.at_end(partial(self._end, backward), if_failed=partial(self._passes.pop, backward))
+        self._passes[backward].append(_Reduced(index, flat, unit, unused, grad if unused else None))
+        return unused
+
+    def _end(self, backward: BackwardPass) -> None:
+        """The pass has reduced all: tell the other ranks what this one has used."""
+        by_groups: dict[Groups, list[_Reduced]] = {}
+        for reduced in sorted(self._passes.pop(backward), key=lambda reduced: reduced.number):
+            by_groups.setdefault((reduced.unit.group, reduced.unit.replicas), []).append(reduced)
+        for groups, of_groups in by_groups.items():
+            used = [index not in each.unused for each in of_groups for index in range(len(each.flat.params))]
+            self._answers.append(answer := _start_asking(groups, used, of_groups[0].unit.device))
+            for flat in self._reduces:
+                flat.reduction.unused.is_asked = True  # and the answer is read before, at the same place on all ranks
+            if all(used):
+                continue
+            self._read_answers()
+            used_by_any = iter(answer.used.tolist())
+            for each in of_groups:
+                late = [index for index in range(len(each.flat.params)) if next(used_by_any) and index in each.unused]
+                if late:
+                    _add(each, late)
+
+    def _read_answers(self) -> None:
+        while self._answers:
+            groups, used, filling = self._answers.pop(0)
+            if filling is not None:
+                with collectives.waiting_for("comparison", "parameters in use"):
+                    filling.wait()
+            if not self._is_on.get(groups, self._finds):
+                self._is_on[groups] = bool(used[-1])
+
+    def _warn(self, name: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn_caller(
+                f"parameter {name} was not used in this backward, for the first time on this rank, and ranks no longer "
+                f"compare which ones they use: it gets a gradient of zeros, so that weight decay and momentum change "
+                f"it even where no rank has used it; pass find_unused_parameters=True to fully_shard"
+            )
+
+
+def _start_asking(groups: Groups, used: list[bool], device: torch.device) -> _Answer:
+    flags, filling = torch.tensor([*used, not all(used)], dtype=torch.uint8), None
+    if device.type != "cpu":
+        flags = flags.pin_memory().to(device, non_blocking=True)  # the host does not wait
+    for group in groups:
+        if group is not None and exists(group):
+            if filling is not None:
+                filling.wait()
+            filling = collectives.start_all_reduce(flags, group.group_name, "max")
+    return _Answer(groups, flags, filling)
+
+
+def _add(reduced: _Reduced, late: list[int]) -> None:
+    """Give parameters `late` their gradients, behind the backward pass."""
+    flat, grad = reduced.flat, reduced.grad
+    assert grad is not None  # this rank has left them out
+    parts: Any = flat.split(grad)
+    if flat.specs:
+        parts = ShardedTensor.of_each(FlatGradient(grad, flat.specs, flat.binding.splitter.split_stored))
+    for param, part in ((flat.params[index], parts[index]) for index in late):
+        if param.grad is None or part is None:
+            param.grad = part
+        else:
+            param.grad.add_(part)
+
+
+def _may_have_none(flat: FlatParam, unused: Indices) -> Indices:
+    """Those of `unused` that the running pass need not give a gradient: it adds to all `.grad`, and calls no hooks."""
+    if not flat.binding.all_are_asked():
+        return NONE
+    is_averaged = bool(flat.binding.scattered)
+    return frozenset(index for index in unused if not has_hooks(flat.params[index], is_averaged))
+
+
+def _leave_out(
+    listener_ref: "weakref.ref[Unused]",
+    index: int,
+    flat_ref: "weakref.ref[FlatParam]",
+    unit_ref: "weakref.ref[Unit]",
+    grad: Tensor,
+    unused: Indices,
+) -> Indices:
+    listener, flat, unit = listener_ref(), flat_ref(), unit_ref()
+    if listener is None or flat is None or unit is None:  # deleted
+        return NONE
+    return listener.left_out(index, flat, unit, grad, unused)
+
+
+@torch.library.impl("fsdp_flat::leave_out", "default")
+def _note_left_out(grad: Tensor, shard: Tensor | None, params: list[int]) -> Tensor:
+    flat, grad = None if shard is None else flat_param_at(shard), grad.clone()
+    if flat is None:
+        return set_unused(grad, params)
+    flat.reduction.unused.note(params, grad)
+    return grad
