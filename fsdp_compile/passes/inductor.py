@@ -143,7 +143,7 @@ def backend(
 
     def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
-            return compile_with(gm, example_inputs, tuple(passes), for_graph(config, gm.graph))
+            return compilers[-1](gm, example_inputs, tuple(passes), config)
         except InductorError as error:
             if isinstance(error.inner_exception, Refused):  # which Inductor wraps only where its caches are off
                 raise error.inner_exception from None
@@ -275,21 +275,22 @@ def compile_with(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], passes: tuple[Pass, ...], config: CompileConfig
 ) -> Callable[..., Any]:
     """Compile by Inductor with `passes`, for this compilation only."""
-    patches = {**switched_off(), **pipelines(config, passes, others=True)}
+    patches = {**switched_off(), **pipelines(for_graph(config, gm.graph), passes, others=True)}
     return compile_by_inductor(gm, list(example_inputs), patches)
 
 
-def graph_settings(config: CompileConfig, graph: fx.Graph) -> dict[str, Any]:
-    """What plain `torch.compile` sets for a graph with our markers: our pipelines, where no others' stand, and no moves
-    of collectives by others. From torch 2.12 on, each thread has a configuration of its own.
+compilers: list[Callable[..., Callable[..., Any]]] = [compile_with]  # the last one counts; a layer may add its own
+
+
+def graph_settings(config: CompileConfig, backend: Any, graph: fx.Graph, passes: tuple[Pass, ...] = PASSES) -> Any:
+    """What plain `torch.compile` sets in `backend` for a graph with our markers: our pipelines, where no others' stand,
+    and no moves of collectives by others. From torch 2.12 on, each thread has a configuration of its own.
     """
-
-    def standing(name: str) -> Any:
-        registered = getattr(inductor_config, name)
-        return None if isinstance(registered, _OURS) else registered
-
-    hooks = pipelines(for_graph(config, graph))
-    return {**switched_off(), **{name: standing(name) or hook for name, hook in hooks.items()}}
+    hooks = pipelines(for_graph(config, graph), passes)
+    standing = {name: getattr(inductor_config, name) for name in hooks}
+    others = {name: each for name, each in standing.items() if each is not None and not isinstance(each, _OURS)}
+    backend.config = {**backend.config, **switched_off(), **hooks, **others}
+    return backend
 
 
 def pipelines(
