@@ -108,6 +108,8 @@ class CompileConfig:
             it compiled. They wait for it, and compile for themselves if they differ from it in versions or devices.
         artifacts: a folder that `fsdp-compile build` has written, from which what was compiled there is loaded. Nothing
             is loaded where it does not fit, and the log says why. Loading runs code: it must be from who you trust.
+        learn: whether a step is recorded now and then, and planned again by what it took (docs/plans.md, How a plan
+            learns).
 
     Raises:
         TypeError: a field has a value of another type.
@@ -128,6 +130,7 @@ class CompileConfig:
     update: StepUpdate | None = None
     share_artifacts: bool = False
     artifacts: str | None = None
+    learn: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.disable, tuple | list) or not all(isinstance(each, str) for each in self.disable):
@@ -158,7 +161,7 @@ class CompileConfig:
     @property
     def deciding_code(self) -> "CompileConfig":
         """This configuration without what decides only who compiles: equal where generated code is."""
-        return replace(self, share_artifacts=False, artifacts=None)
+        return replace(self, share_artifacts=False, artifacts=None, learn=False)
 
     @property
     def file_contents(self) -> tuple[str, ...]:
@@ -194,6 +197,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "plan": str,
     "share_artifacts": lambda text: bool(int(text)),
     "artifacts": str,
+    "learn": lambda text: bool(int(text)),
 }
 
 

@@ -1,0 +1,97 @@
+"""Exposed time of training steps on the emulated link, where a plan for wrong prices learns.
+
+One process plays rank 0 of 8 and counts CPU seconds. Plans are made for a link that takes so many times as long or as
+short, and a CPU of the hardware file's speed. Each of the models trains `--steps` steps; two more follow the rule and
+the plan for the right prices.
+
+    exposed     ms of a step, medians: of the first five steps that count, of the last ten; of the rule; of the plan for
+                the right prices, which is the last one's search
+    recording   how much longer the steps take that are recorded, beside the medians of those around them
+    changes     what was learned, as `fsdp_compile.learning.install.explain` tells it
+
+    python -m bench learned_steps [--model gpt] [--ratios 0.6 0.9] [--off 0.25 4] [--steps 140]
+"""
+
+import statistics
+from typing import Any
+
+import torch
+
+from bench.first_plan import SPEED, step
+from bench.link import FREE, LINK
+from bench.models import WORKLOADS
+from bench.parts import link_for
+from bench.planned_step import count_one_thread
+from bench.report import parser, write
+from fsdp_compile import fully_shard
+from fsdp_compile.learning import graphs, install, recorder
+
+SKIPPED = 2  # steps that compile
+
+
+def made(model: str, options: dict[str, Any]) -> tuple[Any, Any]:
+    """A model, and how to call it."""
+    torch.manual_seed(0)
+    whole = fully_shard(WORKLOADS[model]().build(), forward_prefetch=True)
+    return whole, torch.compile(whole, fullgraph=True, backend="fsdp_compile", options=options)
+
+
+def row(model: str, ratio: float, off: float, steps: int) -> dict[str, Any]:
+    """What one model learns."""
+    batch = WORKLOADS[model]().batch(0, 0)
+    LINK.configure(0.0, FREE)
+    torch._dynamo.reset()
+    install.learned.clear()
+    whole, plain = made(model, {"link": None})
+    computing = statistics.median(step(plain, whole, batch)[0] for _ in range(5 + SKIPPED))
+    latency, bandwidth = link_for(ratio, computing, LINK.summary())
+    runs = {}
+    for name, factor, learns in (("learns", off, True), ("right", 1.0, False), ("rule", 0.0, False)):
+        wrong = f"custom:{latency * factor:.3g},{bandwidth / (factor or 1):.4g}"
+        chosen = {"link": wrong, "device": f"cpu:{SPEED:g}"} if factor else {"link": None}
+        runs[name] = made(model, {**chosen, "learn": learns})
+        step(runs[name][1], runs[name][0], batch)
+    LINK.configure(latency, bandwidth)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    recorded = []
+    for number in range(steps):
+        for name in ("learns", *(("right", "rule") if number >= steps - 10 else ())):
+            learning = next(iter(install.learned.values()))
+            before = learning._clock
+            found[name].append(step(runs[name][1], runs[name][0], batch))
+            recorded += [number] if name == "learns" and learning._clock not in (None, before) else []
+    exposed = {name: [seconds for _, seconds in each] for name, each in found.items()}
+    whole_steps = [seconds for seconds, _ in found["learns"]]
+    cost = [whole_steps[at] / statistics.median(whole_steps[max(0, at - 3) : at + 4]) - 1 for at in recorded if at]
+    return {
+        "model": model, "ratio": ratio, "off": off, "computing": computing, "steps": exposed["learns"],
+        "first": statistics.median(exposed["learns"][:5]), "last": statistics.median(exposed["learns"][-10:]),
+        "right": statistics.median(exposed["right"]), "rule": statistics.median(exposed["rule"]),
+        "recording": statistics.median(cost) if cost else None, "changes": learning.history,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Print a table and write `bench/results/learned_steps.json`."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--model", choices=WORKLOADS, default="gpt")
+    arguments.add_argument("--ratios", nargs="+", type=float, default=[0.6, 0.9])
+    arguments.add_argument("--off", nargs="+", type=float, default=[0.25, 4.0])
+    arguments.add_argument("--steps", type=int, default=140)
+    args = arguments.parse_args()
+    count_one_thread()
+    recorder.clock, graphs.schedule.alone = LINK.clock, True
+    rows = []
+    for ratio in args.ratios:
+        for off in args.off:
+            rows.append(found := row(args.model, ratio, off, args.steps))
+            print(f"{args.model} {ratio} x {off:g}: exposed {found['first'] * 1e3:.1f} ms, learned "
+                  f"{found['last'] * 1e3:.1f}, right prices {found['right'] * 1e3:.1f}, rule "
+                  f"{found['rule'] * 1e3:.1f}; computing {found['computing'] * 1e3:.1f}", flush=True)  # fmt: skip
+            if found["recording"] is not None:
+                print(f"  recording {found['recording']:+.1%}")
+            for line in found["changes"]:
+                print(f"  {line}")
+            print("  by step:", *(f"{each * 1e3:.0f}" for each in found["steps"]), flush=True)
+    if not args.dry:
+        write("learned_steps", {"rows": rows})
