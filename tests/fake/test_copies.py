@@ -2,15 +2,22 @@
 
 import re
 from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from generated import Program, programs, readers_of
 from models import MODELS, MODULES, Case, mlp, squared_error, vectors
-from torch import nn
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_compile import MixedPrecision, ShardingStrategy, fully_shard
+from fsdp_compile.comm.collectives import ALL_REDUCE, REDUCE_SCATTER
+from fsdp_compile.core.ops import ADD_ACCUMULATED, DEFER_REDUCE, PACK_GRADS
+from fsdp_compile.passes.graph.nodes import add_call
 from fsdp_compile.passes.inductor import fsdp_compile_backend
+from fsdp_compile.passes.post_grad.in_place_grads import pack_in_place
 
 CASES = {**MODELS, "mha": MODULES["mha"], "tied_ends": MODULES["tied_ends"]}
 TWO_BLOCKS = Case(partial(mlp, blocks=2), vectors, squared_error)
@@ -137,3 +144,32 @@ def test_other_strategies_copy_nothing(strategy: str) -> None:
     forward, backward = programs(lambda: case.loss(model, inputs))
     assert backward.packed() and len(backward.products_into_packs()) == 6
     assert forward.parameter_moves() == backward.parameter_moves() == []
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "is_copied"),
+    [
+        (ADD_ACCUMULATED, ("0",), True),
+        (DEFER_REDUCE, ("0", "layout"), True),
+        (ALL_REDUCE, ("sum", "0"), True),
+        (REDUCE_SCATTER, ("sum", 2, "0"), False),
+    ],
+)
+def test_what_overwrites_a_pack_leaves_other_readers_their_values(target: Any, args: Any, is_copied: bool) -> None:
+    """A batch norm subtracts its bias's gradient from that of its input, perhaps behind a sum into the packed buffer:
+    so that gradient is packed as a copy, one that nothing else reads is not, and none is for a reduce that only reads.
+    """
+    graph, mode = fx.Graph(), FakeTensorMode()
+    grad_out = graph.placeholder("grad_out")
+    grad_out.meta["val"] = mode.from_tensor(torch.ones(4, 3))
+    total = add_call(graph, torch.ops.aten.sum.dim_IntList, (grad_out, [0]), mode=mode)
+    own = add_call(graph, torch.ops.aten.amax.default, (grad_out, [0]), mode=mode)
+    pack = graph.call_function(PACK_GRADS, ([total, own], "layout"))
+    sent = graph.call_function(target, (pack, *args))
+    centered = add_call(graph, torch.ops.aten.sub.Tensor, (grad_out, total), mode=mode)
+    graph.output((sent, centered))
+    pack_in_place(SimpleNamespace(graph=graph))  # type: ignore[arg-type]
+    packed = [grad.target for grad in pack.args[0]]  # type: ignore[union-attr]
+    first = torch.ops.aten.clone.default if is_copied else torch.ops.aten.sum.dim_IntList
+    assert packed == [first, torch.ops.aten.amax.default]
+    assert centered.args == (grad_out, total)

@@ -16,6 +16,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
+from itertools import takewhile
 from math import inf
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ Contents = Sequence[tuple[LayoutSegment, Any]]
 """Segments of a flat parameter, each with the IR of its gradient; None for padding and for unused parameters."""
 
 _EVERYTHING = (0, inf)
+_OVERWRITING = (ADD_ACCUMULATED, ALL_REDUCE_IN_PLACE, DEFER_REDUCE)  # what they read, where nothing else does
 
 
 def separate_reduces(context: GraphContext) -> None:
@@ -81,6 +83,11 @@ def pack_in_place(context: GraphContext) -> None:
                 reader.target = ALL_REDUCE_IN_PLACE
             elif reader.target in (DEFER_REDUCE, ADD_ACCUMULATED):
                 reader.args = (*reader.args, True)
+        if any(user.target in _OVERWRITING or user.op == "output" for user in pack.users):  # outputs go to the runtime
+            for grad in [each for each in gradients_of(pack) if len(each.users) > 1]:  # others may read it later
+                with graph.inserting_before(pack):
+                    copy = nodes.add_call(graph, aten.clone.default, (grad,), mode=grad.meta["val"].fake_mode)
+                pack.replace_input_with(grad, copy)
     graph.eliminate_dead_code()
 
 
@@ -153,12 +160,8 @@ def reuse_gathered(context: GraphContext) -> None:
 def _fits(pack: fx.Node, wait: fx.Node) -> bool:
     """Whether the buffers are alike, and nothing else reads the gradients or outlives the buffer."""
     packed, gathered = pack.meta["val"], wait.meta["val"]
-    if (
-        not _has_zero_padding(wait)
-        or packed.dtype != gathered.dtype
-        or packed.shape != gathered.shape
-        or packed.device != gathered.device
-    ):
+    alike = all(getattr(packed, each) == getattr(gathered, each) for each in ("dtype", "shape", "device"))
+    if not alike or not _has_zero_padding(wait):
         return False
     only_packed = all(len(grad.users) == 1 for grad in gradients_of(pack))
     only_sent = all((tag := nodes.get_tag(user)) is not None and tag.kind == "reduce" for user in pack.users)
@@ -377,12 +380,9 @@ def _reads_of(reads: Iterable[Read], segment: LayoutSegment) -> list[str]:
 
 
 def _operations_after_wait(name: str) -> list[Any]:
-    after: list[Any] = []
-    for operation in reversed(V.graph.operations):
-        if isinstance(operation, WaitKernel) and operation.input_name(0) == name:
-            break
-        after.append(operation)
-    return after[::-1]
+    backwards = reversed(V.graph.operations)
+    after = takewhile(lambda each: not isinstance(each, WaitKernel) or each.input_name(0) != name, backwards)
+    return list(after)[::-1]
 
 
 def _elements_read(operation: Any, name: str) -> list[tuple[float, float]]:
