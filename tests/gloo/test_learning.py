@@ -1,12 +1,9 @@
 """Plans that learn on real ranks: all change together or none does, and no value changes."""
 
 import math
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +13,6 @@ from torch import Tensor, nn
 
 from fsdp_compile import fully_shard
 from fsdp_compile.learning import graphs, install
-from fsdp_compile.learning.child import Child
 from fsdp_compile.learning.meeting import Meeting
 from fsdp_compile.learning.replan import replanned
 from fsdp_compile.passes import agreement, inductor
@@ -24,7 +20,7 @@ from fsdp_compile.passes.plan.plan import Plan
 from fsdp_compile.passes.plan.safe import by_block
 from fsdp_compile.passes.plan.schedule import alternating
 
-from .ranks import Ranks, RanksFailed
+from .ranks import Ranks
 
 LINK = "custom:1e-5,1e9"
 SOON = graphs.Schedule(first=2, meet=1, poll=2, block=2, trial=0.0, every=6)
@@ -235,37 +231,3 @@ def _off(rank: int) -> None:
 def test_without_learning_nothing_is_there(two: Ranks) -> None:
     """By default no graph is wrapped, counted or compiled in another way."""
     two.run(_off)
-
-
-def _killed(rank: int, folder: str) -> None:
-    """Rank 1 is killed where ranks meet, while a copy of its process works; rank 0 writes what it is told, and when."""
-    take = graphs.Learning._take_plan
-
-    def die(learning: Any, graph: Any) -> Any:
-        if rank == 1:
-            Child(lambda: str(time.sleep(60)))
-            os.kill(os.getpid(), signal.SIGKILL)
-        return take(learning, graph)
-
-    with pytest.MonkeyPatch.context() as patch, _soon():
-        patch.setattr(graphs.Learning, "_take_plan", die)
-        patch.setattr(graphs, "PATIENCE", 2.0)
-        begin = time.monotonic()
-        try:
-            _train(rank, 4, learn=True)
-            begin = time.monotonic()
-            _train(rank, 40, learn=True)
-        except RuntimeError as error:
-            Path(folder, "said").write_text(f"{time.monotonic() - begin}\n{error}")
-
-
-@pytest.mark.nightly
-def test_a_rank_that_is_killed(tmp_path: Path) -> None:
-    """If a rank is killed where ranks meet to change plans, while its copy compiles, the others raise what they raise
-    of any collective that it leaves, as soon as they have given up the meeting.
-    """
-    ranks = Ranks(2, tmp_path)
-    with pytest.raises(RanksFailed):
-        ranks.run(_killed, str(tmp_path))
-    seconds, _, error = Path(tmp_path, "said").read_text().partition("\n")
-    assert float(seconds) < 30 and error

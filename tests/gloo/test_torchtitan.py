@@ -27,7 +27,7 @@ REFUSED = {  # layout and system: part of the message
 }
 
 
-@pytest.mark.parametrize(("feature", "layout", "systems"), titan.rows())
+@pytest.mark.parametrize(("feature", "layout", "systems"), [*titan.rows()])
 def test_equal_to_fsdp2(feature: str, layout: str, systems: Sequence[str]) -> None:
     """Four steps have FSDP2's losses and norms, bit for bit but for bf16 and Inductor, or are refused by name."""
     expected = titan.reference(feature, layout)

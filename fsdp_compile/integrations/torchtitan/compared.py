@@ -11,8 +11,6 @@ from torchtitan.config import ConfigManager
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 
-__all__ = ["WithLoss", "config_of", "factory"]
-
 
 def config_of(text: str) -> Any:
     """The `Trainer.Config` that MODULE:CONFIG names, as `--module` and `--config` of torchtitan do.
