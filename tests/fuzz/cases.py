@@ -134,6 +134,7 @@ EDITS = ("mul", "data", "eval", "summon", "state", "full state", "optimizer stat
 FAILURES = ("failed forward", "failed backward")
 LATER_EDITS = ("deepcopy", "new parameter", "roll back", "thaw")  # drawn with `later`
 LATEST_EDITS = ("remove", "penalty", "functional call")  # drawn with `latest`
+NEWEST_EDITS = ("part", "frozen save")  # drawn with `newest`
 CHANGES = ("mul", "data", "row", "foreach")
 
 
@@ -141,6 +142,7 @@ def draw(seed: int, how: str = "eager", world_size: int = 2, order: str = "any")
     """The case of this seed."""
     case = _with_later_draws(_draw(seed, how, world_size), random.Random(f"later {seed}"), how)
     case = _with_latest_draws(case, random.Random(f"latest {seed}"))
+    case = _with_newest_draws(case, random.Random(f"newest {seed}"))
     return case if order == "any" else _in_order(case, how)
 
 
@@ -158,7 +160,9 @@ def _in_order(case: Case, how: str) -> Case:
         forwards = {"apart": "two", "crossed": "two", "mixed": "two"}.get(step.forwards, step.forwards)
         forwards = "one" if how != "eager" and forwards == "two" else forwards
         syncs = of_accumulation.get(step.syncs, step.syncs)
-        before = "" if step.before == "penalty" else step.before  # its gradient would be there before the step's
+        before = (
+            "" if step.before in ("penalty", "part") else step.before
+        )  # its gradient would be there before the step's
         return replace(step, syncs=syncs, forwards=forwards, before=before, keeps_grads=False)
 
     strategy = "FULL_SHARD" if case.strategy == "NO_SHARD" else case.strategy
@@ -279,6 +283,18 @@ def _with_latest_draws(case: Case, rng: random.Random) -> Case:
     if any(node.checkpoint for node in nodes_of(case.nodes)):  # what it recomputes is left aside again, with a graph
         return case
     return replace(case, nodes=tuple(_with_aside(node, rng) for node in case.nodes))
+
+
+def _with_newest_draws(case: Case, rng: random.Random) -> Case:
+    """Bits of weights and whole numbers, state that is nested, parts that are called alone, saves of frozen ones."""
+
+    def of_node(node: Node) -> Node:
+        is_bits = node.kind != "nest" and not node.changes and rng.random() < 0.12
+        return replace(node, kind="bits" if is_bits else node.kind, children=tuple(map(of_node, node.children)))
+
+    optimizer = "nested" if rng.random() < 0.2 else case.optimizer
+    steps = tuple(replace(s, before=rng.choice(NEWEST_EDITS)) if rng.random() < 0.15 else s for s in case.steps)
+    return replace(case, nodes=tuple(map(of_node, case.nodes)), optimizer=optimizer, steps=steps)
 
 
 def _with_aside(node: Node, rng: random.Random) -> Node:

@@ -2,17 +2,21 @@
 
 import copy
 import random
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from interruptions import Interruption, interrupted
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from fsdp_compile import (
     StateDictType,
+    checkpoint,
     optim_state_dict,
     optim_state_dict_to_load,
     state_dict_type,
@@ -26,8 +30,8 @@ if TYPE_CHECKING:
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """Whether its values mean something only with a scale."""
-    return tensor.dtype.itemsize == 1
+    """Whether its values mean something only with a scale, or are whole numbers."""
+    return tensor.dtype.itemsize == 1 or not tensor.is_floating_point()
 
 
 def _multiply(comparison: "Comparison", when: str) -> None:
@@ -204,6 +208,42 @@ def _penalize(comparison: "Comparison", when: str) -> None:
             torch.stack([term.double() for term in terms]).sum().backward()
 
 
+def _call_a_part(comparison: "Comparison", when: str) -> None:
+    """The head, a part of the model's own unit, is called by itself: it is right, or refused before it computes."""
+    outputs = []
+    for model in (comparison.reference, comparison.model):
+        x = torch.ones(2, model.head.in_features, dtype=model.head.weight.dtype)
+        try:
+            outputs.append(model.head(x))
+        except RuntimeError as error:
+            assert "found Linear run alone" in str(error), error
+            return
+    if not comparison.case.param_dtype:
+        comparison.check(when, *reversed(outputs))
+
+
+def _save_frozen(comparison: "Comparison", when: str) -> None:
+    """A save while every other parameter that trains is frozen, which a new optimizer and changed parameters load."""
+    model: nn.Module = comparison.model
+    frozen = [param for param in model.parameters() if param.requires_grad][::2]
+    for param in frozen:
+        param.requires_grad_(False)
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        checkpoint.save({"model": model, "optimizer": comparison.optimizers[1]}, Path(folder[0]), 0)
+        with torch.no_grad():
+            for param in model.parameters():
+                if not is_quantized(param):
+                    param.mul_(0.5)
+        comparison.optimizers[1] = comparison.new_optimizer(model)
+        checkpoint.load({"model": model, "optimizer": comparison.optimizers[1]}, Path(folder[0]))
+        dist.barrier()
+    for param in frozen:
+        param.requires_grad_(True)
+    comparison.check_parameters(when)
+
+
 def _interrupt(comparison: "Comparison", when: str) -> None:
     """A step of the sharded model alone in which some function of the package raises, on all ranks the same one."""
     at = random.Random(f"{comparison.case.seed} {when}").randrange(1, 3000)
@@ -240,6 +280,8 @@ EDITS: dict[str, Callable[["Comparison", str], None]] = {
     "remove": _remove,
     "functional call": _call_functionally,
     "penalty": _penalize,
+    "part": _call_a_part,
+    "frozen save": _save_frozen,
     "interrupt": _interrupt,
     "planted": _plant,
 }

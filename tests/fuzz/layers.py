@@ -232,6 +232,35 @@ class Computed(nn.Module):
         return x + torch.tanh(y @ computed * self.gain / computed.shape[0]).to(x.dtype)
 
 
+class Bits(nn.Module):
+    """Computes with the bits of a weight, or of whole numbers that several small ones are packed into. `size` says how.
+
+    1: without the lowest bits, as weights are rounded. 5: the sign is turned. 7: `q & 15` and `q >> 4` of int32, which
+    does not train. 16: the same of int64.
+    """
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.weight, self.gain = nn.Parameter(torch.randn(width, width) / width), nn.Parameter(torch.randn(width))
+        self.packed = None
+        if size in (7, 16):
+            whole = torch.randint(256, (width, width), dtype=torch.int32 if size == 7 else torch.int64)
+            self.packed = nn.Parameter(whole, requires_grad=False)
+        self.turns = size == 5
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, weight = x.to(self.gain.dtype), self.weight
+        if self.packed is not None:
+            low, high = self.packed & 15, self.packed >> 4
+            computed = weight * (low.to(y.dtype) - 7.5) + high.to(y.dtype) / 16
+        else:
+            whole = {8: torch.int64, 4: torch.int32, 2: torch.int16}[weight.dtype.itemsize]
+            bits, sign = weight.detach().view(whole), -1.0 if self.turns else 1.0
+            bits = bits ^ torch.iinfo(whole).min if self.turns else bits & (-1 << (weight.dtype.itemsize - 1))
+            computed = bits.view(weight.dtype) + sign * (weight - weight.detach())
+        return x + torch.tanh(y @ computed.to(y.dtype) * self.gain / computed.shape[0]).to(x.dtype)
+
+
 KINDS: dict[str, Callable[[int, int], nn.Module]] = {
     "linear": Linear,
     "mlp": MLP,
@@ -247,4 +276,5 @@ KINDS: dict[str, Callable[[int, int], nn.Module]] = {
     "custom": Custom,
     "quantized": Quantized,
     "computed": Computed,
+    "bits": Bits,
 }

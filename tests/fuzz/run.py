@@ -8,7 +8,7 @@ mismatch = compare(rank, case, how)      None, or the first difference; a mismat
 import copy
 import functools
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -151,7 +151,11 @@ class Comparison:
 
     def make_optimizers(self) -> None:
         """New ones, without state."""
-        self.optimizers = [_optimizer(self.case, each) for each in (self.reference, self.model)]
+        self.optimizers = [self.new_optimizer(each) for each in (self.reference, self.model)]
+
+    def new_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """For all parameters of a model, without state."""
+        return _optimizer(self.case, model)
 
     def train(self) -> str | None:
         """Run all steps."""
@@ -380,7 +384,32 @@ def _parameters_of(model: nn.Module) -> list[nn.Parameter]:
     return list(model.parameters())
 
 
+class Nested(torch.optim.Optimizer):
+    """Its state has tensors in a list and in a dict, beside numbers."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["latest"] = [torch.zeros_like(param) for _ in range(2)]
+                    state["of"] = {"mean": torch.zeros_like(param), "steps": 0}
+                latest, of = state["latest"], state["of"]
+                of["mean"].mul_(0.9).add_(param.grad)
+                latest[of["steps"] % 2].copy_(param.grad)
+                of["steps"] += 1
+                param.add_(of["mean"] + 0.5 * latest[of["steps"] % 2], alpha=-group["lr"])
+
+
 def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    if case.optimizer == "nested":
+        return Nested(model.parameters())
     if case.optimizer == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2)
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
