@@ -126,7 +126,7 @@ def _train(rank: int, pattern: str, how: str, kind: str, microbatches: int, opti
         torch.testing.assert_close(full[name], expected.data, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, pytest.param(3, marks=LATE)])
+@pytest.mark.parametrize("microbatches", [*late(1), 2, *late(3)])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_eagerly(two: Ranks, pattern: str, microbatches: int) -> None:
     """Used by no rank, by one or by turns: None if no rank has used it in any microbatch of the step."""
@@ -177,7 +177,7 @@ def test_kinds(two: Ranks, name: str, how: str) -> None:
         two.run(_train, pattern, how, kind, 2 if name == "tree" else 1, options)
 
 
-@pytest.mark.parametrize("pattern", ["no rank", "one rank", "by turns"])
+@pytest.mark.parametrize("pattern", ["by turns", *late("no rank", "one rank")])
 def test_hybrid(four: Ranks, pattern: str) -> None:
     """Ranks of all replicas say what they use."""
     options = {"mesh": "hybrid", "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
