@@ -524,8 +524,8 @@ def test_torch_finds_its_class(kind: Any) -> None:
         fsdp2.fully_shard(model)
     with pytest.raises(TypeError, match="FSDPModule cannot be called"):
         FSDPModule()
-    with pytest.raises(AttributeError, match="_mp_policy: the state of a module of fsdp_compile has no such attribute"):
-        _ = fsdp2.fully_shard.state(model)._mp_policy
+    with pytest.raises(AttributeError, match="_comm_ctx: the state of a module of fsdp_compile has no such attribute"):
+        _ = fsdp2.fully_shard.state(model)._comm_ctx
 
 
 def test_hints_warn_once() -> None:
