@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed.fsdp
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile.comm.groups import separate_group
 from fsdp_compile.core._torch import set_state_of_fully_shard
@@ -501,10 +502,15 @@ class StateForPipelines:
     """What `torch.distributed.fsdp.fully_shard.state(module)` gives: the part of FSDP2's that is used outside of it.
 
     A stage of `torch.distributed.pipelining` accumulates gradients, and then asks all states around to reduce them.
+    Losses that compute with the weight of a head ask for its precision. AttributeError for anything else that is read
+    or set.
     """
 
     def __init__(self, module: FSDPModule) -> None:
-        self._module = module
+        vars(self)["_module"] = module
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__getattr__(name)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_module":  # of a copy that has nothing yet
@@ -522,6 +528,14 @@ class StateForPipelines:
     def all_states(self) -> list["StateForPipelines"]:
         """Those of all modules that reduce together, of which one does the work."""
         return [self]
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        settings = self._module._fsdp.settings
+        dtypes = settings.precision
+        return MixedPrecisionPolicy(
+            dtypes.param_dtype, dtypes.reduce_dtype, settings.output_dtype, dtypes.cast_forward_inputs
+        )
 
     _fsdp_param_groups: Sequence[Any] = ()  # each of which a stage would ask to reduce
     _fsdp_param_group = None  # the same of torch 2.11

@@ -19,14 +19,17 @@ def mark_unused(packed: Tensor, grads: Sequence[Tensor | None], frozen: Sequence
 
 def set_unused(packed: Tensor, unused: Sequence[int]) -> Tensor:
     """Return `packed`, of which `unused_in` says `unused`, by index."""
-    vars(packed)["_fsdp_unused"] = unused
+    vars(packed)["_fsdp_unused"] = unused, packed._version
     return packed
 
 
 def unused_in(packed: Tensor) -> Sequence[int]:
-    """The indices of parameters that train and that `packed` has zeros for, because nothing has used them."""
-    unused: Sequence[int] = getattr(packed, "_fsdp_unused", ())
-    return unused
+    """The indices of parameters that train and that `packed` has zeros for, because nothing has used them.
+
+    None of a tensor that was changed since: autograd adds up gradients in place, and another graph may use others.
+    """
+    unused, version = getattr(packed, "_fsdp_unused", ((), 0))
+    return unused if version == packed._version else ()
 
 
 class UnusedParameters:

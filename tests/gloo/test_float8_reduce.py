@@ -331,7 +331,7 @@ def _hybrid(rank: int, how: str) -> None:
     with _two_by_two() as groups:
         reference = build(SMALL)
         options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": groups}
-        model = fully_shard(build(SMALL), **options)
+        model = fully_shard(build(SMALL), find_unused_parameters=False, **options)
         model.register_comm_hook(Float8ErrorFeedback(), float8_reduce_scatter)
         with wire() as sent:
             backward(executor(model, how), SMALL, mine(SMALL, 1))

@@ -142,7 +142,8 @@ def test_units_are_freed_in_backward(two: Ranks, kind: str, how: str) -> None:
 def _no_input_needs_grad(rank: int, strategy: str) -> None:
     model = nn.Sequential(*(Residual(11, 23) for _ in range(3)), nn.Linear(11, 5))
     model[:3].requires_grad_(False)
-    fully_shard(model, sharding_strategy=torch.distributed.fsdp.ShardingStrategy[strategy])
+    strategies = torch.distributed.fsdp.ShardingStrategy
+    fully_shard(model, sharding_strategy=strategies[strategy], find_unused_parameters=False)
     frozen = units(model[0])[0].flats[0].layout.numel
     x, y = vectors(rank, 4, inputs=11)
     with _spied() as calls:
@@ -263,7 +264,8 @@ def _train_mixed(rank: int, how: str, strategy: str) -> None:
         with wire() as sent:
             backward(run, case, mine(case, seed))
         backward(reference, case, whole(case, seed))
-        assert sorted(str(each.dtype) for each in sent if each.kind != "gather") == sorted(map(str, (FP32, BF16, FP64)))
+        reduced = [each.dtype for each in sent if each.kind != "gather" and each.dtype != torch.uint8]  # what is used
+        assert sorted(map(str, reduced)) == sorted(map(str, (FP32, BF16, FP64)))
         for (name, param), full in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert param.grad.shape == full.shape and param.grad.dtype is param.dtype is full.dtype, name
         for optimizer in both:

@@ -437,6 +437,8 @@ def _like_torch(rank: int, shape: tuple[int, ...] | None) -> None:
         for _, model, optimizer in both:
             backward(model, MLP, mine(MLP, 0))
             for param in model.parameters():  # gradients are equal up to rounding only
+                if param.grad is None and param.numel():  # that of one that is not used, which FSDP1 sets to zeros
+                    param.grad = torch.zeros_like(param)
                 if param.grad is not None:
                     param.grad.fill_(0.5)
             optimizer.step()

@@ -39,7 +39,7 @@ def _follow_dtypes(rank: int, how: str, strategy: str, given: tuple, compute: to
         _backward(run, mine(MLP, 1))
     assert seen == {compute}, seen
     assert {each.dtype for each in sent if each.kind == "gather"} == ({compute} if strategy != "NO_SHARD" else set())
-    assert {each.dtype for each in sent if each.kind != "gather"} == {reduce}
+    assert {each.dtype for each in sent if each.kind != "gather"} - {torch.uint8} == {reduce}  # what ranks use
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
     grads = [param.grad for param in model.parameters() if param.grad is not None]

@@ -81,7 +81,7 @@ def _look_at_wire(rank: int) -> None:
         backward(model, MLP, mine(MLP, 1))
     flats = [flat for unit in units(model) for flat in unit.flats]
     sizes = {(flat.layout.numel, flat.layout.shard_numel) for flat in flats}
-    assert {(each.numel, each.part) for each in sent} == sizes
+    assert {(each.numel, each.part) for each in sent if each.dtype != torch.uint8} == sizes  # others: what is used
     assert all(whole_ == 2 * part for whole_, part in sizes), "what is sent is the flat parameter, nothing appended"
     reduces = [each for each in sent if each.kind == "reduce"]
     assert len(reduces) == len(flats), "one reduce for each unit"

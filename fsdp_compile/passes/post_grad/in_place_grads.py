@@ -86,15 +86,11 @@ def pack_in_place(context: GraphContext) -> None:
     graph.eliminate_dead_code()  # views that were stripped read gradients no more
     for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
         if any(user.target in _OVERWRITING or user.op == "output" for user in pack.users):  # outputs go to the runtime
-            for grad in _read_by_others(pack):
+            # Others may read them later. Inputs of a graph are copied anyway.
+            for grad in [each for each in gradients_of(pack) if len(each.users) > 1 and each.op != "placeholder"]:
                 with graph.inserting_before(pack):
                     copy = nodes.add_call(graph, aten.clone.default, (grad,), mode=grad.meta["val"].fake_mode)
                 pack.replace_input_with(grad, copy)
-
-
-def _read_by_others(pack: fx.Node) -> list[fx.Node]:
-    """Gradients that others may read when their slice of the pack is overwritten. Inputs of a graph are copied anyway."""
-    return [grad for grad in gradients_of(pack) if len(grad.users) > 1 and grad.op != "placeholder"]
 
 
 def _placeable(graph: fx.Graph, grad: fx.Node) -> fx.Node:
