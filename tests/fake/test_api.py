@@ -524,7 +524,7 @@ def test_torch_finds_its_class(kind: Any) -> None:
         fsdp2.fully_shard(model)
     with pytest.raises(TypeError, match="FSDPModule cannot be called"):
         FSDPModule()
-    assert fsdp2.fully_shard.state(model)._mp_policy == MixedPrecisionPolicy()
+    assert fsdp2.fully_shard.state(model)._mp_policy == MixedPrecisionPolicy(cast_forward_inputs=False)
     with pytest.raises(AttributeError, match="_comm_ctx: the state of a module of fsdp_compile has no such attribute"):
         _ = fsdp2.fully_shard.state(model)._comm_ctx
 

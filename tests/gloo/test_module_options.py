@@ -239,7 +239,7 @@ def _defer(_rank: int, how: str) -> None:
                 backward(reference, MLP, whole(MLP, 10 * index + micro))
                 if micro < 2:
                     assert all(param.grad is None for param in model.parameters())
-        kinds = [each.kind for each in sent]
+        kinds = [each.kind for each in sent if each.dtype != torch.uint8]  # others: what is used
         assert (kinds.count("reduce"), kinds.count("all_reduce")) == (12, 4)
         assert_same_gradients(model, reference)
         for each in (model, reference):

@@ -37,8 +37,11 @@ def _named(model: nn.Module) -> dict[int, int]:
 
 
 def _axes(sent: list[Sent]) -> Counter[tuple[str, int, int]]:
-    """Kind, size of the full buffer of what was sent, by how much more it is than a rank's part; how often."""
-    return Counter((each.kind, each.numel, each.numel // each.part) for each in sent)
+    """Kind, size of the full buffer of what was sent, by how much more it is than a rank's part; how often.
+    Without the bytes by which ranks tell each other what they use.
+    """
+    values = [each for each in sent if each.dtype != torch.uint8]
+    return Counter((each.kind, each.numel, each.numel // each.part) for each in values)
 
 
 def _send(rank: int) -> None:
