@@ -1,12 +1,12 @@
 """`tools/gpu_day.py`: what runs on a GPU that is there for a while, within its time, and again where it was cut off."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import tool
 
 ROOT = Path(__file__).parents[2]
 
@@ -14,11 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def gpu_day() -> ModuleType:
     """tools/gpu_day.py."""
-    spec = importlib.util.spec_from_file_location("gpu_day", ROOT / "tools/gpu_day.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return tool.load("gpu_day")
 
 
 def test_limits_are_kept_in_all(gpu_day: ModuleType) -> None:

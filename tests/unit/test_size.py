@@ -1,10 +1,10 @@
 """The limit of the story's lines: `tools/size.py --check` sees what exceeds it."""
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import tool
 
 ROOT = Path(__file__).parents[2]
 
@@ -12,11 +12,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def size() -> ModuleType:
     """tools/size.py."""
-    spec = importlib.util.spec_from_file_location("size", ROOT / "tools/size.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return tool.load("size")
 
 
 def test_what_exceeds_its_limit_is_named(size: ModuleType) -> None:

@@ -1,13 +1,13 @@
 """The story: the files of the runtime and the passes, which layers build on and which name none of these."""
 
 import ast
-import importlib.util
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tool
 
 ROOT = Path(__file__).parents[2]
 GROUND = ("fsdp_compile/comm/", "fsdp_compile/tensors/", "fsdp_compile/config.py")
@@ -27,16 +27,7 @@ ARROWS = {
 """From files of the story to layers that they name: fewer with time, and never more."""
 
 
-def _size() -> Any:
-    """tools/size.py."""
-    spec = importlib.util.spec_from_file_location("size", ROOT / "tools/size.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-SIZE = _size()
+SIZE: Any = tool.load("size")
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): str(path.relative_to(ROOT))
     for path in (ROOT / "fsdp_compile").rglob("*.py")
