@@ -70,6 +70,7 @@ class Unused(Listener):
         self._lock = threading.Lock()  # gradients of shards in host memory arrive in another thread
         self._reduces: weakref.WeakKeyDictionary[FlatParam, int] = weakref.WeakKeyDictionary()  # how many there were
         self._is_on: dict[Groups, bool] = {}
+        self._open: list[BackwardPass] = []  # that have reached a unit; several, where one runs within another one
         self._answers: list[_Answer] = []
 
     def forget(self) -> None:
@@ -88,6 +89,10 @@ class Unused(Listener):
 
     def before_backward(self, gathered: Any, backward: BackwardPass, was_prefetched: bool) -> None:
         """Hear of the gradients of a unit whose root has run no forward."""
+        if self._finds is not False and backward not in self._open:
+            self._open.append(backward)
+            close = partial(self._open.remove, backward)
+            backward.at_end(close, if_failed=close)
         if gathered.unit.flats[0].reduction.unused.leave_out is None:
             self._hear_of(gathered.unit)
 
@@ -108,6 +113,12 @@ class Unused(Listener):
         """
         backward = running_backward()
         assert backward is not None  # which has reduced it
+        if len(self._open) > 1:
+            raise RuntimeError(
+                f"parameter {flat.names[0]}: find_unused_parameters cannot tell what is used where a reentrant "
+                f"checkpoint runs a backward pass within another one; pass use_reentrant=False to the checkpoint, or "
+                f"find_unused_parameters=False to fully_shard"
+            )
         self._read_answers()
         reduces = self._reduces[flat] = self._reduces.get(flat, 0) + 1
         if unused:

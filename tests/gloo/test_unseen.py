@@ -9,6 +9,11 @@ from fsdp_compile.tools.check import check
 
 from .ranks import Ranks
 
+UNUSED = {
+    "xlnet",
+    "dinov2",
+    "fnet",
+}  # some parameters have no gradient unsharded, and zeros sharded
 REFUSED = {"dit": "run alone"}  # calls a layer of its first block from outside of the block
 
 pytestmark = pytest.mark.nightly  # up to two minutes each
@@ -18,7 +23,9 @@ def _check(rank: int, name: str) -> None:
     report = check(UNSEEN[name].make, UNSEEN[name].batch, ways=["eager", "aot_eager"])
     print(report)
     for row in report.faults:
-        assert name in REFUSED and row.way == "eager" and REFUSED[name] in row.why, str(report)
+        unused = name in UNUSED and row.fault is not None and row.fault.difference.expected == "none"
+        refused = name in REFUSED and row.way == "eager" and REFUSED[name] in row.why
+        assert unused or refused, str(report)
     assert any(row.way == "eager" for row in report.rows)
 
 

@@ -89,7 +89,7 @@ def _models(kind: str = "", **options: Any) -> tuple[Any, Any, list[torch.optim.
     for _ in range(2):
         torch.manual_seed(0)
         models.append(_Model(kind))
-    fully_shard(models[1], auto_wrap_policy={_Block}, **options)
+    fully_shard(models[1], auto_wrap_policy={_Block}, **{"find_unused_parameters": None, **options})
     adamw = [torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5) for model in models]
     return *models, adamw
 
@@ -217,7 +217,7 @@ def test_update_in_backward(two: Ranks, how: str) -> None:
 
 
 def _sharded(model: nn.Module, **options: Any) -> Any:
-    fully_shard(model, auto_wrap_policy={_Block}, **options)
+    fully_shard(model, auto_wrap_policy={_Block}, **{"find_unused_parameters": None, **options})
     return model
 
 
