@@ -113,7 +113,7 @@ class Unused(Listener):
         """
         backward = running_backward()
         assert backward is not None  # which has reduced it
-        if len(self._open) > 1:
+        if any(each is not backward for each in self._open):
             raise RuntimeError(
                 f"parameter {flat.names[0]}: find_unused_parameters cannot tell what is used where a reentrant "
                 f"checkpoint runs a backward pass within another one; pass use_reentrant=False to the checkpoint, or "
