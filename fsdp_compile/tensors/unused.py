@@ -49,7 +49,12 @@ class UnusedParameters:
         self._of_graphs: list[Tensor] = []  # gradients of the shard that have been noted in the running pass
 
     def note(self, unused: Iterable[int], grad: Tensor | None = None) -> None:
-        """Note what a part of the next gradient has not used; `grad`: of the shard, 1-D, as a graph returns it."""
+        """Note what a part of the next gradient has not used; `grad`: of the shard, 1-D, as a graph returns it.
+
+        Nothing is noted while zeros are given to all.
+        """
+        if self.leave_out is None:
+            return
         self.so_far = frozenset(unused) if self.so_far is None else self.so_far & frozenset(unused)
         if grad is not None:
             self._of_graphs.append(grad)
