@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compile.core._torch import (
-    FakeTensor,
     concatenate_flattened,
     keep_size_static,
     replace_data,
@@ -165,8 +164,7 @@ class FlatParam:
             self._counted = ()
         self.shard = shard = with_counter_of(self.shard, shard) if self._counted else shard
         self.bindings += 1
-        if shard.numel() and not (shard.is_meta or isinstance(shard, FakeTensor)):
-            _by_address[shard.data_ptr()] = self
+        vars(shard.untyped_storage())["flat_param"] = weakref.ref(self)
         self.release()
         self._bind_params()
         self.binding = ShardBinding(self.params, self.names, self._splitter, self.reduction, shard)
@@ -293,7 +291,6 @@ def group_by_dtype(params: NamedParams) -> list[list[tuple[str, nn.Parameter]]]:
 
 _ids = itertools.count()  # never used again
 _living: weakref.WeakValueDictionary[int, FlatParam] = weakref.WeakValueDictionary()
-_by_address: weakref.WeakValueDictionary[int, FlatParam] = weakref.WeakValueDictionary()  # of the shard
 
 
 def new_flat_param_id(flat: FlatParam) -> Tensor:
@@ -309,6 +306,7 @@ def find_flat_param(flat_param_id: Tensor) -> FlatParam | None:
 
 
 def flat_param_at(shard: Tensor) -> FlatParam | None:
-    """The flat parameter whose shard lies where `shard` does; None if no living one does."""
-    found = _by_address.get(shard.data_ptr())
-    return found if found is not None and found.shard.data_ptr() == shard.data_ptr() else None  # not its former one
+    """The flat parameter whose shard lies in the memory of `shard`; None if no living one does."""
+    memory = shard.untyped_storage()
+    found = vars(memory).get("flat_param", lambda: None)()
+    return found if found is not None and found.shard.untyped_storage() is memory else None  # not its former one

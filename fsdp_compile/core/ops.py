@@ -424,7 +424,6 @@ FROM_HOST = define("from_host", "(Tensor host, Tensor after) -> Tensor", _OPAQUE
 WAIT_COPY = define("wait_copy", "(Tensor(a) copy, Tensor? source=None) -> Tensor(a)", _OPAQUE)
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}  # the copying stream of each device
-_events: dict[int, tuple[torch.cuda.Event, torch.device]] = {}  # of copies that are not waited for yet, by address
 
 
 def _start(copy: Tensor, source: Tensor, device: torch.device) -> Tensor:
@@ -435,7 +434,7 @@ def _start(copy: Tensor, source: Tensor, device: torch.device) -> Tensor:
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         copy.copy_(source, non_blocking=True)
-        _events[copy.data_ptr()] = stream.record_event(), device
+        vars(copy.untyped_storage())["copied"] = stream.record_event(), device  # until it is waited for
     return copy
 
 
@@ -455,8 +454,8 @@ def _from_host(host: Tensor, after: Tensor) -> Tensor:
 
 @torch.library.impl("fsdp_flat::wait_copy", "default")
 def _wait_copy(copy: Tensor, source: Tensor | None = None) -> Tensor:
-    if copy.data_ptr() in _events:
-        event, device = _events.pop(copy.data_ptr())
+    if copied := vars(copy.untyped_storage()).pop("copied", None):
+        event, device = copied
         torch.cuda.current_stream(device).wait_event(event)
     return copy
 

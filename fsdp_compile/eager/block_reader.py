@@ -22,10 +22,7 @@ from fsdp_compile.eager.streams import Streams, UnshardedBuffer, finish_filling
 # Where Dynamo gives up, the code that runs instead waits for all, and leaves no waits to backward.
 # Likewise the pass `start_reduces` lets backward start each reduce where the last gradient is packed. What has not been
 # started is reduced when the graph has ended. Nothing is if autograd is not asked for gradients of the parameters,
-# which the graph computes all the same.
-
-_by_address: "weakref.WeakValueDictionary[int, BlockReader]" = weakref.WeakValueDictionary()
-"""By address of a flat parameter who reads it in a graph, or in the graph of its backward."""
+# which the graph computes all the same. What a graph calls finds the reader by the storage of the flat parameter.
 
 
 class BlockReader:
@@ -70,7 +67,8 @@ class BlockReader:
         """
         if self.may_wait:
             self._nodes, self._is_whole = [view.grad_fn for view in views], weakref.WeakMethod(is_whole)
-            _by_address.update((buffer.full.data_ptr(), self) for buffer in self.buffers)
+            for buffer in self.buffers:
+                vars(buffer.full.untyped_storage())["reader"] = weakref.ref(self)
 
     def give_up(self) -> None:
         """Leave no waits to graphs: code outside of them reads the flat parameters, and autograd in backward."""
@@ -82,9 +80,9 @@ class BlockReader:
             self.awaits, self.unit.awaited_by = True, self.compiled
         if not self.unit.is_sharded:  # copied, in the unshard stream
             finish_filling(self.buffers, self.streams)
-        device, address = self.streams.device, full.data_ptr()
+        device, memory = self.streams.device, full.untyped_storage()
         for buffer in self.buffers:
-            if buffer.filling and buffer.full.data_ptr() == address:
+            if buffer.filling and buffer.full.untyped_storage() is memory:
                 with collectives.waiting_for("all-gather", self.unit.path):
                     buffer.finish()  # compute waits for this collective alone, and not for all of the unshard stream
                 device.keep(buffer.full, device.current_stream())
@@ -97,31 +95,34 @@ class BlockReader:
         is_whole = None if self._is_whole is None else self._is_whole()
         if is_whole is None or not is_whole():
             return
-        address = full.data_ptr()
+        memory = full.untyped_storage()
         for buffer, node in zip(self.buffers, self._nodes, strict=True):
-            if buffer.full.data_ptr() == address and node is not None and executes_node(node):
+            if buffer.full.untyped_storage() is memory and node is not None and executes_node(node):
                 (reduced,) = reduce_packed(self.unit, [buffer.flat], [packed], self.streams, self.full_precision)
                 self.reduced[buffer.flat] = reduced
 
 
+def _reader_of(full: Tensor) -> BlockReader | None:
+    reader: BlockReader | None = vars(full.untyped_storage()).get("reader", lambda: None)()
+    return reader
+
+
 @torch.library.impl("fsdp_flat::await_gather", "default")
 def _await_gather(full: Tensor) -> Tensor:
-    reader = _by_address.get(full.data_ptr())
-    if reader is not None:
+    if reader := _reader_of(full):
         reader.await_in(full)
     return full
 
 
 @torch.library.impl("fsdp_flat::start_reduce_", "default")
 def _start_reduce(packed: Tensor, full: Tensor) -> None:
-    reader = _by_address.get(full.data_ptr())
-    if reader is not None:
+    if reader := _reader_of(full):
         reader.start_reduce(full, packed)
 
 
 @never_trace
 def wait_for_flats(flats: Sequence[Tensor]) -> None:
     """Wait for flat parameters which code outside of graphs is about to read, and autograd in backward."""
-    for reader in filter(None, [_by_address.get(full.data_ptr()) for full in flats]):
+    for reader in filter(None, map(_reader_of, flats)):
         reader.give_up()
         finish_filling(reader.buffers, reader.streams)

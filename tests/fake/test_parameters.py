@@ -397,7 +397,7 @@ def test_what_original_parameters_are_needed_for_needs_no_option() -> None:
 
 
 def test_a_flat_parameter_is_found_where_its_shard_lies() -> None:
-    """By the address of the shard that it has now: another tensor may lie where a former one was."""
+    """By the memory of the shard that it has now, and not by that of a former one."""
     (unit,) = units(fully_shard(mlp(), auto_wrap_policy=None))
     flat, former = unit.flats[0], unit.flats[0].shard
     assert flat_param_at(former) is flat and flat_param_at(former.detach()) is flat
