@@ -14,7 +14,6 @@ A place whose parameter was removed has no property until a parameter is back: t
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -282,9 +281,8 @@ def find(module):
 def find_closed(module: Any, name: str, slot: int, index: int) -> Tensor | None:
     """The parameter as it is stored, for code outside of its unit's forward; traced with gradients, an unsharded one.
 
-    The latter is gathered for this use alone, in the parameter's own dtype. RuntimeError if the code is the module's
-    own forward, which needs the full parameter (E-FWD-11). `parameters()` and access to a gathered unit do not come
-    here.
+    The latter is gathered for this use alone, in the parameter's own dtype. So does an operator with what is stored,
+    where a module of the unit runs alone. `parameters()` and access to a gathered unit do not come here.
     """
     if torch.compiler.is_compiling() and torch.is_grad_enabled():
         unit: Unit = module._fsdp_units[slot]
@@ -297,25 +295,7 @@ def find_closed(module: Any, name: str, slot: int, index: int) -> Tensor | None:
         param: nn.Parameter | None = module._fsdp_parameters[name]
     except KeyError:
         raise AttributeError(name) from None
-    managed = unit_of(param) if param is not None and not torch.compiler.is_compiling() else None
-    if managed and managed[0].is_sharded and managed[0].summoned is None and _is_in_forward_of(module):
-        name, kind = managed[0].names[index], original_class(module).__name__
-        raise RuntimeError(
-            f"parameter {name}: expected the forward of the sharded module around {kind}, which gathers this "
-            f"parameter, found {kind} run alone; run the sharded module, or call fully_shard on this one first"
-        )
     return param
-
-
-# Stack frames, on the way to an error alone: state that says whose forward runs would cost each module call.
-def _is_in_forward_of(module: nn.Module) -> bool:
-    forward = getattr(original_class(module).forward, "__code__", None)
-    frame = inspect.currentframe()
-    for _ in range(8):  # frames between a module's forward and the access to a parameter, at most
-        frame = frame.f_back if frame else None
-        if frame and frame.f_code is forward and forward.co_varnames:
-            return frame.f_locals.get(forward.co_varnames[0]) is module
-    return False
 
 
 def _property(code: str, literals: dict[str, Any]) -> property:

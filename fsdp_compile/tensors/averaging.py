@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fsdp_compile.core._torch import FakeTensor, never_compile
+from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 
@@ -42,6 +43,16 @@ def has_hooks(param: Any, is_averaged: bool = False) -> bool:
     return param._post_accumulate_grad_hooks is not None or len(param._backward_hooks or ()) > own
 
 
+def _warn_once(param: Any) -> None:
+    if "_warned" not in vars(param):
+        vars(param)["_warned"] = True
+        warn_caller(
+            f"parameter {param.spec.named()} is used outside of the forward of its unit, as where a module of the unit "
+            f"runs alone: each operator gathers it anew, and its whole gradient is averaged; if that takes long, run "
+            f"the sharded module, or call fully_shard on the module that runs alone"
+        )
+
+
 @never_compile
 def _averaged(param_ref: Callable[[], Any], gradient: Tensor | None) -> Tensor | None:
     """Hook: turn a plain gradient into the mean over ranks, sharded as the parameter is."""
@@ -53,6 +64,8 @@ def _averaged(param_ref: Callable[[], Any], gradient: Tensor | None) -> Tensor |
             "derivatives of second order are not averaged over ranks"
         )
     param: Any = param_ref()
+    if not getattr(param.grad, "is_reduced", True):
+        return None  # is added to what this rank has accumulated under no_sync, and reduced with it
     if type(param) is not ShardedTensor and param.is_alone:
         raise RuntimeError(
             "a backward within summon_full_params(rank0_only=True): other ranks, which store a part of the gradient, "
@@ -62,4 +75,5 @@ def _averaged(param_ref: Callable[[], Any], gradient: Tensor | None) -> Tensor |
     mean = param.spec.ranks.average(full)
     if type(param) is not ShardedTensor:  # within summon_full_params
         return mean.clone()
+    _warn_once(param)
     return ShardedTensor(param.spec.local_of(mean).clone(), param.spec)

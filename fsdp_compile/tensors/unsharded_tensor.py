@@ -79,6 +79,8 @@ class UnreducedGradient(UnshardedTensor):
     tensor. Norms and optimizer updates are refused: ranks would get different results.
     """
 
+    is_reduced = False
+
     def elements(self) -> Tensor:
         """This rank's accumulated gradient, plain; it shares memory. Other ranks have other values."""
         return self.local.view(self.spec.split_shape)

@@ -209,15 +209,10 @@ def _penalize(comparison: "Comparison", when: str) -> None:
 
 
 def _call_a_part(comparison: "Comparison", when: str) -> None:
-    """The head, a part of the model's own unit, is called by itself: it is right, or refused before it computes."""
+    """The head, a part of the model's own unit, is called by itself."""
     outputs = []
     for model in (comparison.reference, comparison.model):
-        x = torch.ones(2, model.head.in_features, dtype=model.head.weight.dtype)
-        try:
-            outputs.append(model.head(x))
-        except RuntimeError as error:
-            assert "found Linear run alone" in str(error), error
-            return
+        outputs.append(model.head(torch.ones(2, model.head.in_features, dtype=model.head.weight.dtype)))
     if not comparison.case.param_dtype:
         comparison.check(when, *reversed(outputs))
 

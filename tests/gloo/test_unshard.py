@@ -1,11 +1,14 @@
 """`unshard` and `reshard`: gathering ahead by hand, and never computing with older values."""
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import pytest
 import torch
-from models import MODELS, squared_error, vectors
+from models import MODELS, Case, squared_error, vectors
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import FSDPModule, fully_shard, summon_full_params
 
@@ -14,6 +17,7 @@ from .test_communication import _spied
 from .training import (
     assert_same_gradients,
     backward,
+    build,
     executor,
     follow,
     local,
@@ -190,28 +194,87 @@ class _Recurrent(nn.Module):
         return self.cell(x[:, None])[0][:, 0]
 
 
-def _alone(rank: int) -> None:
+_RECURRENT = Case(_Recurrent, vectors, squared_error)
+
+
+class _ReachesIn(nn.Module):
+    """Runs a layer of its first block from outside of that block too, as some diffusion transformers do."""
+
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7)) for _ in range(2))
+        self.head, self.recomputes = nn.Linear(7, 5), recomputes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layer = self.blocks[0][0]  # type: ignore[index]  # a Sequential
+        ahead = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + ahead)  # type: ignore[no-any-return]  # a module's result
+
+
+def _alone(rank: int, recomputes: bool) -> None:
+    case = Case(partial(_ReachesIn, recomputes), vectors, squared_error)
+    reference, model = build(case), build(case)
+    for each in (*model.blocks, model):  # type: ignore[misc]  # a ModuleList
+        fully_shard(each)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        follow(model, reference, case, steps=3)
+    said = [str(each.message) for each in caught if "runs alone" in str(each.message)]
+    expected = ["parameter blocks.0.0.bias, shape (7,)", "parameter blocks.0.0.weight, shape (7, 7)"]
+    assert [text.partition(" is used")[0] for text in said] == expected, said
+    assert all("call fully_shard on the module" in text for text in said)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_module_inside_a_unit_run_alone(two: Ranks, recomputes: bool) -> None:
+    """Run outside of the unit's forward it computes what it does unsharded, and one warning for each parameter says
+    what that costs (E-FWD-11, E-LIM-2)."""
+    two.run(_alone, recomputes)
+
+
+def _accumulates(rank: int, order: str) -> None:
+    case = Case(partial(_ReachesIn, False), vectors, squared_error)
+    reference, model = build(case), build(case)
+    for each in (*model.blocks, model):  # type: ignore[misc]  # a ModuleList
+        fully_shard(each, reduction_order=order)
+    for seed in range(4):
+        backward(reference, case, whole(case, seed))
+        model.set_requires_gradient_sync(seed in (1, 3))  # type: ignore[operator]  # a method of FSDPModule
+        if order == "tree" and seed == 1:
+            with pytest.raises(RuntimeError, match=r"blocks.0.0.* was changed inside no_sync, which .* cannot"):
+                backward(model, case, mine(case, seed))
+            return
+        backward(model, case, mine(case, seed))
+    assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("order", ["any", "tree"])
+def test_a_module_run_alone_under_no_sync(two: Ranks, order: str) -> None:
+    """What it gives its parameters is added to what has accumulated, and reduced with it; a tree refuses it by name."""
+    two.run(_accumulates, order)
+
+
+def _of_each_kind(rank: int) -> None:
     reference, model = reference_and_model(MLP)
-    recurrent = fully_shard(_Recurrent())
-    for module, inputs in ((model.blocks[0].up, 11), (model.stem, 7), (recurrent.cell, 7)):
-        shape = (3, 1, inputs) if isinstance(module, nn.GRU) else (3, inputs)
-        with pytest.raises(
-            RuntimeError, match=r"expected the forward of the sharded module around (Linear|GRU), .* alone"
-        ):
-            module(torch.randn(shape))
-    assert model.stem.weight.shape == reference.stem.weight.shape, "reading it is fine"
+    recurrent, plain = fully_shard(build(_RECURRENT)), build(_RECURRENT)
+    x = torch.randn(3, 7)
+    for training in (True, False):
+        with torch.set_grad_enabled(training):
+            assert torch.equal(model.stem(x), reference.stem(x))
+            assert torch.equal(recurrent.cell(x[None])[0], plain.cell(x[None])[0])
     with summon_full_params(model), torch.no_grad():
-        x = torch.randn(3, 7)
         assert torch.equal(model.stem(x), reference.stem(x))
     follow(model, reference, MLP)
     squared_error(recurrent, vectors(rank, 3)).backward()
     replicated = shard(MLP, "NO_SHARD")
-    replicated.stem(torch.randn(3, 7))
+    replicated.stem(x)
 
 
-def test_a_module_inside_a_unit_run_alone(two: Ranks) -> None:
-    """Running it outside of the unit's forward is an error that says what to run (E-FWD-11, E-LIM-2)."""
-    two.run(_alone)
+def test_what_a_module_computes_alone(two: Ranks) -> None:
+    """It computes the same bits as unsharded, with and without gradients, and the model still trains afterwards."""
+    two.run(_of_each_kind)
 
 
 def _fused(rank: int) -> None:
