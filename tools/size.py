@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
-STORY_LINES = 14_094
+STORY_LINES = 13_853
 """The limit of the story. A commit that makes the story smaller lowers it; nothing raises it."""
 
 STORY = tuple(
@@ -29,7 +29,7 @@ STORY = tuple(
         "traced_writes exact_sums _torch __init__",
         "construct": "arguments wrap_policy prepare units __init__",
         "eager": "forward forward_pass runtime unsharded block_reader streams reduce casting __init__",
-        "passes": "pipeline inductor _torch __init__",
+        "passes": "pipeline hooks _torch",
         "passes/joint": "insert_collectives reshard __init__",
         "passes/graph": "nodes costs analyze lifetimes __init__",
         "passes/cost": "hardware roofline __init__",

@@ -18,8 +18,7 @@ from fsdp_compile.core.ops import UNSHARD, UnshardSpec, set_inductor_settings
 from fsdp_compile.learning._torch import InductorWrapper, fake_inputs
 from fsdp_compile.learning.graphs import LearnedGraph, Learning
 from fsdp_compile.passes import agreement, inductor
-from fsdp_compile.passes.artifacts import hash_of_sources
-from fsdp_compile.passes.pipeline import GraphContext, Pass
+from fsdp_compile.passes.pipeline import GraphContext, Pass, hash_of_sources
 from fsdp_compile.passes.post_grad.foreign import communicated
 
 _BEHIND = "check_order"  # where passes know the plan that a graph follows

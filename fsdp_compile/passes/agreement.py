@@ -26,7 +26,7 @@ from fsdp_compile.comm.comparison import exists
 from fsdp_compile.comm.waits import MessageBoard
 from fsdp_compile.config import MEASURED, CompileConfig, read_text
 from fsdp_compile.passes._torch import cache_folder
-from fsdp_compile.passes.artifacts import hash_of_sources
+from fsdp_compile.passes.pipeline import hash_of_sources
 from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate, verify
 from fsdp_compile.passes.plan.safe import safe_plan
 from fsdp_compile.passes.plan.workload import Workload, lower_bound

@@ -46,6 +46,7 @@ from fsdp_compile.passes._torch import (
     compiling_backward_at_once,
     fake_store,
 )
+from fsdp_compile.passes.pipeline import hash_of_sources
 
 log = logging.getLogger("fsdp_compile")
 
@@ -165,15 +166,6 @@ def _libraries(root: Path) -> list[Path]:
     except OSError:  # not on Linux
         mapped = set()
     return sorted(path for path in young | mapped if path.is_relative_to(root) and path.is_file())
-
-
-@cache
-def hash_of_sources() -> str:
-    """Return a digest of all Python files of this package."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 # --- in a folder ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Where the passes meet Inductor: `PASSES`, and two ways to run them.
+"""How torch.compile reaches the passes: `PASSES`, with those of layers, and two ways to run them.
 
 torch.compile(model)                           `install` puts our pipelines into Inductor's custom-pass hooks, after
                                                the passes that are there. Nothing else in the process changes; each
@@ -7,8 +7,6 @@ torch.compile(model, backend="fsdp_compile")   the same hooks and settings, for 
                                                `CompileConfig`.
 """
 
-import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -16,75 +14,42 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
 from fsdp_compile.comm._torch import group_named
-from fsdp_compile.comm.collectives import STARTS, compiles_as_gloo, is_first
+from fsdp_compile.comm.collectives import is_first
 from fsdp_compile.config import AUTO, CompileConfig, check_type
 from fsdp_compile.core.ops import MARKERS, UNSHARD, UnshardSpec, set_inductor_settings
 from fsdp_compile.passes._torch import (
-    CustomGraphPass,
-    CustomSchedulerPass,
     InductorError,
-    ShortenTraceback,
-    call_after_compiling,
     compile_by_inductor,
-    direction,
-    graph_index,
     inductor_config,
-    sort,
     switched_off,
-    symbols_of,
-    tree_leaves,
     without_dispatch_modes,
 )
-from fsdp_compile.passes.artifacts import hash_of_sources, load_folder, share_artifacts
+from fsdp_compile.passes.artifacts import load_folder, share_artifacts
 from fsdp_compile.passes.cost.hardware import device, link, measured_text
 from fsdp_compile.passes.cost.roofline import read_profile
 from fsdp_compile.passes.graph.costs import hardware_at
 from fsdp_compile.passes.graph.nodes import is_ours
-from fsdp_compile.passes.joint import choose_memory, insert_collectives, reshard, smallest_gather
+from fsdp_compile.passes.hooks import CORE_PASSES, OURS, CompileNotice, OtherShardings, Refused, pipelines
+from fsdp_compile.passes.joint.choose_memory import choose_activations
+from fsdp_compile.passes.joint.smallest_gather import smallest_gather
 from fsdp_compile.passes.measure import NoLink, NotMeasured, measured_link, measured_speed
-from fsdp_compile.passes.pipeline import GraphContext, Pass, Stage, check_passes, enabled, log, run_passes
-from fsdp_compile.passes.plan.plan import PlanError
-from fsdp_compile.passes.post_grad import in_place_grads, lower_collectives, order, plan_pass
+from fsdp_compile.passes.pipeline import Pass, check_passes, enabled, log, placed
 from fsdp_compile.passes.post_grad.foreign import Sent, communicated, reshard_after_forward, tag_collectives
+from fsdp_compile.passes.post_grad.plan_pass import plans_in_file
 
-PASSES = (
-    Pass("insert_collectives", "joint", insert_collectives.insert_collectives),
-    Pass("smallest_gather", "joint", smallest_gather.smallest_gather, needs=("insert_collectives",)),
-    Pass("keep_where_forward_ends", "joint", reshard.keep_where_forward_ends, needs=("insert_collectives",)),
-    Pass("choose_activations", "joint", choose_memory.choose_activations),
-    Pass("choose_reshard", "joint", reshard.choose_reshard),
-    Pass("reshard", "joint", reshard.reshard),
-    Pass("check_saved", "post_grad", reshard.check_saved),
-    Pass("separate_reduces", "post_grad", in_place_grads.separate_reduces),
-    Pass("pack_in_place", "post_grad", in_place_grads.pack_in_place),
-    Pass("reuse_gathered", "post_grad", in_place_grads.reuse_gathered),
-    Pass("place_deferred_reduces", "post_grad", order.place_deferred_reduces),
-    Pass("read_graph", "post_grad", plan_pass.read_graph),
-    Pass("choose_plan", "post_grad", plan_pass.choose_plan, needs=("read_graph",)),
-    Pass("verify_plan", "post_grad", plan_pass.verify_plan, needs=("choose_plan",)),
-    Pass("order", "post_grad", order.order, needs=("choose_plan",)),
-    Pass("check_order", "post_grad", order.check_order, needs=("order",)),
-    Pass("place_updates", "post_grad", order.place_updates),
-    Pass("name_prefetched", "post_grad", order.name_prefetched, needs=("read_graph",)),
-    Pass("record_times", "post_grad", plan_pass.record_times, needs=("read_graph",)),
-    Pass("coalesce_launches", "post_grad", lower_collectives.coalesce_launches),
-    Pass("reduce_scatter_by_all_to_all", "post_grad", lower_collectives.reduce_scatter_by_all_to_all),
-    Pass("all_gather_into_buffer", "post_grad", lower_collectives.all_gather_into_buffer),
-    Pass("check_ranks", "post_grad", order.check_ranks),
-    Pass("start_reduces", "post_grad", order.start_reduces),
-    Pass("await_gathers", "post_grad", order.await_gathers),
-    Pass("pin_order", "post_grad", order.pin_order),
+EXTRA_PASSES = (
+    Pass("smallest_gather", "joint", smallest_gather, needs=("insert_collectives",), after="insert_collectives"),
+    Pass("choose_activations", "joint", choose_activations, after="keep_where_forward_ends"),
 )
+PASSES = placed(CORE_PASSES, EXTRA_PASSES)
 """What is done to a graph, in order, which docs/compiling.md explains."""
 
 SOON = 60.0  # seconds that the ranks of another sharding's graph wait for each other to measure: no plan depends on it
-
-_HOOKS: dict[str, Stage] = {"joint_custom_post_pass": "joint", "post_grad_custom_post_pass": "post_grad"}
-_AFTER_FUSION = "_post_fusion_custom_pass"
+_OTHERS = OtherShardings(reshard_after_forward, tag_collectives)
+_notice = CompileNotice()
 
 
 def install() -> None:
@@ -94,9 +59,9 @@ def install() -> None:
         ValueError: an environment variable has a value that its field of `CompileConfig` cannot have.
     """
     config = CompileConfig.from_environment()
-    hooks = pipelines(config)
+    hooks = pipelines(config, PASSES)
     for hook, pipeline in hooks.items():
-        if not isinstance(getattr(inductor_config, hook), _OURS):
+        if not isinstance(getattr(inductor_config, hook), OURS):
             setattr(inductor_config, hook, pipeline)
     set_inductor_settings(partial(graph_settings, config))
     _notice.start()
@@ -177,19 +142,8 @@ def checked(config: CompileConfig, passes: Sequence[Pass] = PASSES) -> CompileCo
     if config.profile is not None:
         read_profile(config.profile)
     if config.plan is not None:
-        plan_pass.plans_in_file(config.plan)
+        plans_in_file(config.plan)
     return config
-
-
-class Refused(ShortenTraceback, PlanError):
-    """An option or a plan that is refused. Dynamo and Inductor pass it on as it is, which they do not do with others.
-
-    `torch.compile` gives a backend its options with the first graph, so that is when they are checked;
-    `FSDPModule.compile` and `compile_step` check them at once.
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text, first_useful_frame=None)
 
 
 def for_graph(config: CompileConfig, graph: fx.Graph) -> CompileConfig:
@@ -275,7 +229,10 @@ def compile_with(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], passes: tuple[Pass, ...], config: CompileConfig
 ) -> Callable[..., Any]:
     """Compile by Inductor with `passes`, for this compilation only."""
-    patches = {**switched_off(), **pipelines(for_graph(config, gm.graph), passes, others=True)}
+    patches = {
+        **switched_off(),
+        **pipelines(for_graph(config, gm.graph), passes, others=_OTHERS),
+    }
     return compile_by_inductor(gm, list(example_inputs), patches)
 
 
@@ -288,171 +245,6 @@ def graph_settings(config: CompileConfig, backend: Any, graph: fx.Graph, passes:
     """
     hooks = pipelines(for_graph(config, graph), passes)
     standing = {name: getattr(inductor_config, name) for name in hooks}
-    others = {name: each for name, each in standing.items() if each is not None and not isinstance(each, _OURS)}
+    others = {name: each for name, each in standing.items() if each is not None and not isinstance(each, OURS)}
     backend.config = {**backend.config, **switched_off(), **hooks, **others}
     return backend
-
-
-def pipelines(
-    config: CompileConfig, passes: tuple[Pass, ...] = PASSES, others: bool = False
-) -> dict[str, "Pipeline | AfterFusion"]:
-    """Return the pass for each hook of Inductor; it first runs the pass that was registered there before."""
-    chosen = enabled(passes, config)
-
-    def previous(hook: str) -> Any:
-        registered = getattr(inductor_config, hook)
-        return registered.previous if isinstance(registered, _OURS) else registered
-
-    hooks = {hook: Pipeline(chosen, stage, config, previous(hook), others) for hook, stage in _HOOKS.items()}
-    return {**hooks, _AFTER_FUSION: AfterFusion(previous(_AFTER_FUSION))}
-
-
-class Pipeline(CustomGraphPass):
-    """Runs the passes of one stage, after `previous`, which was registered in the hook before us.
-
-    A graph without our markers or tags is left untouched; with `others`, collectives of another sharding are planned.
-    """
-
-    def __init__(
-        self, passes: Sequence[Pass], stage: Stage, config: CompileConfig, previous: Any = None, others: bool = False
-    ) -> None:
-        self.passes = tuple(each for each in passes if each.stage == stage)
-        if config.link == AUTO:  # of a graph that nobody has seen, or that communicates nothing
-            config = replace(config, link=None, device=None, budget=None, activations="keep", profile=None)
-        self.stage, self.config, self.previous, self.others = stage, config, previous, others
-
-    def __call__(self, graph: fx.Graph) -> None:
-        """Edit `graph` in place."""
-        for before in _as_tuple(self.previous):
-            before(graph)
-        config, is_planned = self.config, is_ours(graph, MARKERS)
-        if not is_planned and self.others and self.stage == "joint" and config.reshard_after_forward:
-            reshard_after_forward(graph)
-        elif not is_planned and self.others and self.stage == "post_grad":
-            in_flight = tag_collectives(graph, config.link)
-            is_planned = in_flight is not None
-            if config.reduces_in_flight == 1:  # counts units, and here each parameter is one
-                config = replace(config, reduces_in_flight=in_flight)
-        if is_planned:
-            sort(graph)
-            _check_settings(graph)
-            try:
-                run_passes(self.passes, GraphContext(graph, config, direction(), graph_index()))
-            except PlanError as error:
-                sizes = symbols_of(graph).values() if str(error).startswith("budget") else ()
-                counted = "".join(f"; counted for {each.source} = {each.most or each.hint}" for each in sizes)
-                raise Refused(f"{error}{counted}") from error
-            _check_settings(graph)  # again: the joint graph has collectives from now on
-
-    def uuid(self) -> Any | None:
-        """Return the passes' part of the caches' key. See Note [What the compile caches key on].
-
-        None switches the caches off: a previous pass, or one of the pipeline, has no key.
-        """
-        previous = _as_tuple(self.previous)
-        others = [before.uuid() if isinstance(before, CustomGraphPass) else None for before in previous]
-        keys = [each.key for each in self.passes]
-        if not all(others) or not all(keys):
-            return None
-        as_gloo = compiles_as_gloo(dist.group.WORLD) if dist.group.WORLD is not None else None
-        return (
-            hash_of_sources(), torch.__version__, as_gloo, self.stage, self.others, *keys,
-            self.config.deciding_code, self.config.file_contents, *others,
-        )  # fmt: skip
-
-
-class AfterFusion(CustomSchedulerPass):
-    """Runs `after_fusion` on the scheduler's nodes, after `previous`, which was registered before us."""
-
-    def __init__(self, previous: Any = None) -> None:
-        self.previous = previous
-
-    def __call__(self, nodes: list[Any]) -> list[Any]:
-        """Return the nodes sorted by their dependencies."""
-        return lower_collectives.after_fusion(self.previous(nodes) if self.previous is not None else nodes)
-
-    def uuid(self) -> Any | None:
-        """Return this pass's part of the caches' key; None, which switches them off, if `previous` has none."""
-        if self.previous is None:
-            return hash_of_sources()
-        key = self.previous.uuid() if isinstance(self.previous, CustomSchedulerPass) else None
-        return (hash_of_sources(), key) if key else None
-
-
-_OURS = (Pipeline, AfterFusion)
-
-# Note [What the compile caches key on]
-# Inductor and AOTAutograd store compiled graphs under a key that holds the `uuid` of each custom pass. On a hit no pass
-# runs, so the key must hold everything besides the graph that passes and lowerings look at: a hash of our source files
-# (our operators and lowerings decide generated code, and Inductor hashes neither), torch's version, whether the backend
-# for the CPU is gloo (whose collectives are lowered differently; the fake backend stands for it, so that its entries
-# serve ranks of gloo), each pass (`Pass.key`), the configuration, and the contents of the files that it names. It must
-# not hold the rank: ranks that share a cache directory share entries, see Note [Graphs without a rank].
-
-
-# Note [Collectives and CUDA graphs]
-# A CUDA graph replays kernels without Python. torch captures what lies between operators tagged `cudagraph_unsafe`; its
-# collectives are not, so they would be captured too. A replay would ignore what `compile_step` has prefetched, and read
-# the buffer of the capture, which is another unit's memory by then. Where one of our operators divides the graph
-# (accumulated gradients, deferred reduces), a reduce would start in one capture and be waited for in another, which
-# CUDA refuses. And torch takes shards for inputs, which each replay would copy. So graphs with collectives on an
-# accelerator are refused. Graphs without any (blocks compiled one by one, models on one rank) may be captured.
-
-
-def _check_settings(graph: fx.Graph) -> None:
-    """RuntimeError if Inductor's configuration cannot be used with our passes or with collectives.
-
-    With only the joint half of the pipeline, steps would silently be slow; `check_saved` looks for the other half.
-    torch 2.13 refuses to call collectives from C++, and torch 2.11 crashes. For CUDA graphs see
-    Note [Collectives and CUDA graphs].
-    """
-    if not any(isinstance(each, Pipeline) for each in _as_tuple(inductor_config.post_grad_custom_post_pass)):
-        raise RuntimeError(
-            "torch._inductor.config.post_grad_custom_post_pass: expected the pipeline that fully_shard registered, "
-            "found another pass; register yours before fully_shard (ours runs after it)"
-        )
-    starts = [node for node in graph.nodes if node.target in STARTS]
-    devices = {leaf.device.type for node in starts for leaf in tree_leaves(node.meta["val"])}
-    if inductor_config.triton.cudagraphs and devices - {"cpu"}:
-        raise RuntimeError(
-            "torch._inductor.config.triton.cudagraphs: expected False for a graph with collectives, found True, and a "
-            "CUDA graph would replay them with the buffers of an earlier step; compile with "
-            'mode="max-autotune-no-cudagraphs" or without a mode, where "reduce-overhead" and "max-autotune" set it'
-        )
-    if inductor_config.cpp_wrapper and starts:
-        raise RuntimeError(
-            "torch._inductor.config.cpp_wrapper: expected False for a graph with collectives, found True, and torch's "
-            "C++ wrapper cannot call them; set it to False, and leave TORCHINDUCTOR_CPP_WRAPPER unset"
-        )
-
-
-def _as_tuple(previous: Any) -> tuple[Any, ...]:
-    if previous is None:
-        return ()
-    return tuple(previous) if isinstance(previous, (list, tuple)) else (previous,)
-
-
-class CompileNotice:
-    """Prints on rank 0 that a sharded model is being compiled, if that takes more than `after` seconds."""
-
-    def __init__(self, after: float = 5.0) -> None:
-        self.after = after
-        self.timer: threading.Timer | None = None  # until the compilation has ended
-
-    def start(self) -> None:
-        """Call when a compilation begins."""
-        if self.timer is None and (not dist.is_initialized() or dist.get_rank() == 0):
-            call_after_compiling(self.end)
-            text = "fsdp_compile: compiling a sharded model; later steps do not wait for this"
-            self.timer = threading.Timer(self.after, lambda: print(text, file=sys.stderr))
-            self.timer.daemon = True
-            self.timer.start()
-
-    def end(self, _: Any = None) -> None:
-        """Call when the compilation has ended."""
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
-
-
-_notice = CompileNotice()

@@ -73,6 +73,7 @@ class Pass:
         version: what stands for the pass in the keys of the compile caches, beside its name. Change it whenever `run`
             would edit graphs in another way. None: a hash of the file that defines `run`, if that is a plain function
             without closure and default arguments; otherwise nothing that runs this pass is cached.
+        after: of a pass of a layer, the pass behind which it runs.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Pass:
     run: Callable[[GraphContext], None]
     needs: tuple[str, ...] = ()
     version: str | None = None
+    after: str | None = None
 
     @property
     def key(self) -> str | None:
@@ -97,6 +99,23 @@ def _hash_of_file(path: str) -> str | None:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError:  # typed into a shell
         return None
+
+
+@cache
+def hash_of_sources() -> str:
+    """Return a digest of all Python files of this package."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def placed(passes: Sequence[Pass], extra: Sequence[Pass]) -> tuple[Pass, ...]:
+    """`passes` with `extra`, each behind the pass that its `after` names; ValueError if there is none."""
+    names = {each.name for each in passes}
+    if unplaced := [one for one in extra if one.after not in names]:
+        raise ValueError(f"passes: {unplaced[0].name!r} runs after {unplaced[0].after!r}, which does not exist")
+    return tuple(each for own in passes for each in (own, *(one for one in extra if one.after == own.name)))
 
 
 def check_passes(passes: Sequence[Pass]) -> None:

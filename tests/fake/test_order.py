@@ -161,9 +161,9 @@ def fsdp_compile_backend_with_memory_pass(gm: torch.fx.GraphModule, inputs: Any,
     from torch._inductor.compile_fx import compile_fx
 
     from fsdp_compile.config import CompileConfig
-    from fsdp_compile.passes.inductor import pipelines
+    from fsdp_compile.passes.inductor import PASSES, pipelines
 
-    return compile_fx(gm, inputs, config_patches=pipelines(CompileConfig(disable=("pin_order",))))
+    return compile_fx(gm, inputs, config_patches=pipelines(CompileConfig(disable=("pin_order",)), PASSES))
 
 
 def test_received_rows_are_reduced_at_once() -> None:

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,9 @@ from fsdp_compile.passes import PASSES, inductor
 from fsdp_compile.passes._torch import saved_for_backward, switched_off
 from fsdp_compile.passes.graph.lifetimes import lifetimes, live_bytes
 from fsdp_compile.passes.graph.nodes import is_view, tag_of, tagged
-from fsdp_compile.passes.inductor import (
-    AfterFusion,
-    CompileNotice,
-    Pipeline,
-    compile_with,
-    fsdp_compile_backend,
-    install,
-)
-from fsdp_compile.passes.pipeline import GraphContext, Pass, enabled
+from fsdp_compile.passes.hooks import AfterFusion, CompileNotice, Pipeline
+from fsdp_compile.passes.inductor import compile_with, fsdp_compile_backend, install
+from fsdp_compile.passes.pipeline import GraphContext, Pass, enabled, placed
 from fsdp_compile.passes.plan.plan import PlanError
 
 X = torch.ones(4, 3)
@@ -51,6 +46,15 @@ def test_every_pass_can_be_left_out_by_name() -> None:
         ran = {graph.split("\n")[0].rsplit(" ", 1)[1] for graph in graphs}
         assert ran == {each.name for each in enabled(PASSES, CompileConfig(disable=(left_out.name,)))}
         assert left_out.name not in ran
+
+
+def test_passes_of_layers_have_places() -> None:
+    """Each runs right behind the pass that it names; one that names a pass which does not exist is refused."""
+    extra = Pass("mine", "post_grad", print, after="order")
+    names = [each.name for each in placed(PASSES, [extra])]
+    assert names.index("mine") == names.index("order") + 1 and len(names) == len(PASSES) + 1
+    with pytest.raises(ValueError, match="'mine' runs after 'odrer', which does not exist"):
+        placed(PASSES, [replace(extra, after="odrer")])
 
 
 def test_the_backend_is_found_by_name() -> None:

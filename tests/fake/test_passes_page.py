@@ -30,7 +30,7 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.config import StepUpdate, update_moves
 from fsdp_compile.construct import units
 from fsdp_compile.passes import PASSES, GraphContext, Pass, Plan, backend, tagged
-from fsdp_compile.passes.inductor import Pipeline
+from fsdp_compile.passes.hooks import Pipeline
 from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.plan_pass import plan_log
 

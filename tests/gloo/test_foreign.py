@@ -445,7 +445,8 @@ def _with_a_budget(rank: int) -> None:
         with interpreted():
             run = torch.compile(torch.sin, backend="fsdp_compile", options=options)
             assert run(torch.zeros(2)).sum() == 0
-        inductor.pipelines(inductor.CompileConfig(**options))  # as `install` has them for plain `torch.compile`
+        # As `install` has them for plain `torch.compile`.
+        inductor.pipelines(inductor.CompileConfig(**options), inductor.PASSES)
 
 
 def test_graphs_without_collectives_take_any_option(two: Ranks) -> None:

@@ -15,11 +15,6 @@ GROUND = ("fsdp_compile/comm/", "fsdp_compile/tensors/", "fsdp_compile/config.py
 
 ARROWS = {
     ("eager/reduce.py", "eager/accumulate.py"),
-    ("passes/inductor.py", "passes/artifacts.py"),
-    ("passes/inductor.py", "passes/joint/choose_memory.py"),
-    ("passes/inductor.py", "passes/joint/smallest_gather.py"),
-    ("passes/inductor.py", "passes/measure.py"),
-    ("passes/inductor.py", "passes/post_grad/foreign.py"),
     ("passes/joint/reshard.py", "passes/agreement.py"),
     ("passes/post_grad/order.py", "agree/order.py"),
     ("passes/post_grad/plan_pass.py", "passes/agreement.py"),
