@@ -419,7 +419,8 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module, torch.distributed
 
         What all ranks write alike then stays, as on an unsharded model, and ranks that differ get an error. Without
         this call it does where a forward changes values in its first two calls. Costs an all-reduce of three numbers
-        for each unit and forward. Compiled forwards refuse such changes. ValueError if not a bool.
+        for each unit and forward. Compiled, a unit whose graph would write runs eagerly, without this call too.
+        ValueError if not a bool.
         """
         if not isinstance(writes, bool):
             raise ValueError(f"writes must be a bool, not {writes!r}")

@@ -4,7 +4,7 @@ import copy
 import itertools
 import operator
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -137,22 +137,21 @@ class FlatParam:
         parts: list[Any] = [*grads]
         if set(map(type, grads)) != {Tensor} or set(map(_LAYOUT, parts)) != {torch.strided}:
             sizes, zeros = self.layout.numels, partial(torch.zeros, dtype=dtype, device=device)
-            parts = [zeros(n) if part is None else _dense(part) for n, part in zip(sizes, parts, strict=True)]
+            parts = [
+                zeros(n) if part is None else part.to_dense() if part.is_sparse else part
+                for n, part in zip(sizes, parts, strict=True)
+            ]
         segments = self.layout.segments
         if not len(segments) == len(self._windows[1]) == len(parts):
-            padding = self._padding(dtype, device)
+            if (dtype, device) not in self._paddings:  # made once: their only reader is the stream that first packs
+                numels = [each.numel for each in segments if each.parameter is None]
+                self._paddings[dtype, device] = [torch.zeros(n, dtype=dtype, device=device) for n in numels]
+            padding = iter(self._paddings[dtype, device])
             parts = [parts[at] if (at := each.parameter) is not None else next(padding) for each in segments]
         if len(parts) > 1 and set(map(_DTYPE, parts)) == {dtype}:  # in C: it runs for each parameter
             return concatenate_flattened(parts)
         out = torch.empty(self.layout.numel, dtype=dtype, device=device)
         return torch.cat([part.reshape(-1) for part in parts], out=out) if parts else out
-
-    def _padding(self, dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
-        """Zeros for each segment of padding, made once: their only reader is the stream that first packs."""
-        if (dtype, device) not in self._paddings:
-            sizes = [each.numel for each in self.layout.segments if each.parameter is None]
-            self._paddings[dtype, device] = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
-        return iter(self._paddings[dtype, device])
 
     def split(self, flat: Tensor) -> list[Tensor | None]:
         """The parameters' slices of `flat`, a tensor laid out like the shard; None: not on this rank."""
@@ -267,10 +266,6 @@ class FlatParam:
         new.flat_param_id = new_flat_param_id(new)
         new.bind(torch.empty_like(self.shard, pin_memory=self.shard.is_pinned()).copy_(self.shard))
         return new
-
-
-def _dense(grad: Tensor) -> Tensor:
-    return grad.to_dense() if grad.is_sparse else grad
 
 
 def group_by_dtype(params: NamedParams) -> list[list[tuple[str, nn.Parameter]]]:

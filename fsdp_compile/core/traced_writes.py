@@ -4,8 +4,9 @@
     a gather, then a write to the shard      backward would gather the new values
     a write to what was gathered             would be lost
 
-The first two break the graph: then the first is right, and for the second autograd raises. With `fullgraph=True` Dynamo
-raises with the reason that is given here. For the third an error is raised, as the eager runtime does.
+The first two break the graph: then the first is right, and for the second autograd raises. The third has Dynamo trace
+again and break the graph at that unit, whose forward then runs eagerly: what it changes is kept or refused as it is
+without compiling. With `fullgraph=True` Dynamo raises with the reason that is given here.
 
 But where the graph gathered because code outside of the unit's forward reads a parameter, Dynamo traces again, and
 breaks the graph at the read, so that the code has the parameter itself. So it does if a break follows while what was
@@ -21,7 +22,8 @@ read is in use: code behind it might write.
 
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -79,6 +81,7 @@ def note_gathered(shard: Tensor, holds_plain: bool) -> None:
 # The instructions, by their code, at which parameters are read eagerly. Dynamo's caches are by code too.
 _READ_EAGERLY: weakref.WeakKeyDictionary[CodeType, set[int]] = weakref.WeakKeyDictionary()
 _READ_AT = "fsdp_read_at"  # in a node's meta: the place in code that reads the parameters of this unshard
+_FLAT = "fsdp_flat"  # in a node's meta: the unit and the flat parameter that this unshard gives
 
 
 def check_read(tracing: Any) -> None:
@@ -98,8 +101,7 @@ def check_read(tracing: Any) -> None:
 
 def note_read(tracing: Any) -> None:
     """Note what the graph has gathered for that: the flat parameters of the local variable `unit`."""
-    unshards = [node for node in graph_so_far() if node.target is torch.ops.fsdp_flat.unshard.default]
-    for node in unshards[-len(traced_variable(tracing, "unit").value.flats) :]:
+    for node in _unshards(graph_so_far())[-len(traced_variable(tracing, "unit").value.flats) :]:
         node.meta[_READ_AT] = reading_place(tracing)
 
 
@@ -107,40 +109,52 @@ def _attributes_of_storage(fake: Tensor) -> dict[str, bool]:
     return vars(fake.untyped_storage())
 
 
-def check_finished_graph(_tracing: Any) -> None:
-    """Have Dynamo call `_check_gathered` with the graph that it traces now, and then set Inductor for it."""
+def check_finished_graph(tracing: Any) -> None:
+    """Have Dynamo call `_check_gathered` with the graph that it traces now, and then set Inductor for it. It has just
+    gathered the local variable `self`, a unit; break the graph if that one's forward writes to its parameters.
+    """
+    unit = traced_variable(tracing, "self").value
+    if unit.written is not None:
+        break_graph(
+            f"forward changes parameter {unit.written} of its own unit, so it runs eagerly; leave out fullgraph=True, "
+            f"change the parameter outside of forward, use a buffer instead, or name it in ignored_params"
+        )
+    for node, flat in zip(_unshards(graph_so_far())[-len(unit.flats) :], unit.flats, strict=True):
+        node.meta[_FLAT] = unit, flat
     call_with_graph(_check_gathered)
     call_with_graph(set_inductor)
 
 
 def _check_gathered(graph: torch.fx.GraphModule) -> None:
-    """Where a graph of Dynamo writes to unsharded parameters that were read, or they leave it for eager code: have them
-    read eagerly. RuntimeError if it writes to what it gathered for a unit's own forward.
+    """Where a graph of Dynamo writes to unsharded parameters, or such that were read leave it for eager code: have them
+    read eagerly, or the unit's forward run so.
     """
     nodes = [node for part in graph.modules() if isinstance(part, torch.fx.GraphModule) for node in part.graph.nodes]
     assigned = tensor_assigned_at_break()
-    written = {} if assigned is None else {_storage(assigned): "an assignment to an attribute"}
-    for node in nodes:
-        fakes = [each for each in _fakes(node.meta.get("example_value")) if each._version]
-        for each in (*fakes, *_fakes(_written_arguments(node))):
-            written.setdefault(_storage(each), node.name)
+    changed = [assigned, *_fakes([_written_arguments(node) for node in nodes])]  # which say where, before others
+    changed += [each for node in nodes for each in _fakes(node.meta.get("example_value")) if each._version]
+    written: dict[int, int] = {}  # by storage, where in it
+    for each in _fakes(changed):
+        written.setdefault(_storage(each), int(plain_within(each).storage_offset()))
     outputs = graph.graph.output_node().all_input_nodes if eager_code_goes_on() else []
     leaving = set(map(_storage, _fakes(outputs)))
-    reads = []
-    for node in nodes:
-        if node.target is torch.ops.fsdp_flat.unshard.default:
-            storage = _storage(node.meta["example_value"])
-            if storage in written and _READ_AT not in node.meta:
-                raise RuntimeError(
-                    f"{written[storage]}: compiled code changes a sharded parameter in a copy that was gathered, where "
-                    f"the change would be lost; change it outside of its module's forward, or use a buffer"
-                )
-            if _READ_AT in node.meta and (storage in written or storage in leaving):
-                reads.append(node.meta[_READ_AT])
-    for code, instruction in reads:
-        _READ_EAGERLY.setdefault(code, set()).add(instruction)
-    if reads:
-        trace_again("a sharded parameter was read, and is changed or leaves the graph")
+    again = False
+    for node in _unshards(nodes):
+        storage = _storage(node.meta["example_value"])
+        if _READ_AT in node.meta and (storage in written or storage in leaving):
+            code, instruction = node.meta[_READ_AT]
+            _READ_EAGERLY.setdefault(code, set()).add(instruction)
+            again = True
+        elif _READ_AT not in node.meta and storage in written:
+            unit, flat = node.meta[_FLAT]
+            index = bisect_right(flat.layout.offsets, written[storage]) - 1
+            unit.written, again = flat.names[index], True
+    if again:
+        trace_again("a sharded parameter is changed, or was read and leaves the graph")
+
+
+def _unshards(nodes: Iterable[torch.fx.Node]) -> list[torch.fx.Node]:
+    return [node for node in nodes if node.target is torch.ops.fsdp_flat.unshard.default]
 
 
 def _storage(fake: Tensor) -> int:

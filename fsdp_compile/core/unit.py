@@ -237,6 +237,7 @@ class Unit:
         self.reduces_in_flight = ReduceQueue()  # shared by all units of a root
         self.of_root = False  # whether it is gathered around the forward of a root
         self.accumulates = False  # whether no_sync was ever in force
+        self.written: str | None = None  # a parameter that its own forward changes, as was seen
         self.may_update = False  # whether graphs let the optimizer update the unit in backward, if nothing is deferred
         self.options = self.options_when_compiled = UnitOptions()  # the latter of the last compiled forward
         self.become_idle()
@@ -492,7 +493,6 @@ class Unit:
 
     def traced_unshard(self, full_precision: bool = False) -> list[Tensor]:
         """Record the all-gather of all flat parameters; return the unsharded parameters, differentiable."""
-        while_tracing(check_finished_graph)
         params: list[Tensor] = []
         constants = self._traced_in_full_precision if full_precision else self._traced
         for flat, (spec, layout) in zip(self.flats, constants, strict=True):
@@ -506,16 +506,17 @@ class Unit:
             full = UNSHARD(flat.autograd_shard, flat_param_id, deferred, spec)
             views: list[Tensor] = VIEWS(full, layout, flat.frozen)
             params += [view.detach() if index in flat.frozen else view for index, view in enumerate(views)]
+        while_tracing(check_finished_graph)
         return self.distributed(params)
 
     def split_flats(self, unsharded_flats: Sequence[Tensor]) -> list[Tensor]:
         """Split unsharded flat parameters; traced, a marker lets the passes pack their gradients."""
-        while_tracing(check_finished_graph)
         params: list[Tensor] = []
         for flat, full, (spec, layout) in zip(self.flats, unsharded_flats, self._gathered, strict=True):
             marked = UNSHARD(full, None, None, spec) if torch.compiler.is_compiling() else full
             views: list[Tensor] = VIEWS(marked, layout, flat.frozen)
             params += [view.detach() if index in flat.frozen else view for index, view in enumerate(views)]
+        while_tracing(check_finished_graph)
         return self.distributed(params)
 
     def distributed(self, params: list[Tensor]) -> list[Tensor]:

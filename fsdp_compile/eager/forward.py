@@ -87,8 +87,10 @@ def eager_forward(
             run = partial(forward, module)
             if sharding.settings.output_dtype is not None:  # before outputs get hooks, which see what users see
                 run = lambda *args, **kwargs: cast_outputs(module, forward(module, *args, **kwargs))  # noqa: E731
-            if steps.has_unsharded_flats(module):
-                return _run_with_flats(module, run, args, kwargs)
+            if any(unit.written for unit in sharding.units):
+                run = torch.compiler.disable(run)
+            if split := steps.split_flats(module):
+                return _run_with_flats(module, split, run, args, kwargs)
         if steps.in_backward():
             return _recomputed(module, run, args, kwargs, compiled)
         if sharding.is_root and steps.is_inside_itself(module):
@@ -354,21 +356,27 @@ class _Steps(NamedTuple):
     """What `eager_forward` calls around the module's own forward."""
 
     in_backward: Callable[[], bool]
-    has_unsharded_flats: Callable[[Any], bool]
+    split_flats: Callable[[Any], list[Unit]]
     is_inside_itself: Callable[[Any], bool]
     pre_forward: Callable[[Any, list[UnshardedUnit], Any], None]
     post_forward: Callable[[Any, list[UnshardedUnit], Any, Any], None]
     fail: Callable[[BaseException, Any, list[UnshardedUnit]], None]
 
 
-def _has_unsharded_flats(module: Any) -> bool:
+def _split_flats(module: Any) -> list[Unit]:
+    """Let module code read what was gathered for a graph, inside `compiled_forward`: return the units of which it was.
+    Torch was told not to compile, or gave up.
+    """
+    units: list[Unit] = []
     for unit in module._fsdp.units:
         if unit.unsharded_flats is not None and unit.unsharded_params is None and unit.is_unsharded:
-            return True
-    return False
+            wait_for_flats(unit.unsharded_flats)
+            unit.unsharded_params = unit.split_flats(unit.unsharded_flats)
+            units.append(unit)
+    return units
 
 
-_DIRECT = _Steps(in_backward, _has_unsharded_flats, _is_inside_itself, _pre_forward, _post_forward, _fail)
+_DIRECT = _Steps(in_backward, _split_flats, _is_inside_itself, _pre_forward, _post_forward, _fail)
 _UNTRACED = _Steps(*map(torch.compiler.disable, _DIRECT))
 
 
@@ -429,14 +437,12 @@ def _open_for_recomputation(
 # --- compiled ---------------------------------------------------------------------------------------------------------
 
 
-def _run_with_flats(module: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run eagerly inside `compiled_forward`: torch was told not to compile, or gave up."""
-    units = [unit for unit in module._fsdp.units if unit.unsharded_params is None]
+def _run_with_flats(module: Any, units: list[Unit], run: Callable[..., Any], args: tuple, kwargs: Any) -> Any:
     try:
-        for unit in units:
-            wait_for_flats(unit.unsharded_flats)
-            unit.unsharded_params = unit.split_flats(unit.unsharded_flats)
-        return run(*args, **kwargs)
+        output = run(*args, **kwargs)
+        for listen in module._fsdp_runtime.heard.after_split:
+            listen(units)
+        return output
     finally:
         for unit in units:
             unit.unsharded_params = None

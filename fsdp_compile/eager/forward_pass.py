@@ -80,6 +80,9 @@ class Listener:
     def after_forward(self, gathered: Any, module: nn.Module) -> None:
         """The forward of `module` has ended, and `gathered` is about to be freed."""
 
+    def after_split(self, units: Sequence[Unit]) -> None:
+        """The eager forward of a block has ended for which `units` were gathered as a graph reads them."""
+
     def kept_tensors(self, module: nn.Module) -> Iterable[Tensor]:
         """Tensors beside outputs that outlive the forward of `module`: backward may begin there."""
         return ()

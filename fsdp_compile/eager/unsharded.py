@@ -10,6 +10,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -326,10 +327,8 @@ class UnshardedUnit:
         Finds what version counters do not count: writes through `.data`. Reads the unit's shard once and waits for the
         device once for each parameter.
         """
-        if self.reader is not None:
-            return []
         changed: list[str] = []
-        views = iter(self.views)
+        views = iter(self.views if self.reader is None else chain(*[buffer.views() for buffer in self.buffers]))
         for buffer in self.buffers:
             flat = buffer.flat
             stored = flat.split(flat.shard.detach())

@@ -8,11 +8,14 @@ and the change stays, as without sharding. Where ranks differ, all raise.
 Units that have changed nothing by then are looked at after the 4th forward, the 8th, the 16th and so on: one that has
 begun to has lost changes, and raises, unless its user has said that it writes. What autograd counts is refused before
 (`UnshardedUnit.check_unwritten`).
+
+A graph shows what it is going to write when it is traced (core/traced_writes.py). Then the unit's forward runs eagerly,
+and the unit is looked at after each forward, whenever that begins.
 """
 
 import weakref
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Container, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -52,15 +55,16 @@ class OwnWrites(Listener):
         self._begun[forward.kind] = self._begun.get(forward.kind, 0) + 1
 
     def in_forward(self, gathered: UnshardedUnit) -> None:
-        """Note the values of units that are looked at. A graph refuses writes when it is traced."""
+        """Note the values of units that are looked at."""
         count = self._begun.get(gathered.forward.kind, 0)
-        if gathered.forward.of_root and gathered.reader is None and not count & (count - 1):
+        if gathered.forward.of_root and not count & (count - 1):
+            gathered.wait()  # which the graph of a block may do later
             self._before[gathered] = _checksum(gathered)
 
     def after_forward(self, gathered: UnshardedUnit, module: nn.Module) -> None:
         """Keep what forward has written. RuntimeError on all ranks if it is not the same on all."""
         unit, forward, before = gathered.unit, gathered.forward, self._before.pop(gathered, None)
-        if unit in self._writing and gathered.reader is None:
+        if unit in self._writing or unit.written is not None:
             written = _Written(gathered)
             if forward.has_communicated:
                 written.check_equal()
@@ -72,6 +76,14 @@ class OwnWrites(Listener):
             if _checksum(gathered) != before:
                 forward.written[unit] = written = _Written(gathered)
                 forward.lines.append(f"{unit.path} writes parameters with checksum {written.checksum}")
+
+    @torch.compiler.disable
+    def after_split(self, units: Iterable[Unit]) -> None:
+        """Write what has replaced the data of parameters that were split from flat ones into these."""
+        for unit in units:
+            with torch.no_grad():
+                flats, params = unit.unsharded_flats or (), unit.unsharded_params or ()
+                _write_replaced(unit.names, params, unit.split_flats(flats), {f.data_ptr() for f in flats})
 
     def complete_forward(self, forward: ForwardPass) -> None:
         """Keep what units have written that were looked at; ranks have compared it. RuntimeError if it is too late."""
@@ -129,15 +141,20 @@ def _restore(gathered: UnshardedUnit) -> None:
     if gathered.unit.tensor_parallel:
         raise RuntimeError(changed_in_forward(gathered.unit.names))
     memory = {buffer.storage.data_ptr() for buffer in gathered.buffers}
-    rest = iter(gathered.views)
-    for buffer in gathered.buffers:
-        of_flat = islice(rest, len(buffer.flat.params))
-        for name, view, stored in zip(buffer.flat.names, of_flat, buffer.views(), strict=True):
-            if not view.numel() or view.untyped_storage().data_ptr() in memory:
-                continue
-            if view.shape != stored.shape or view.dtype != stored.dtype:
-                raise RuntimeError(changed_in_forward([name]))
-            stored.data.copy_(view.detach())
+    stored = list(chain.from_iterable(buffer.views() for buffer in gathered.buffers))
+    _write_replaced(gathered.unit.names, gathered.views, stored, memory)
+
+
+def _write_replaced(
+    names: Sequence[str], views: Sequence[Tensor], stored: Sequence[Tensor], memory: Container[int]
+) -> None:
+    """Write `views` that do not lie in `memory`, by addresses, into `stored`; RuntimeError if one does not fit."""
+    for name, view, place in zip(names, views, stored, strict=True):
+        if not view.numel() or view.untyped_storage().data_ptr() in memory:
+            continue
+        if view.shape != place.shape or view.dtype != place.dtype:
+            raise RuntimeError(changed_in_forward([name]))
+        place.data.copy_(view.detach())
 
 
 def _has_replaced(gathered: UnshardedUnit) -> bool:

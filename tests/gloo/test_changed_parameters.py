@@ -140,7 +140,6 @@ EDITS = (_lerp, _multiply, _write_data, _write_detached, _copy, _foreach, _write
 VIEWS = (_fill_row, _scale_half, _add_transposed)
 HANDED_OVER = (_behind_a_break, _data_behind_a_break, _untraced, _data_untraced, _from_a_traced_function)
 """Where compiled code reads a parameter and hands it to eager code."""
-LOST = "a copy that was gathered, where the change would be lost"
 
 
 class _Edited(nn.Module):
@@ -368,7 +367,6 @@ class _Coded(nn.Module):
 REFUSED = "|".join(
     (
         "forward changed parameter code of its own unit",
-        LOST,
         "view is the output of a function that returns multiple views",  # autograd's own, with the line of the model,
         "This view was created inside a custom Function",  # and in torch 2.14
     )
@@ -376,9 +374,9 @@ REFUSED = "|".join(
 
 
 def _own_unit(rank: int, how: str, every: int) -> None:
-    kept = (
-        (_own_data, _own_foreach, _own_new_data) if how == "eager" else ()
-    )  # which autograd does not see: test_own_writes.py
+    kept = [_own_data, _own_foreach]  # which autograd does not see: test_own_writes.py
+    if how == "eager":
+        kept.append(_own_new_data)
     refused = [edit for edit in OWN if edit not in kept]
     for edit, grad in list(product(refused, (True, False)))[::every]:
         torch._dynamo.reset()

@@ -103,13 +103,23 @@ def _train(model: Any, rank: int | None) -> list[Tensor]:
 NOT_AT_FIRST = (_clamps_later, _changes_nothing)
 
 
-def _as_unsharded(rank: int, options: dict[str, Any]) -> None:
-    for write in PATTERNS:
+def _compile(model: Any, how: str) -> Any:
+    """What runs `model`: eagerly, or "whole" or "blocks", compiled."""
+    torch._dynamo.reset()
+    if how == "whole":
+        return torch.compile(model, backend="aot_eager")
+    for block in model if how == "blocks" else ():
+        block.compile(backend="aot_eager")
+    return model
+
+
+def _as_unsharded(rank: int, options: dict[str, Any], how: str, patterns: list[Any]) -> None:
+    for write in patterns:
         plain, model = _model(write), _model(write)
         fully_shard(model, auto_wrap_policy={_Block}, **options)
-        if write in NOT_AT_FIRST:
+        if write in NOT_AT_FIRST and how == "eager":  # a graph shows that it is going to write
             model.set_writes_own_parameters(True)
-        expected, found = _train(plain, None), _train(model, rank)
+        expected, found = _train(plain, None), _train(_compile(model, how), rank)
         close = {"rtol": 0.05, "atol": 0.02} if "mixed_precision" in options else {}
         for name, param in plain.named_parameters():
             full = model.get_parameter(name).full_tensor()
@@ -128,10 +138,48 @@ def _as_unsharded(rank: int, options: dict[str, Any]) -> None:
 )
 def test_equal_changes_stay(two: Ranks, options: dict[str, Any]) -> None:
     """What all ranks write in the same way stays, in the first forward and later, as in one process."""
-    two.run(_as_unsharded, options)
+    two.run(_as_unsharded, options, "eager", PATTERNS)
 
 
-def _differ(rank: int, first: int) -> None:
+ASSIGNED_IN_A_FUNCTION = (_replaces_data,)  # Dynamo leaves it to eager code, and autograd counts it: refused below
+
+
+@pytest.mark.parametrize(
+    ("how", "patterns"),
+    [
+        ("whole", [_clamps_later]),
+        ("blocks", [_moves_a_codebook, _replaces_data]),
+        pytest.param("whole", [p for p in PATTERNS if p not in ASSIGNED_IN_A_FUNCTION], marks=pytest.mark.nightly),
+        pytest.param("blocks", PATTERNS, marks=pytest.mark.nightly),
+    ],
+)
+def test_equal_changes_stay_where_forwards_are_compiled(two: Ranks, how: str, patterns: list[Any]) -> None:
+    """The same where the model is compiled, or each block: the unit whose graph would write runs eagerly."""
+    two.run(_as_unsharded, {}, how, patterns)
+
+
+def _refused(rank: int) -> None:
+    for write, match in ((_clamps, r"0\.up\.weight of its own unit, so it runs eagerly; leave out fullgraph=True"),
+                         (_replaces_data, r"forward changed parameter 0\.up\.weight of its own unit")):  # fmt: skip
+        torch._dynamo.reset()
+        model = fully_shard(_model(write), auto_wrap_policy={_Block})
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=write is _clamps)
+        with pytest.raises(Exception, match=match):
+            compiled(torch.ones(2, 8))
+
+
+def test_what_a_graph_cannot_keep_is_refused(two: Ranks) -> None:
+    """By name: as one graph, and where Dynamo leaves an assignment to `.data` to eager code."""
+    two.run(_refused)
+
+
+@pytest.mark.parametrize("how", ["whole", "blocks"])
+def test_different_changes_are_refused_where_forwards_are_compiled(two: Ranks, how: str) -> None:
+    """On all ranks, by name, whenever they begin."""
+    two.run(_differ, 1, how)
+
+
+def _differ(rank: int, first: int, how: str = "eager") -> None:
     def write(block: Any, x: Tensor) -> None:
         block.calls += 1
         block.up.weight.data.clamp_(-100, 100)
@@ -139,11 +187,12 @@ def _differ(rank: int, first: int) -> None:
             block.up.weight.data.add_(1.0 + dist.get_rank())
 
     model = fully_shard(_model(write), auto_wrap_policy={_Block})
+    run = _compile(model, how)
     for _ in range(first):
-        model(torch.ones(2, 8)).sum().backward()
+        run(torch.ones(2, 8)).sum().backward()
     message = r"rank 1|ranks|forward changed parameter 0\.up\.weight of its own unit.*this one is not"
     with pytest.raises(RuntimeError, match=message):
-        model(torch.ones(2, 8))
+        run(torch.ones(2, 8))
 
 
 @pytest.mark.parametrize("first", [0, 1, 3])

@@ -248,9 +248,12 @@ def link(text: "str | Link", what: str = "link", group: str | None = None) -> Li
     if isinstance(text, Link):
         return text
     if text.startswith(("custom:", MEASURED)):
+        made: dict[str, Link] = {}
         try:
-            several = map(_figures_of_group, text.partition(":")[2].split(";"))
-            made = {name: Link(text, latency, bandwidth, "the caller") for name, latency, bandwidth in several}
+            for each in text.partition(":")[2].split(";"):
+                name, _, figures = each.rpartition("=")
+                latency, bandwidth = map(float, figures.split(","))
+                made[name] = Link(text, latency, bandwidth, "the caller")
         except ValueError:
             raise ValueError(f"{what}: expected custom:LATENCY,BANDWIDTH in seconds and bytes per second, as in "
                              f"custom:2e-5,1e9, found {text!r}") from None  # fmt: skip
@@ -261,12 +264,6 @@ def link(text: "str | Link", what: str = "link", group: str | None = None) -> Li
         raise ValueError(f"{what}: expected one of {', '.join(links())} or custom:LATENCY,BANDWIDTH (seconds, bytes "
                          f"per second), found {text!r}")  # fmt: skip
     return links()[text]
-
-
-def _figures_of_group(text: str) -> tuple[str, float, float]:
-    name, _, figures = text.rpartition("=")
-    latency, bandwidth = map(float, figures.split(","))
-    return name, latency, bandwidth
 
 
 def measured_text(figures: Mapping[str, tuple[float, float]]) -> str:

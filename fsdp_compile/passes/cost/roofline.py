@@ -70,7 +70,10 @@ def all_reduce_seconds(full_bytes: float, world: int, link: Link) -> float:
     down, `2 log2(nodes)` steps, and moves all bytes twice (Sanders, Speck, Traff: Two-tree algorithms, 2009). NCCL
     chooses between the two likewise.
     """
-    return min(_ring(full_bytes, world, link, 2), _tree(full_bytes, world, link))
+    nodes, between = _nodes(world, link)
+    steps = 2 * (math.ceil(world / nodes) - 1), 2 * (nodes - 1).bit_length()
+    tree = _fastest(between, world / nodes, steps, (2 * full_bytes, 2 * full_bytes), full_bytes / world)
+    return min(_ring(full_bytes, world, link, 2), tree)
 
 
 def _ring(full_bytes: float, world: int, link: Link, times: int = 1) -> float:
@@ -79,13 +82,6 @@ def _ring(full_bytes: float, world: int, link: Link, times: int = 1) -> float:
     steps = times * (world - nodes), times * (nodes - 1)
     sent = times * full_bytes * (world - 1) / world
     return _fastest(link, world / nodes, steps, (sent, sent if nodes > 1 else 0.0), full_bytes / world)
-
-
-def _tree(full_bytes: float, world: int, link: Link) -> float:
-    """Seconds of an all-reduce by a tree over nodes."""
-    nodes, link = _nodes(world, link)
-    steps = 2 * (math.ceil(world / nodes) - 1), 2 * (nodes - 1).bit_length()
-    return _fastest(link, world / nodes, steps, (2 * full_bytes, 2 * full_bytes), full_bytes / world)
 
 
 def _nodes(world: int, link: Link) -> tuple[int, Link]:

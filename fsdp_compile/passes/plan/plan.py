@@ -92,8 +92,13 @@ def verify(workload: Workload, plan: Plan, budget: int | None = None) -> None:
     _check_cycles(plan, held_units(workload, plan))
     _check_reads(workload, plan)
     _check_reduces(workload, plan)
-    if budget is not None:
-        _check_budget(workload, plan, budget)
+    if budget is None:
+        return
+    memory = simulate(workload, plan).memory
+    over = max(range(len(memory)), key=memory.__getitem__)
+    if memory[over] > budget:
+        name = workload.tasks[over].name if over < len(workload.tasks) else "the end of the step"
+        raise PlanError(f"budget: expected at most {budget} bytes, found {memory[over]} at task {over}, {name}")
 
 
 def _check_steps(workload: Workload, plan: Plan) -> None:
@@ -206,14 +211,6 @@ def _check_reduces(workload: Workload, plan: Plan) -> None:
                 raise PlanError(f"{waits[name]}: expected it before task {at}, {task.name}, which needs the gradients")
 
 
-def _check_budget(workload: Workload, plan: Plan, budget: int) -> None:
-    memory = simulate(workload, plan).memory
-    over = max(range(len(memory)), key=memory.__getitem__)
-    if memory[over] > budget:
-        name = workload.tasks[over].name if over < len(workload.tasks) else "the end of the step"
-        raise PlanError(f"budget: expected at most {budget} bytes, found {memory[over]} at task {over}, {name}")
-
-
 # --- time and memory of a plan ----------------------------------------------------------------------------------------
 
 # There is one computing stream, one link for gathers and reduces, one for the all-reduce over replicas. A launch starts
@@ -302,7 +299,10 @@ class Machine:
         kind, names, at = step
         units = [self.units[name] for name in names]
         if kind == "gather" and not self.arrives.keys().isdisjoint(names):
-            self._arrive(step)
+            for name in names:  # launched before the step: the link is busy from the beginning, or it is done
+                start = self.link
+                self.done["gather", name] = self.link = max(start, self.arrives.pop(name, start))
+                self.timeline.link.append(Span(f"gather {name}", start, self.link))
         elif kind == "gather":
             self._launch(step, sum(unit.gather for unit in units))
             self.live += sum(unit.gathered for unit in units)
@@ -315,7 +315,11 @@ class Machine:
         self.note_memory(at, self.workload.between[at])
         if kind == "wait_reduce":
             self.live -= sum(unit.packed for unit in units)
-            self._replicate(step, sum(unit.replicate for unit in units))
+            if seconds := sum(unit.replicate for unit in units):
+                start = max(self.now, self.replicas)
+                self.replicas = start + seconds + self.workload.latency
+                self.timeline.replicas.append(Span(f"replicate {' '.join(names)}", start, self.replicas))
+                self.done.update({("replicate", name): self.replicas for name in names})
 
     def _launch(self, step: Step, seconds: float) -> None:
         start = max(self.now, self.link)
@@ -323,20 +327,6 @@ class Machine:
         self.timeline.link.append(Span(f"{step.kind} {' '.join(step.units)}", start, self.link))
         for name in step.units:
             self.done[step.kind, name] = self.link
-
-    def _arrive(self, step: Step) -> None:
-        """A gather launched before the step: the link is busy with it from the beginning, or it is done."""
-        for name in step.units:
-            start = self.link
-            self.done["gather", name] = self.link = max(start, self.arrives.pop(name, start))
-            self.timeline.link.append(Span(f"gather {name}", start, self.link))
-
-    def _replicate(self, step: Step, seconds: float) -> None:
-        if seconds:
-            start = max(self.now, self.replicas)
-            self.replicas = start + seconds + self.workload.latency
-            self.timeline.replicas.append(Span(f"replicate {' '.join(step.units)}", start, self.replicas))
-            self.done.update({("replicate", name): self.replicas for name in step.units})
 
     def task(self, index: int) -> None:
         """Compute one task."""

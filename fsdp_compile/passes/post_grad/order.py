@@ -271,13 +271,11 @@ def _local_programs(starts: list[fx.Node]) -> list[str]:
         for node in with_ancestors(_sent(start)) if tag_of(start).kind != "reduce" else ():
             if (tag := get_tag(node)) is not None and tag.kind in ("local", "maximum") and node.target not in STARTS:
                 numbers[node] = len(numbers)
-                known = [arg for arg in node.args if not _holds_text(arg)]
+                known = [
+                    a for a in node.args if not (isinstance(a, list | tuple) and any(isinstance(t, str) for t in a))
+                ]
                 args, kwargs = fx.map_arg((known, dict(node.kwargs)), lambda each: f"%{numbers.get(each, '')}")
                 lines.append(f"{node.target}{args}{kwargs}")
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
         texts.append(f", computed from the shard by {digest}" if lines else "")
     return texts
-
-
-def _holds_text(argument: object) -> bool:
-    return isinstance(argument, (list, tuple)) and any(isinstance(each, str) for each in argument)
