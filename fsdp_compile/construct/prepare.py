@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, FlatParameter, MixedPrecision, ShardingStrategy
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from fsdp_compile.comm.collectives import backends
@@ -37,7 +36,7 @@ from fsdp_compile.core.inner_params import (
 from fsdp_compile.core.settings import Settings, warn_caller
 from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.core.unit import unit_of
-from fsdp_compile.tensors.tensor_parallel import check_distribution
+from fsdp_compile.tensors.tensor_parallel import check_distribution, is_dtensor
 
 # Note [Nothing is changed on refusal]
 # `fully_shard` has two halves. `prepare_units` works out all units and makes every check that can be made from modules,
@@ -98,7 +97,7 @@ def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings, ignored:
         inner = {param: InnerParams(param, device) for param in apart}
         params = [each for n, p in params for each in (inner[p].named(n) if p in inner else [(n, p)])]
         on_meta = any(some_stay_on_meta) and _are_on_meta(params, path)
-        own = replace(own, has_dtensors=any(isinstance(param, DTensor) for _, param in params))
+        own = replace(own, has_dtensors=any(is_dtensor(param) for _, param in params))
         _check_distributions(params, path, own)
         prepared.append(PreparedUnit(module, path, params, inner, modules, own, device, on_meta))
     copied = (each.settings.strategy for each in prepared if each.settings.placement.shards == 1
@@ -194,7 +193,7 @@ def must_stay_on_meta(modules: Iterable[tuple[str, nn.Module]], init: Any, ignor
     absent = [(path, module, meta_tensors(module, ignored)) for path, module in modules]
     for _, module, tensors in absent if init is None else ():
         params = [tensor for tensor in tensors.values() if isinstance(tensor, nn.Parameter)]
-        if params and (any(isinstance(param, DTensor) for param in params) or not resets_parameters(module)):
+        if params and (any(is_dtensor(param) for param in params) or not resets_parameters(module)):
             return True
     for path, _, tensors in absent:
         for name, tensor in tensors.items():
@@ -391,7 +390,7 @@ def data_parallel_peers(settings: Settings) -> list[int]:
 
 def _check_distributions(params: NamedParams, path: str, settings: Settings) -> None:
     for name, param in params:
-        if isinstance(param, DTensor):
+        if is_dtensor(param):
             if settings.strategy is ShardingStrategy.NO_SHARD:
                 raise ValueError(
                     f"parameter {_join(path, name)} is a DTensor, which NO_SHARD cannot keep; choose another "
@@ -408,7 +407,7 @@ def check_other_dimensions(prepared_units: Iterable[PreparedUnit], beside: Mappi
     """
     for prepared in prepared_units if beside else ():
         for name, param in prepared.params:
-            if not isinstance(param, DTensor):
+            if not is_dtensor(param):
                 sizes = ", ".join(f"{dim} of {size} ranks" for dim, size in beside.items())
                 raise ValueError(
                     f"parameter {_join(prepared.path, name)} is no DTensor, and dp_mesh_dims leaves {sizes} of the "

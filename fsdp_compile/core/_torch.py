@@ -21,7 +21,6 @@ torch.ops.aten._unsafe_view                              an operator whose resul
 torch.distributed.fsdp._common_utils                     what torch's wrapper says of its state: IDLE, ...
 torch.distributed.algorithms._comm_hooks.default_hooks   the hooks that users pass to `register_comm_hook`
 DeviceMesh._concatenate                                  one mesh of two that were sliced from one
-torch.distributed.tensor._dtensor_spec                   `_verify_shard_order`, which compares each placement
 torch.distributed.tensor.placement_types                 `_StridedShard`: a dimension that is split over a later
                                                          dimension of the mesh first
 torch.nn.modules.module                                  whether hooks of all modules are registered
@@ -483,13 +482,6 @@ def change_wrapper(tensor: Tensor, wrapper: Tensor) -> None:
     if tensor.is_meta != wrapper.is_meta:
         return swap_wrapper(tensor, wrapper.requires_grad_(tensor.requires_grad))
     Tensor.data.__set__(tensor, wrapper)  # type: ignore[attr-defined]  # a tensor, by the stub
-
-
-def makes_dtensor_spec() -> bool:
-    """Whether DTensor's spec asks, through `__eq__` of the caller, if a placement is the `Shard` that its order needs.
-    It raises AssertionError without a reason if not.
-    """
-    return sys._getframe(2).f_code.co_name == "_verify_shard_order"
 
 
 def register_foreach_type(kind: type[Tensor]) -> None:

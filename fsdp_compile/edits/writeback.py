@@ -21,13 +21,13 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.sharding import record_locations
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager.forward_pass import Listener
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor, set_grad
+from fsdp_compile.tensors.tensor_parallel import is_dtensor
 
 
 class UserEdits(Listener):
@@ -95,7 +95,7 @@ def replaced_objects(unit: Unit) -> dict[int, nn.Parameter]:
                 f"parameter {unit.names[index]}: expected one object in all {len(locations)} places that share it, "
                 f"found it replaced in some of them; assign the same nn.Parameter to each"
             )
-        is_distributed = isinstance(held[0], DTensor)
+        is_distributed = is_dtensor(held[0])
         if is_distributed or unit_of(held[0]) is not None:
             what = "a DTensor" if is_distributed else "one that is sharded already"
             raise RuntimeError(f"parameter {unit.names[index]}: expected a plain nn.Parameter in its place, found "

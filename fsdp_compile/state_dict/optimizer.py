@@ -29,7 +29,6 @@ from torch.distributed.fsdp import (
     ShardedOptimStateDictConfig,
     StateDictType,
 )
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -48,6 +47,7 @@ from fsdp_compile.state_dict.sharded_value import (
 from fsdp_compile.tensors.nested import ABSENT, Path, dotted, leaves, map_leaves, nested_as
 from fsdp_compile.tensors.shard_spec import ShardSpec
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.tensor_parallel import is_dtensor
 
 StateDict = dict[str, Any]
 State = dict[str, Any]  # of one parameter
@@ -269,9 +269,7 @@ def _shared(listed: Iterable[str], names: dict[nn.Parameter, str], states: dict[
     """
     own = {name for param, name in names.items() if unit_of(param) is None}
     return [
-        name
-        for name in listed
-        if name not in own or any(isinstance(leaf, DTensor) for _, leaf in leaves(states.get(name, {})))
+        name for name in listed if name not in own or any(is_dtensor(leaf) for _, leaf in leaves(states.get(name, {})))
     ]
 
 
@@ -603,7 +601,7 @@ def _new_like(param: nn.Parameter, key: Any, outline: Tensor, sharded: Callable[
     if alike and parameter is not None:
         local = torch.empty(parameter.spec.numel, dtype=outline.dtype, device=parameter.local.device)
         return sharded(local, parameter.spec)
-    if alike and isinstance(param, DTensor):
+    if alike and is_dtensor(param):
         return torch.empty_like(param, dtype=outline.dtype, requires_grad=False)
     return torch.empty(outline.shape, dtype=outline.dtype, device=param.device if outline.dim() else "cpu")
 

@@ -1,6 +1,7 @@
 """Sharded tensors: what parameters, gradients and optimizer state are, and their rules under operators.
 
 shard_spec.py         which elements of a sharded tensor each rank stores, as ranges, rows and chunks
+as_dtensor.py         what they are to code that asks for a DTensor: type, mesh, placements
 sharded_tensor.py     parameters, gradients and optimizer state as user code sees them: of the full shape
 unsharded_tensor.py   the same with all elements on the rank
 sharded_rules.py      what operators do with sharded tensors

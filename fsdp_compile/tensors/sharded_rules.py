@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fsdp_compile.core._torch import (
     FakeTensor,
@@ -47,6 +46,7 @@ from fsdp_compile.tensors.sharded_tensor import (
     ShardedView,
     bump_version,
 )
+from fsdp_compile.tensors.tensor_parallel import is_dtensor
 from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient, UnshardedTensor, refuse_unreduced
 
 aten = torch.ops.aten
@@ -75,7 +75,7 @@ def plain(value: Any) -> Any:
     """`value` with all elements: what is sharded, in whichever way, is gathered, anything else returned as it is."""
     if type(value) is ShardedTensor or type(value) is UnshardedTensor:
         return value.elements()
-    if isinstance(value, DTensor):
+    if is_dtensor(value):
         with torch.no_grad():
             return value.detach().full_tensor()  # type: ignore[attr-defined]  # a DTensor
     if type(value) is UnreducedGradient:
@@ -131,12 +131,13 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
     def gathered(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return type(value)(map(gathered, value))
-        if not isinstance(value, (ShardedTensor, ShardedView)):
+        if not isinstance(value, (ShardedTensor, ShardedView)) and not is_dtensor(value):
             return value
         if id(value) not in full:
             full[id(value)] = plain(value)
         return full[id(value)]
 
+    _refuse_other_dtensors(func, args, kwargs)
     result = func(*map(gathered, args), **{key: gathered(value) for key, value in kwargs.items()})
     if not written_arguments(func):
         return result
@@ -161,6 +162,19 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(result, (list, tuple)):
         return type(result)(originals.get(id(each), each) for each in result)
     return originals.get(id(result), result)
+
+
+def _refuse_other_dtensors(func: Any, args: Any, kwargs: Any) -> None:
+    """Raise ValueError for a DTensor beside sharded tensors that is written, or that autograd needs a gradient of."""
+    positions = written_arguments(func)
+    for position, argument in enumerate(func._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        for each in filter(is_dtensor, leaves_of(value)):
+            if position in positions or each.requires_grad:
+                raise ValueError(  # no TypeError, after which Python would ask the DTensor
+                    f"{func._schema.name}: expected no other DTensor beside a sharded tensor where it is written or "
+                    f"trained; call full_tensor() of the sharded one, and distribute_tensor"
+                )
 
 
 @cache

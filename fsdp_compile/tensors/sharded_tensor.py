@@ -21,8 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_compile.comm import collectives
@@ -31,7 +29,6 @@ from fsdp_compile.core._torch import (
     FakeTensor,
     break_graph,
     change_wrapper,
-    makes_dtensor_spec,
     never_compile,
     new_wrapper,
     register_foreach_type,
@@ -41,8 +38,9 @@ from fsdp_compile.core._torch import (
     without_torch_function,
 )
 from fsdp_compile.core.traced_writes import note_written
+from fsdp_compile.tensors.as_dtensor import AsDTensor
 from fsdp_compile.tensors.shard_spec import Chunk, FlatSharding, ShardRanks, ShardSpec
-from fsdp_compile.tensors.tensor_parallel import TensorParallel
+from fsdp_compile.tensors.tensor_parallel import TensorParallel, is_dtensor
 from fsdp_compile.tensors.write_items import tensor_of, write_items
 
 _SHAPE, _GRAD, _FLAT, _SPEC, _NUMEL = map(operator.attrgetter, ("shape", "grad", "_flat", "spec", "numel"))
@@ -73,48 +71,7 @@ class Rules(dict[Any, Rule]):
 RULES = Rules()
 
 
-class FlatShard(Shard):
-    """The placement of a sharded tensor: each rank stores one range of the flattened elements.
-
-    It answers as a `Shard(0)`, and `distribute_tensor` makes DTensors of it that are. But it equals no `Shard(0)`: the
-    parts are others, so `DTensor.from_local` and `redistribute` refuse this placement: ValueError.
-
-    Attributes:
-        ranges: for each rank the first element that it stores, and how many.
-    """
-
-    def __init__(self, ranges: tuple[tuple[int, int], ...]) -> None:
-        super().__init__(0)
-        self.ranges = ranges
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, FlatShard):
-            return self.ranges == other.ranges
-        if isinstance(other, Shard) and makes_dtensor_spec():
-            raise ValueError(
-                "placements: a DTensor cannot have those of a sharded parameter, of which each rank stores a range of "
-                "the flattened elements; use distribute_tensor(full, mesh, placements), or DTensor.from_local with "
-                "[Shard(0)] and this rank's rows"
-            )
-        return False
-
-    def __hash__(self) -> int:
-        return hash(self.ranges)
-
-    def __repr__(self) -> str:
-        return f"FlatShard(ranges={self.ranges})"
-
-    __str__ = __repr__
-
-    def __reduce__(self) -> Any:
-        return FlatShard, (self.ranges,)
-
-    def _local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: int, rank: Any) -> tuple[Any, int]:
-        """The rows that a rank takes of a full tensor, from which it chooses its elements: all."""
-        return curr_local_size, 0
-
-
-class ShardedTensor(Tensor):
+class ShardedTensor(AsDTensor, Tensor):
     """A tensor of shape `spec.shape`, of which this rank stores `local`, 1-D `[spec.numel]`."""
 
     spec: ShardSpec
@@ -158,51 +115,44 @@ class ShardedTensor(Tensor):
                 error.add_note(f"It is a part of {func}.")
             raise
 
-    # --- as a DTensor -------------------------------------------------------------------------------------------------
+    # --- as a DTensor: as_dtensor.py has the rest ---------------------------------------------------------------------
 
-    def to_local(self) -> Tensor:
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """What this rank stores, 1-D; it shares memory with this tensor.
 
         Differentiable: each rank's elements get the gradient of what that rank computes from them.
+
+        Raises:
+            ValueError: `grad_placements` are given, which describe gradients of rows.
         """
+        if grad_placements is not None:
+            raise ValueError(f"grad_placements: {self.spec.named()}, stores a range of its elements, whose gradients "
+                             f"are of that range; leave them out, or call full_tensor()")  # fmt: skip
         return _local_part(self) if _is_tracked(self) else self.local
 
-    def full_tensor(self) -> Tensor:
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The full tensor, plain, on every rank: one all-gather, in which all ranks take part.
 
         Differentiable: the gradient is the mean over ranks of what each of them computes, as that of forward is.
+
+        Args:
+            grad_placements: for each dimension of `device_mesh` a `Partial()`: the gradient is the sum over ranks; or
+                a `Replicate()`: they compute the same, which is the mean.
+
+        Raises:
+            ValueError: other `grad_placements`.
         """
-        return unchanged(self) if _is_tracked(self) else self.elements()
+        addends = self.addends(grad_placements)
+        if not _is_tracked(self):
+            return self.elements()
+        full = unchanged(self)
+        if addends > 1:
+            full.register_hook(lambda grad: grad * addends)
+        return full
 
     def elements(self) -> Tensor:
         """The full tensor as `full_tensor` gathers it, without autograd."""
         return self.spec.gather(self.local)
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The mesh that was given, or the ranks that it is sharded over; tensor parallelism adds its dimensions."""
-        return self.spec.mesh(self.device.type)
-
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """A placement for each dimension of `device_mesh`: see `FlatShard`."""
-        return self.spec.placements(FlatShard(self.spec.ranges), self.device_mesh)
-
-    def redistribute(
-        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Any] | None = None, **_: Any
-    ) -> Any:
-        """The full tensor as a replicated DTensor.
-
-        Raises:
-            ValueError: another mesh or another placement was asked for.
-        """
-        everywhere = [Replicate()] * self.device_mesh.ndim
-        if device_mesh not in (None, self.device_mesh) or list(placements or everywhere) != everywhere:
-            raise ValueError(
-                f"redistribute to {placements} on {device_mesh} is not supported, only to {everywhere} on the same "
-                f"mesh; call full_tensor(), then distribute_tensor"
-            )
-        return DTensor.from_local(self.full_tensor(), self.device_mesh, everywhere, run_check=False)
 
     def write(self, full: Tensor) -> None:
         """Copy the elements of `full`, plain, into this tensor."""
@@ -223,7 +173,7 @@ class ShardedTensor(Tensor):
         if isinstance(value, ShardedTensor) and not value.spec.same_ranges(self.spec):
             value.spec.ranks.check_here()
             raise ValueError(f"data is sharded in another way, {value.spec}; call full_tensor() on it")
-        if isinstance(value, DTensor):
+        if is_dtensor(value):
             value = value.full_tensor()
         local = value.local if isinstance(value, ShardedTensor) else self.spec.local_of(value.detach())
         set_local(self, local, self.spec)

@@ -29,7 +29,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -140,6 +140,11 @@ class _Replicated(torch.autograd.Function):
         return grad.redistribute(placements=wanted).to_local(), None
 
 
+def is_dtensor(value: Any) -> TypeGuard[DTensor]:
+    """Whether `value` is a DTensor of torch: sharded tensors say of themselves that they are."""
+    return issubclass(type(value), DTensor)
+
+
 def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
     """How other ranks than its data-parallel peers have a parameter made by `with_local_parameters`; else None."""
     parallel: TensorParallel | None = vars(param).get(_MARK)
@@ -169,7 +174,7 @@ def with_local_parameters(
     """
     local: dict[nn.Parameter, nn.Parameter] = {}
     for _, each in params:
-        if isinstance(each, DTensor):
+        if isinstance(each, DTensor):  # none is sharded
             local[each] = plain = nn.Parameter(each.to_local().detach(), each.requires_grad)
             vars(plain).update(vars(each))  # a DTensor keeps its own fields elsewhere, in slots
             dims = _dimensions_of_peers(each, set(peers))

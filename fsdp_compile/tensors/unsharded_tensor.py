@@ -19,6 +19,7 @@ class UnshardedTensor(ShardedTensor):
     Operators take it for a plain tensor, and their results are plain.
     """
 
+    is_dtensor = False  # plain, to those who ask
     is_alone = False  # whether other ranks do not have theirs (`rank0_only`)
 
     # torch's stub declares a static method without `func`.
@@ -27,7 +28,7 @@ class UnshardedTensor(ShardedTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's has no types
         return _call_on_all_elements(func, args, kwargs or {})
 
-    def to_local(self) -> Tensor:
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """All elements, 1-D; it shares memory with this tensor."""
         return self.full_tensor().view(-1)
 
@@ -81,7 +82,7 @@ class UnreducedGradient(UnshardedTensor):
 
     is_reduced = False
 
-    def elements(self) -> Tensor:
+    def elements(self, *, grad_placements: Any = None) -> Tensor:
         """This rank's accumulated gradient, plain; it shares memory. Other ranks have other values."""
         return self.local.view(self.spec.split_shape)
 

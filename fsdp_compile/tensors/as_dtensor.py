@@ -1,0 +1,152 @@
+"""What a sharded tensor is to code that asks for a DTensor: its type, mesh and placements.
+
+isinstance(param, DTensor)               True
+param.to_local(), param.full_tensor()    this rank's elements; all of them
+param.device_mesh, param.placements      a mesh, and a `FlatShard` for the ranks that store ranges
+"""
+
+# Note [Sharded tensors are DTensors by type]
+# Frameworks ask `isinstance(param, DTensor)` and then compute with `to_local()`, reduce over `device_mesh`, or gather
+# with `full_tensor()`. What they do with other tensors is meant for a model that is not sharded: a local norm that is
+# summed over ranks would count all elements on each of them. So the answer is yes, by a property `__class__`, without
+# DTensor as a base class, whose operators act on placements. tests/gloo/test_call_sites.py runs 34 call sites of torch
+# and of frameworks beside FSDP2, and docs/frameworks.md has the table. Measured both ways on two ranks:
+#
+#                          as FSDP2    refused by name    another error    ends the process    silently something else
+#     with the property          27                  7                0                   0                          0
+#     without it                 19                  0                3                   2                         10
+#
+# The ten: a norm that is the root of two too large, placements and counts that miss parameters, and
+# `DTensor.from_local` around a sharded tensor. Three of the seven are right without it: they read `_local_tensor`, or
+# redistribute to the placements of a parameter, where the branch for plain tensors copies full values.
+#
+# What is no DTensor: unsharded parameters within `summon_full_params`, which are plain to operators; gradients under
+# `no_sync`, whose local elements other ranks do not have; views. Code of torch that reads the fields of what is one, or
+# acts on placements, is told no: Dynamo, so that compiled code is; the functions of state dicts; and `assert_close`.
+# There is no `_local_tensor` and no `_spec`: `DTensor.from_local` would make rows of what is a range of elements.
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from fsdp_compile.tensors._torch import makes_dtensor_spec, reads_fields_of_dtensors
+from fsdp_compile.tensors.shard_spec import ShardSpec
+
+
+class FlatShard(Shard):
+    """The placement of a sharded tensor: each rank stores one range of the flattened elements.
+
+    It answers as a `Shard(0)`, and `distribute_tensor` makes DTensors of it that are. But it equals no `Shard(0)`: the
+    parts are others, so `DTensor.from_local` and `redistribute` refuse this placement: ValueError.
+
+    Attributes:
+        ranges: for each rank the first element that it stores, and how many.
+    """
+
+    def __init__(self, ranges: tuple[tuple[int, int], ...]) -> None:
+        super().__init__(0)
+        self.ranges = ranges
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, FlatShard):
+            return self.ranges == other.ranges
+        if isinstance(other, Shard) and makes_dtensor_spec():
+            raise ValueError(
+                "placements: a DTensor cannot have those of a sharded parameter, of which each rank stores a range of "
+                "the flattened elements; use distribute_tensor(full, mesh, placements), or DTensor.from_local with "
+                "[Shard(0)] and this rank's rows"
+            )
+        return False
+
+    def __hash__(self) -> int:
+        return hash(self.ranges)
+
+    def __repr__(self) -> str:
+        return f"FlatShard(ranges={self.ranges})"
+
+    __str__ = __repr__
+
+    def __reduce__(self) -> Any:
+        return FlatShard, (self.ranges,)
+
+    def _local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: int, rank: Any) -> tuple[Any, int]:
+        """The rows that a rank takes of a full tensor, from which it chooses its elements: all."""
+        return curr_local_size, 0
+
+
+class AsDTensor:
+    """A base of `ShardedTensor`: what is asked of a DTensor beside `to_local` and `full_tensor`."""
+
+    is_dtensor = True  # by type: see Note [Sharded tensors are DTensors by type]
+    spec: ShardSpec
+
+    @property
+    def __class__(self) -> type:
+        """`DTensor` to `isinstance`; `type` tells the class."""
+        return DTensor if self.is_dtensor and not reads_fields_of_dtensors() else type(self)
+
+    @__class__.setter
+    def __class__(self, kind: type) -> None:
+        object.__dict__["__class__"].__set__(self, kind)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh that was given, or the ranks that it is sharded over; tensor parallelism adds its dimensions."""
+        return self.spec.mesh(self.device.type)  # type: ignore[attr-defined]  # a Tensor
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """A placement for each dimension of `device_mesh`: see `FlatShard`."""
+        return self.spec.placements(FlatShard(self.spec.ranges), self.device_mesh)
+
+    def addends(self, grad_placements: Sequence[Placement] | None) -> int:
+        """Of how many ranks gradients are summed up; 1 if the mean is wanted. See `full_tensor`."""
+        placements = list(grad_placements or ())
+        if all(each.is_replicate() for each in placements):
+            return 1
+        mesh = self.device_mesh
+        sums = len(placements) == mesh.ndim and all(each.is_partial("sum") for each in placements)
+        if not sums or self.spec.tensor_parallel is not None:
+            raise ValueError(
+                f"grad_placements of {self.spec.named()}: expected Partial() for each dimension of its mesh, whose "
+                f"gradients are summed up, or Replicate(), found {placements}"
+            )
+        return int(mesh.size())
+
+    @property
+    def _spec(self) -> Any:
+        raise AttributeError(
+            f"_spec: {self.spec.named()}, is sharded by ranges of its flattened elements, which no DTensorSpec "
+            f"describes: read device_mesh and placements; beside another DTensor, call full_tensor()"
+        )
+
+    @property
+    def _local_tensor(self) -> Any:
+        raise AttributeError(
+            f"_local_tensor: a rank stores a range of the flattened elements of {self.spec.named()}, and no rows: call "
+            f"to_local(), which is 1-D, or full_tensor()"
+        )
+
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Any] | None = None, **_: Any
+    ) -> Any:
+        """The full tensor as a replicated DTensor; this tensor for its own placements.
+
+        Raises:
+            ValueError: another mesh or another placement was asked for.
+        """
+        everywhere = [Replicate()] * self.device_mesh.ndim
+        is_here = device_mesh in (None, self.device_mesh)
+        if is_here and placements is not None and tuple(placements) == self.placements:
+            return self
+        if not is_here or list(placements or everywhere) != everywhere:
+            raise ValueError(
+                f"redistribute to {placements} on {device_mesh} is not supported, only to {everywhere} on the same "
+                f"mesh; call full_tensor(), then distribute_tensor"
+            )
+        full: Tensor = self.full_tensor()  # type: ignore[attr-defined]  # a ShardedTensor
+        return DTensor.from_local(full, self.device_mesh, everywhere, run_check=False)
