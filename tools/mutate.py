@@ -74,7 +74,8 @@ NEAREST = {
     "state_dict/optimizer.py": f"{_STATES} tests/gloo/test_optimizers.py tests/gloo/test_resume.py "
                                "tests/gloo/test_by_owner.py tests/gloo/test_fsdp1.py",
     "core/autograd.py": f"tests/fake/test_states.py {_RUNTIME} tests/gloo/test_update_in_backward.py "
-                        "tests/gloo/test_read_guard.py tests/gloo/test_precision.py tests/gloo/test_flat_gradients.py",
+                        "tests/gloo/test_read_guard.py tests/gloo/test_precision.py tests/gloo/test_flat_gradients.py "
+                        "tests/gloo/test_same_bits.py",
     "core/backward_pass.py": f"tests/fake/test_states.py tests/fake/test_handle.py {_RUNTIME} "
                              "tests/gloo/test_update_in_backward.py tests/gloo/test_mishaps.py",
     "eager/block_reader.py": "tests/fake/test_regional.py tests/gloo/test_regional.py tests/gloo/test_mishaps.py",
@@ -89,7 +90,8 @@ NEAREST = {
                            f"tests/gloo/test_compiled_accumulation.py tests/gloo/test_unaveraged.py "
                            f"tests/gloo/test_features.py {_RUNTIME}",
     "eager/forward.py": f"tests/fake/test_regional.py {_RUNTIME} tests/gloo/test_precision.py "
-                        "tests/gloo/test_regional.py tests/gloo/test_interruptions.py tests/fake/test_backends.py",
+                        "tests/gloo/test_regional.py tests/gloo/test_interruptions.py tests/fake/test_backends.py "
+                        "tests/gloo/test_own_writes.py tests/gloo/test_compare_ranks.py",
     "eager/unsharded.py": f"tests/fake/test_regional.py {_RUNTIME} tests/gloo/test_kept_unsharded.py "
                           "tests/gloo/test_interruptions.py tests/gloo/test_outputs.py tests/gloo/test_regional.py",
     "edits/writeback.py": "tests/gloo/test_writeback.py tests/gloo/test_fsdp2_scripts.py::test_values_assigned_on_meta",

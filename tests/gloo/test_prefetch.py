@@ -210,6 +210,33 @@ def test_wrong_guesses(two: Ranks, mode: str, forward_prefetch: bool) -> None:
     two.run(_guess_wrongly, mode, forward_prefetch)
 
 
+class _LeavesOne(Stack):
+    """Its first block feeds an output that the loss does not use."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # Stack has one
+        x = self.stem(x)
+        left = self.blocks[0](x)
+        return self.head(self.blocks[2](self.blocks[1](x))), left
+
+
+def _leave_one(rank: int, mode: str) -> None:
+    case = Case(lambda: _LeavesOne([Residual(11, 23 + 32 * index) for index in range(3)]), vectors, squared_error)
+    model = shard(case, backward_prefetch=MODES[mode])
+    x, _ = vectors(rank, 3)
+    with recorded(model) as log:
+        used, left = model(x)  # which the graph behind it outlives
+        used.square().sum().backward()
+    assert log.lines.count("gather blocks.0 in unshard") == 2, "for forward, and ahead of a backward that does not come"
+    _assert_all_freed(log, model)
+    assert left.requires_grad
+
+
+@pytest.mark.parametrize("mode", ["pre", "post"])
+def test_a_unit_whose_backward_does_not_come(two: Ranks, mode: str) -> None:
+    """What was gathered ahead of it is freed when the backward pass has ended (E-PRE-5)."""
+    two.run(_leave_one, mode)
+
+
 # --- checkpointing, repeated units, frozen units ----------------------------------------------------------------------
 
 
