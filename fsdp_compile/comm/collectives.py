@@ -234,6 +234,22 @@ def start_exchange(full: Tensor, group: str) -> Filling:
     return Filling(received, (start_all_to_all(ranks, received, full),), full, "reduce", state)
 
 
+def start_all_to_all_of_parts(sent: Tensor, send: list[int], receive: list[int], group: str, what: str) -> Filling:
+    """Begin to send `send[i]` consecutive elements of `sent`, 1-D, to rank i of the group, for every rank.
+    `what` it is, equal on all ranks, for errors.
+
+    What is filled, 1-D `[sum(receive)]`, has `receive[i]` elements from each rank i, in order.
+    """
+    ranks, moved = group_named(group), movable(sent)
+    size = sent.element_size() // moved.element_size()  # elements that stand for one
+    received = sent.new_empty(sum(receive))
+    state = state_of(ranks) if moved.is_cpu else None
+    if state is not None:
+        state.note("exchange", what)
+    sizes = ([each * size for each in parts] for parts in (receive, send))
+    return Filling(received, (start_all_to_all(ranks, movable(received), moved, *sizes),), moved, "exchange", state)
+
+
 def all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
     """Concatenate every rank's `shard`, 1-D `[n]`, into a new 1-D tensor `[n * group_size]` of the same dtype."""
     full = shard.new_empty(shard.numel() * group_size)

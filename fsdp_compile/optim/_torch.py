@@ -6,6 +6,7 @@ When torch moves:
 - `step` of each class is wrapped by what calls the hooks; `__wrapped__` is the original;
 - schedulers set `_opt_called` when `optimizer.step` is called, and warn if it was not called before them;
 - `TorchDispatchMode` sees each operator, with Python numbers where the caller passed some;
+- `_cdata` of a storage tells storages apart, also those without memory;
 - `torch._inductor.compile` takes a graph and example inputs, and returns a function of as many tensors.
 """
 
@@ -34,6 +35,11 @@ def announce_step(of: Optimizer) -> None:
 def step_without_hooks(of: Optimizer, closure: Callable[[], Any] | None = None) -> None:
     """Step the optimizer as its class does, without what torch calls around it."""
     getattr(type(of).step, "__wrapped__", type(of).step)(of, closure)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """A number that tensors share whose memory is the same, also without memory, as on the meta device."""
+    return tensor.untyped_storage()._cdata
 
 
 def note_step(of: Optimizer) -> None:

@@ -15,6 +15,7 @@
 import functools
 import math
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from fsdp_compile.optim._torch import (
     note_step,
     step_without_hooks,
 )
+from fsdp_compile.optim.matrix_step import MatrixUpdates, takes_matrices
 from fsdp_compile.optim.program import NotRecordable, Recorded, UpdateProgram, fused, record
 from fsdp_compile.optim.segments import Segment, Segments, show_segments
 from fsdp_compile.tensors.shard_spec import ShardSpec
@@ -57,15 +59,16 @@ def flat_step(optimizer: Optimizer, enabled: bool = True) -> Optimizer:
     other instructions than the rest.
 
     Args:
-        optimizer: of one of the classes in `ELEMENTWISE` exactly; others always step as they are.
-        enabled: if False, `optimizer` updates each parameter by itself.
+        optimizer: of one of the classes in `ELEMENTWISE` exactly, or Muon; others always step as they are.
+        enabled: if False, `optimizer` updates each parameter by itself. Then every rank gathers and computes each
+            matrix of Muon.
 
     Raises:
         TypeError: `optimizer` is of another class.
     """
-    if type(optimizer) not in ELEMENTWISE:
+    if type(optimizer) not in ELEMENTWISE and not takes_matrices(optimizer):
         raise TypeError(
-            f"optimizer: flat_step takes optimizers that update elementwise ({ELEMENTWISE_NAMES}), not "
+            f"optimizer: flat_step takes optimizers that update elementwise ({ELEMENTWISE_NAMES}) and Muon, not "
             f"{type(optimizer).__name__}; call its own step"
         )
     Segments.of(optimizer).is_off = not enabled
@@ -80,13 +83,13 @@ def step_on_flat_shards() -> None:
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Have `_give_closure` called behind the hooks of users. Without `args`, `compile_step` steps by itself."""
-    if torch.compiler.is_compiling() or type(optimizer) not in ELEMENTWISE or not args:
+    if torch.compiler.is_compiling() or not args or not (type(optimizer) in ELEMENTWISE or takes_matrices(optimizer)):
         return
     segments = Segments.of(optimizer, is_hint=True)
     if segments.hook is not None:  # another hook has raised
         segments.hook.remove()
         segments.hook = None
-    if segments.all and not segments.is_off:
+    if (segments.all or takes_matrices(optimizer)) and not segments.is_off:
         segments.hook = optimizer.register_step_pre_hook(functools.partial(_give_closure, segments))
 
 
@@ -104,11 +107,25 @@ def _give_closure(segments: Segments, optimizer: Optimizer, args: tuple[Any, ...
             segments.hook.remove()
             segments.hook = None
         loss = None if closure is None else closure()
-        show_segments(optimizer)
+        if takes_matrices(optimizer):
+            _update_matrices(optimizer)
+        else:
+            show_segments(optimizer)
         return loss
 
     given["closure"] = begin
     return args[:1], given
+
+
+def _update_matrices(optimizer: Optimizer) -> None:
+    """Update what is computed from complete matrices, and let the step that runs find the other parameters."""
+    updates = MatrixUpdates.of(optimizer)
+    covered = updates.begin(optimizer)
+    if covered:
+        updates.start()
+        deque(updates.finish(), maxlen=0)
+        groups = [group["params"] for group in optimizer.param_groups]
+        show_segments(optimizer, (), [[param for param in of if id(param) not in covered] for of in groups])
 
 
 @dataclass(eq=False)

@@ -194,7 +194,7 @@ class ByOwner(Optimizer):
 
     def _fetch(self, params: Sequence[ShardedTensor], with_gradients: bool) -> None:
         """Send parameters, and gradients, to their owners."""
-        columns = (_local_data, _local_gradient) if with_gradients else (_local_data,)
+        columns = (local_data, local_gradient) if with_gradients else (local_data,)
         for ranks, of_owners in self._buckets(params):
             mine = of_owners[ranks.rank]
             sent = torch.cat([local(param) for of_owner in of_owners for param in of_owner for local in columns])
@@ -337,13 +337,15 @@ def _options(group: Group) -> Group:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _local_data(param: ShardedTensor) -> Tensor:
+def local_data(param: ShardedTensor) -> Tensor:
+    """What this rank stores of `param`, 1-D; RuntimeError if parameters are summoned."""
     if isinstance(param, UnshardedTensor):
         raise RuntimeError("step: parameters are unsharded by summon_full_params; leave it first")
     return param.local.detach()
 
 
-def _local_gradient(param: ShardedTensor) -> Tensor:
+def local_gradient(param: ShardedTensor) -> Tensor:
+    """What this rank stores of its gradient, 1-D, in its dtype; RuntimeError if that was not reduced."""
     grad = param.grad
     assert grad is not None
     if isinstance(grad, UnreducedGradient):

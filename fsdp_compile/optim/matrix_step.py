@@ -1,0 +1,303 @@
+"""Updates by optimizers of complete matrices, such as Muon: one rank computes each matrix, while others are on the way.
+
+    updates = MatrixUpdates.of(optimizer)
+    covered = updates.begin(optimizer)      parameters that are updated here; the optimizer steps on the others itself
+    updates.start()                         momentum; it goes to the owners of the matrices
+    for param in updates.finish(): ...      owners compute, results return, parameters are updated
+
+The optimizer's own operators run, cut in three (matrix_program.py): on the elements that each rank stores, on complete
+matrices, and on those elements again. Matrices are exchanged in stages, in the order of the forward:
+
+    rank        | momentum of 0 1 2 | wait 0 | compute 0 | compute 1 | update 0 | compute 2 | update 1 | wait | update 2
+    link          [ in 0 ][ in 1 ][ in 2 ]              [ out 0 ]   [ out 1 ]              [ out 2 ]
+
+State is the optimizer's own, sharded as the parameters are. No rank has a complete matrix that it does not own.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Muon, Optimizer
+
+from fsdp_compile.comm import collectives
+from fsdp_compile.comm._torch import group_named
+from fsdp_compile.optim.matrix_exchange import Arriving, Routes
+from fsdp_compile.optim.matrix_program import MatrixProgram, MatrixRecorder, run
+from fsdp_compile.optim.owner_plan import Matrix, OwnerPlan, plan_owners, stages_of
+from fsdp_compile.optim.owners import local_data, local_gradient
+from fsdp_compile.optim.program import NotRecordable
+from fsdp_compile.tensors.shard_spec import ShardRanks
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
+
+_BATCH = 1 << 27  # bytes of the matrices of one shape that are computed at once
+
+
+class NeedsWholeMatrices(Protocol):
+    """What an optimizer declares whose step computes with complete matrices, beside elementwise operators."""
+
+    needs_whole_matrices: bool
+
+
+def takes_matrices(optimizer: Optimizer) -> bool:
+    """Whether `optimizer` is torch's Muon, or declares `needs_whole_matrices = True`."""
+    return type(optimizer) is Muon or getattr(optimizer, "needs_whole_matrices", False) is True
+
+
+@dataclass(eq=False)
+class _Update:
+    """The update of one parameter that is under way."""
+
+    param: ShardedTensor
+    program: MatrixProgram
+    gradient: Tensor  # what this rank stores, 1-D
+    state: dict[str, Tensor]
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+    def run_before(self) -> None:
+        """Run what comes before the exchange."""
+        program = self.program
+        values = {0: local_data(self.param), 1: self.gradient}
+        values.update((position, self.state[name]) for name, position in program.state.items())
+        self.values = run(program.before, values)
+
+    def run_after(self, returned: dict[int, Tensor]) -> None:
+        """Run what comes behind it; `returned`: what this rank stores of each result."""
+        self.values.update(returned)
+        run(self.program.after, self.values)
+        self.values.clear()
+        torch.autograd.graph.increment_version(self.param)
+
+
+class _Stage:
+    """Parameters of one process group that are exchanged together, with as many values of the same dtypes."""
+
+    def __init__(self, updates: Sequence[_Update], routes: Routes, name: str) -> None:
+        self.updates, self._routes, self._name = updates, routes, name
+        self._arriving: list[Arriving] = []  # for each value that is exchanged
+
+    def start(self) -> None:
+        """Compute what owners need, and begin to send it."""
+        for update in self.updates:
+            update.run_before()
+        columns = zip(*(update.program.sent for update in self.updates), strict=True)
+        for number, positions in enumerate(columns):
+            parts = [update.values[at] for update, at in zip(self.updates, positions, strict=True)]
+            self._arriving.append(self._routes.to_owners(parts, f"{self._name}, value {number}"))
+        for update in self.updates:
+            update.values = {at: update.values[at] for at in update.program.kept}
+
+    def compute(self) -> None:
+        """Compute with the matrices that this rank owns, and begin to send the results."""
+        arrived = [each.wait() for each in self._arriving]
+        owned = [self.updates[index] for index in self._routes.owned]
+        results: list[list[Tensor]] = [[] for _ in owned]
+        alike: dict[MatrixProgram, list[int]] = {}
+        for index, update in enumerate(owned):
+            alike.setdefault(update.program, []).append(index)
+        for program, indices in alike.items():
+            size = max(1, _BATCH // max(1, _nbytes(program)))
+            for batch in (indices[at : at + size] for at in range(0, len(indices), size)):
+                found = self._compute(program, [[of_value[index] for index in batch] for of_value in arrived])
+                for at, index in enumerate(batch):
+                    results[index] = [value[at].reshape(-1) for value in found]
+        first = self.updates[0]
+        self._arriving = []
+        for number, position in enumerate(first.program.returned):
+            like = first.gradient.new_empty(0, dtype=first.program.dtypes[position])
+            mine = [of_matrix[number] for of_matrix in results]
+            self._arriving.append(self._routes.to_ranks(mine, like, f"{self._name}, result {number}"))
+
+    def _compute(self, program: MatrixProgram, arrived: Sequence[Sequence[Any]]) -> list[Tensor]:
+        """The results of matrices of one program, each `[n, *shape]`."""
+        values: dict[int, Tensor] = {}
+        for position, of_matrices in zip(program.sent, arrived, strict=True):
+            like = of_matrices[0][0][1]
+            values[position] = full = like.new_empty((len(of_matrices), *program.shape))
+            for row, parts in zip(full.view(len(of_matrices), -1), of_matrices, strict=True):
+                for first, part in parts:
+                    row[first : first + part.numel()].copy_(part)
+        found = program.run_whole(values, one_by_one=self._routes.ranks.same_bits)
+        return [found[position] for position in program.returned]
+
+    def finish(self) -> None:
+        """Update the parameters."""
+        columns = [each.wait() for each in self._arriving]
+        self._arriving = []
+        for index, update in enumerate(self.updates):
+            positions = update.program.returned
+            update.run_after({at: column[index] for at, column in zip(positions, columns, strict=True)})
+
+
+def _nbytes(program: MatrixProgram) -> int:
+    numel = torch.Size(program.shape).numel()
+    return numel * sum(program.dtypes[position].itemsize for position in program.sent)
+
+
+class MatrixUpdates:
+    """The updates of one optimizer that needs complete matrices: `of(optimizer)`.
+
+    Attributes:
+        plans: for each group of ranks who owns which matrix, since the first step.
+    """
+
+    _of: ClassVar[WeakKeyDictionary[Optimizer, "MatrixUpdates"]] = WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self.plans: dict[ShardRanks, OwnerPlan] = {}
+        self._key: Any = None  # which parameters were planned, and how they were sharded
+        self._places: dict[int, tuple[int, int]] = {}  # for each parameter, by its id, its owner and stage
+        self._recorders: dict[Any, MatrixRecorder | None] = {}
+        self._routes: dict[Any, Routes] = {}
+        self._stages: list[_Stage] = []
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> "MatrixUpdates":
+        """Those of `optimizer`."""
+        return cls._of.setdefault(optimizer, cls())
+
+    @torch.no_grad()
+    def begin(self, optimizer: Optimizer) -> set[int]:
+        """Prepare the step of all parameters that have gradients, on all ranks the same; return the ids of those that
+        are updated here. Others are the optimizer's own to update.
+
+        Raises:
+            RuntimeError: a gradient was accumulated under `no_sync` and not reduced; parameters are summoned; or ranks
+                disagree about the parameters.
+        """
+        programs = self._programs(optimizer)
+        self._plan(programs)
+        updates = [self._update(optimizer, param, program) for param, program in programs if param.grad is not None]
+        alike: dict[Any, list[_Update]] = {}
+        for update in updates:
+            program, ranks = update.program, update.param.spec.ranks
+            dtypes = tuple(tuple(program.dtypes[at] for at in part) for part in (program.sent, program.returned))
+            key = (self._places[id(update.param)][1], ranks, update.gradient.device, dtypes)
+            alike.setdefault(key, []).append(update)
+        self._stages = [
+            _Stage(some, self._routes_of(some), f"matrices of {some[0].param.spec.named()} and {len(some) - 1} others")
+            for _, some in sorted(alike.items(), key=lambda pair: pair[0][0])
+        ]
+        return {id(update.param) for update in updates}
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Begin to send all matrices to their owners."""
+        for stage in self._stages:
+            stage.start()
+
+    @torch.no_grad()
+    def finish(self) -> Iterator[Tensor]:
+        """Compute and update; the parameters, each as soon as it is updated."""
+        stages, self._stages = self._stages, []
+        before: _Stage | None = None
+        for stage in stages:
+            stage.compute()
+            if before is not None:
+                yield from self._finish(before)
+            before = stage
+        if before is not None:
+            yield from self._finish(before)
+
+    @staticmethod
+    def _finish(stage: _Stage) -> Iterator[Tensor]:
+        stage.finish()
+        for update in stage.updates:
+            yield update.param
+
+    # --- preparation --------------------------------------------------------------------------------------------------
+
+    def _programs(self, optimizer: Optimizer) -> list[tuple[ShardedTensor, MatrixProgram]]:
+        found = []
+        for index, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if not isinstance(param, ShardedTensor) or param.spec.tensor_parallel is not None:
+                    continue
+                program = self._program(optimizer, index, group, param)
+                if program is not None:
+                    found.append((param, program))
+        return found
+
+    def _program(
+        self, optimizer: Optimizer, index: int, group: dict[str, Any], param: ShardedTensor
+    ) -> MatrixProgram | None:
+        state = optimizer.state.get(param) or {}
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim()}
+        if any(type(each) is not ShardedTensor or not each.spec.same_ranges(param.spec) for each in tensors.values()):
+            return None
+        dtypes = tuple((name, value.dtype) for name, value in tensors.items())
+        key = (index, param.shape, param.dtype, tuple(state), dtypes)
+        try:
+            if key not in self._recorders:
+                self._recorders[key] = MatrixRecorder(tuple(param.shape), param.dtype, state)
+            recorder = self._recorders[key]
+            return None if recorder is None else recorder.program(optimizer, group, state)
+        except NotRecordable:
+            self._recorders[key] = None
+            return None
+
+    def _plan(self, programs: Sequence[tuple[ShardedTensor, MatrixProgram]]) -> None:
+        """Plan who owns which matrix, where parameters or ranks are new; all ranks compare that."""
+        key = [(id(param), id(param.spec)) for param, _ in programs]
+        if key == self._key:
+            return
+        self._places, self.plans, self._routes = {}, {}, {}
+        by_ranks: dict[ShardRanks, list[tuple[ShardedTensor, MatrixProgram]]] = {}
+        for param, program in programs:
+            by_ranks.setdefault(param.spec.ranks, []).append((param, program))
+        for ranks, some in by_ranks.items():
+            stages = stages_of([program.flops for _, program in some], ranks.size)
+            matrices = [matrix_of(*each, stage) for each, stage in zip(some, stages, strict=True)]
+            plan = self.plans[ranks] = plan_owners(matrices, ranks.size, _nodes_of(ranks))
+            _compare(plan, ranks)
+            for (param, _), owner, stage in zip(some, plan.owners, stages, strict=True):
+                self._places[id(param)] = owner, stage
+        self._key = key
+
+    def _update(self, optimizer: Optimizer, param: ShardedTensor, program: MatrixProgram) -> _Update:
+        state = optimizer.state[param]
+        for name, position in program.state.items():
+            if name not in state:
+                zeros = torch.zeros(param.spec.numel, dtype=program.dtypes[position], device=param.device)
+                state[name] = ShardedTensor(zeros, param.spec)
+        for name, value in program.scalars.items():
+            if isinstance(value, Tensor) and isinstance(state.get(name), Tensor):
+                state[name].copy_(value)
+            else:
+                state[name] = value.clone() if isinstance(value, Tensor) else value
+        own = {name: state[name].local for name in program.state}
+        return _Update(param, program, local_gradient(param), own)
+
+    def _routes_of(self, updates: Sequence[_Update]) -> Routes:
+        key = tuple(id(update.param) for update in updates)
+        if key not in self._routes:
+            owners = [self._places[id(update.param)][0] for update in updates]
+            self._routes[key] = Routes([update.param.spec for update in updates], owners)
+        return self._routes[key]
+
+
+def matrix_of(param: ShardedTensor, program: MatrixProgram, stage: int = 0) -> Matrix:
+    """What a plan needs to know of `param`."""
+    stored = tuple((rank, numel) for rank, (_, numel) in enumerate(param.spec.ranges) if numel)
+    return Matrix(param.spec.named(), tuple(param.shape), program.flops, stored, stage)
+
+
+def _nodes_of(ranks: ShardRanks) -> list[int]:
+    """For each of `ranks` the node that it is on, as torchrun places them."""
+    here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or torch.accelerator.device_count() or ranks.size)
+    return [rank // here for rank in torch.distributed.get_process_group_ranks(group_named(ranks.group))]
+
+
+def _compare(plan: OwnerPlan, ranks: ShardRanks) -> None:
+    """RuntimeError on all ranks if they have planned for different parameters."""
+    digests = collectives.gather_objects((plan.digest, len(plan.matrices)), group_named(ranks.group))
+    for rank, (digest, number) in enumerate(digests):
+        if digest != digests[0][0]:
+            raise RuntimeError(
+                f"step: rank {rank} of {ranks.size} updates {number} matrices, and rank 0 {digests[0][1]}, or others; "
+                f"give the optimizer the same parameters in the same order and groups on all ranks"
+            )

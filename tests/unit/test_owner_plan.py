@@ -1,0 +1,87 @@
+"""Owners of complete matrices are planned from shapes: balanced, at home where that costs nothing, printed."""
+
+import math
+
+import pytest
+
+from fsdp_compile.core.layout import lay_out
+from fsdp_compile.optim.owner_plan import Matrix, OwnerPlan, plan_owners, stages_of
+from fsdp_compile.tensors.shard_spec import FlatSharding
+
+Shapes = list[tuple[str, tuple[int, ...]]]
+
+
+def newton_schulz(shape: tuple[int, ...]) -> int:
+    low, high = sorted(shape)
+    return 5 * (4 * low * low * high + 2 * low**3)
+
+
+def llama_8b() -> list[Shapes]:
+    block = [("q", (4096, 4096)), ("k", (1024, 4096)), ("v", (1024, 4096)), ("o", (4096, 4096))]
+    block += [("gate", (14336, 4096)), ("up", (14336, 4096)), ("down", (4096, 14336))]
+    return [[(f"{i}.{name}", shape) for name, shape in block] for i in range(32)]
+
+
+def mixture(experts: int = 128) -> list[Shapes]:
+    """Attention, and three matrices for each expert, as Qwen3-30B-A3B has them, with half of its blocks."""
+    block = [("q", (4096, 2048)), ("k", (512, 2048)), ("v", (512, 2048)), ("o", (2048, 4096)), ("router", (128, 2048))]
+    for expert in range(experts):
+        block += [(f"{expert}.gate", (768, 2048)), (f"{expert}.up", (768, 2048)), (f"{expert}.down", (2048, 768))]
+    return [[(f"{i}.{name}", shape) for name, shape in block] for i in range(24)]
+
+
+def planned(units: list[Shapes], size: int, per_node: int = 8) -> OwnerPlan:
+    matrices = []
+    for unit in units:
+        layout = lay_out(unit, size)
+        for (name, shape), offset in zip(unit, layout.offsets, strict=True):
+            sharding = FlatSharding(shape, offset, layout.shard_numel)
+            low, high = offset // layout.shard_numel, (offset + math.prod(shape) - 1) // layout.shard_numel
+            stored = tuple((rank, sharding.local_range(rank)[1]) for rank in range(low, high + 1))
+            matrices.append((name, shape, newton_schulz(shape), stored))
+    stages = stages_of([cost for _, _, cost, _ in matrices], size)
+    items = [Matrix(*each, stage) for each, stage in zip(matrices, stages, strict=True)]
+    return plan_owners(items, size, [rank // per_node for rank in range(size)])
+
+
+@pytest.mark.parametrize(("name", "size"), [("llama", 64), ("llama", 8), ("mixture", 64), ("mixture", 16)])
+def test_balance(name: str, size: int) -> None:
+    """The largest load is within 15 % of the mean, each matrix has one owner, and the plan is the same every time."""
+    units = {"llama": llama_8b, "mixture": mixture}[name]()
+    plan = planned(units, size)
+    assert plan.balance <= 1.15
+    assert len(plan.owners) == sum(map(len, units)) and set(plan.owners) <= set(range(size))
+    assert sum(plan.loads) == sum(matrix.cost for matrix in plan.matrices)
+    assert planned(units, size).digest == plan.digest
+    print(next(plan.lines()))
+
+
+def test_what_is_whole_stays() -> None:
+    """A matrix that lies on one rank is computed there if that does not delay the others."""
+    at_home = [Matrix(str(i), (4, 4), 10, ((i % 4, 16),)) for i in range(8)]
+    plan = plan_owners(at_home, 4)
+    assert plan.owners == (0, 1, 2, 3, 0, 1, 2, 3) and plan.moved == (0, 0)
+    crowded = [Matrix(str(i), (4, 4), 10, ((0, 16),)) for i in range(8)]
+    assert plan_owners(crowded, 4).balance == 1.0
+
+
+def test_nodes() -> None:
+    """Where several ranks might take a matrix, one on a node that stores most of it does."""
+    matrices = [Matrix(str(i), (4, 4), 10, ((2, 8), (3, 8)) if i % 2 else ((0, 8), (1, 8))) for i in range(4)]
+    plan = plan_owners(matrices, 4, nodes=(0, 0, 1, 1))
+    assert plan.moved == (32, 0) and plan.balance == 1.0
+
+
+def test_the_plan_is_printed() -> None:
+    """A summary with balance and bytes comes first, then a line for each rank."""
+    text = str(planned(llama_8b()[:2], 4))
+    assert text.splitlines()[0].startswith("14 matrices on 4 ranks, 4.16e+13 operations") and "x the mean" in text
+    assert len(text.splitlines()) == 5 and "0.gate" in text
+
+
+def test_stages() -> None:
+    """Stages are of about one cost, in order, and none has fewer matrices than there are ranks on average."""
+    assert stages_of([1] * 6, 2, most=8) == [0, 0, 1, 1, 2, 2]
+    assert stages_of([1] * 3, 4) == [0, 0, 0]
+    assert stages_of([], 4) == []
+    assert max(stages_of([1] * 100, 2, most=4)) == 3
