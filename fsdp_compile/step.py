@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from fsdp_compile.config import CompileConfig, StepUpdate, check_type, update_moves
 from fsdp_compile.construct.wrap_policy import repeated_blocks
 from fsdp_compile.core._torch import tree_map
+from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import RECORD_TIME
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit, VersionCounters, check_idle
@@ -31,6 +32,7 @@ from fsdp_compile.eager.next_forward import NextForward
 from fsdp_compile.fsdp_module import FSDPModule, check_options
 from fsdp_compile.optim.flat import FlatStep, FlatUpdate, gradient_norm
 from fsdp_compile.optim.in_backward import UpdateInBackward
+from fsdp_compile.optim.joint import JointStep, step_of
 from fsdp_compile.wrapper import FullyShardedDataParallel
 
 # Note [Updates begin when backward has ended]
@@ -52,7 +54,7 @@ _FAILED = "failed while parameters were updated; load a checkpoint of model and 
 
 def compile_step(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     loss_fn: Callable[..., Tensor] | None = None,
     clip_norm: float | None = None,
     accumulate: int = 1,
@@ -68,12 +70,14 @@ def compile_step(
 
     Runs the update as compiled kernels if the optimizer is elementwise, one of those that
     `fsdp_compile.optim.flat_step` takes; otherwise calls `optimizer.step()`. With Inductor, results differ from those
-    of `optimizer.step()` by rounding; with any other backend they are the same bits.
+    of `optimizer.step()` by rounding; with any other backend they are the same bits. Matrices of `torch.optim.Muon` go
+    to the ranks that compute with complete ones while other parameters are updated (docs/optimizers.md).
 
     Args:
         model: a model sharded by `fully_shard` or `FullyShardedDataParallel`, which is compiled here unless
             `model.compile()` was called; or such a model after `torch.compile`.
-        optimizer: over `model.parameters()`, and maybe others.
+        optimizer: over `model.parameters()`, and maybe others; or several, each over some of them, such as Muon for
+            matrices and AdamW for the rest.
         loss_fn: called with the model's output, and with the step's `target` if one is given; returns the mean loss of
             the batch, shape `()`. None: the output is the loss.
         clip_norm: the largest 2-norm of the gradients of all parameters, of the model and of the optimizer, as in
@@ -109,8 +113,12 @@ def compile_step(
             f"model: expected a model sharded by fully_shard, and not a module inside one, found "
             f"{type(sharded).__name__}; call fully_shard on the whole model"
         )
-    if not hasattr(optimizer, "param_groups"):
-        raise TypeError(f"optimizer: expected an Optimizer, found {type(optimizer).__name__}")
+    optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
+    for each in optimizers:
+        if not hasattr(each, "param_groups"):
+            raise TypeError(f"optimizer: expected an Optimizer, or several, found {type(each).__name__}")
+    if not optimizers:
+        raise ValueError("optimizer: expected one or several, found none")
     check_type("loss_fn", loss_fn, Callable | None)
     check_type("clip_norm", clip_norm, float | None)
     check_type("accumulate", accumulate, int)
@@ -132,11 +140,13 @@ def compile_step(
             f"update_in_backward cannot be combined with clip_norm, accumulate or scaler, which need the gradients of "
             f"all units before the first update, found {given}; leave one out"
         )
-    update = FlatStep(optimizer, fuses=backend in _INDUCTOR)
+    update = step_of(optimizers, fuses=backend in _INDUCTOR)
     units = units_gathered_below(sharded)
     flats = [flat for unit in units for flat in unit.flats]
     in_backward = UpdateInBackward(update, flats) if update_in_backward else None
-    planned = StepUpdate(update_moves(_states(optimizer)), clip_norm is not None, prefetch, update_in_backward)
+    planned = StepUpdate(
+        update_moves(max(map(_states, optimizers))), clip_norm is not None, prefetch, update_in_backward
+    )
     for unit in units:
         unit.set_may_update(update_in_backward)
     run: Any = model
@@ -154,7 +164,7 @@ def compile_step(
         run = torch.compile(model, backend=backend, options=options)
     first = _PREFETCHED if prefetch == "auto" else prefetch
     step_options = _StepOptions(loss_fn, clip_norm, accumulate, scaler, records)
-    return CompiledStep(sharded, run, update, in_backward, NextForward(units, first), step_options)
+    return CompiledStep(sharded, optimizer, run, update, in_backward, NextForward(units, first), step_options)
 
 
 def _blocks(model: FSDPModule, compiles: bool) -> list[nn.Module]:
@@ -174,7 +184,9 @@ def _blocks(model: FSDPModule, compiles: bool) -> list[nn.Module]:
 def _states(optimizer: Optimizer) -> int:
     """How many states of its shape a parameter has, if the optimizer is elementwise; others are taken for Adam."""
     group = optimizer.param_groups[0]
-    states = {torch.optim.SGD: 0, torch.optim.Adagrad: 1, torch.optim.RMSprop: 1}.get(type(optimizer), 2)
+    states = {torch.optim.SGD: 0, torch.optim.Muon: 0, torch.optim.Adagrad: 1, torch.optim.RMSprop: 1}.get(
+        type(optimizer), 2
+    )
     return states + sum(bool(group.get(option)) for option in ("momentum", "centered", "amsgrad"))
 
 
@@ -194,19 +206,20 @@ class CompiledStep:
 
     Attributes:
         model: the sharded model.
-        optimizer: its optimizer.
+        optimizer: its optimizer, or several, as they were given.
     """
 
     def __init__(
         self,
         model: FSDPModule,
+        optimizer: Optimizer | Sequence[Optimizer],
         run: Callable[..., Any],
-        update: FlatStep,
+        update: FlatStep | JointStep,
         in_backward: UpdateInBackward | None,
         next_forward: NextForward,
         options: _StepOptions,
     ) -> None:
-        self.model, self.optimizer = model, update.optimizer
+        self.model, self.optimizer = model, optimizer
         self._run, self._update, self._in_backward = run, update, in_backward
         self._next_forward, self._options = next_forward, options
         self._units = next_forward.units
@@ -244,7 +257,7 @@ class CompiledStep:
                 with self._keeping_flat() if last else self.model.no_sync():
                     losses.append(self._backward(own_args, own_kwargs, own_target, position == 0))
             self._step()
-            self.optimizer.zero_grad()
+            self._zero_grad()
         except BaseException as error:
             has_updated = self._updates or (self._in_backward is not None and bool(self._in_backward.updated))
             if has_updated:
@@ -306,10 +319,19 @@ class CompiledStep:
         if (scaler := self._options.scaler) is None:
             self._clip_and_update()
             return
-        optimizer: Any = SimpleNamespace(param_groups=self.optimizer.param_groups, step=self._clip_and_update)
+        optimizer: Any = SimpleNamespace(param_groups=list(self._groups()), step=self._clip_and_update)
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        """The parameter groups of all optimizers."""
+        for optimizer in self._update.optimizers:
+            yield from optimizer.param_groups
+
+    def _zero_grad(self) -> None:
+        for optimizer in self._update.optimizers:
+            optimizer.zero_grad()
 
     def _record(self, stretch: int, ends: bool) -> None:
         """Note the time for `TaskProfile`. Stretches: before the first update, each unit's, until the next step."""
@@ -340,34 +362,45 @@ class CompiledStep:
 
     def _run_updates(self, updates: Sequence[FlatUpdate], coefficient: Tensor | None = None) -> None:
         """Update units in the order of the forward; start to gather the first ones for the next forward."""
-        pending = {update.flat: update for update in updates}
+        pending: dict[FlatParam, list[FlatUpdate]] = {}
+        for update in updates:
+            pending.setdefault(update.flat, []).append(update)
         self._record(0, ends=True)
         stretch = 0
         for unit in self._next_forward.units:
             for flat in unit.flats:
                 stretch += 1
                 self._record(stretch, ends=False)
-                flat_update = pending.pop(flat, None)
-                if flat_update is None:
+                if flat not in pending and not self._update.pending[flat]:
                     flat.binding.show_gradient()  # no parameter of it is the optimizer's
-                else:
+                for flat_update in pending.pop(flat, ()):
                     flat_update.run(coefficient)
                 self._record(stretch, ends=True)
-            self._next_forward.start(unit)
-        for update in pending.values():  # of another model
+            self._start_next(unit)
+        for update in (update for some in pending.values() for update in some):  # of another model
             update.run(coefficient)
+        units = {flat: unit for unit in self._next_forward.units for flat in unit.flats}
+        for flat in self._update.finish():
+            if flat in units:
+                self._start_next(units[flat])
         self._next_forward.start_next_stages()
         self._record(stretch + 1, ends=False)
+
+    def _start_next(self, unit: Unit) -> None:
+        """Begin to gather `unit` for the next forward if all of it has been updated."""
+        if not any(self._update.pending[flat] for flat in unit.flats):
+            self._next_forward.start(unit)
 
     def _clipped_params(self) -> list[nn.Parameter]:
         """The parameters whose gradients count: first those of the model in its order, which decides rounding."""
         params = dict.fromkeys(self.model.parameters())
-        params.update(dict.fromkeys(param for group in self.optimizer.param_groups for param in group["params"]))
+        params.update(dict.fromkeys(param for group in self._groups() for param in group["params"]))
         return list(params)
 
     def _drop_gradients(self) -> None:
         """After a failure: forget what was accumulated and reduced in this step, on this rank."""
-        self.optimizer.zero_grad()
+        self._update.drop()
+        self._zero_grad()
         for flat in self._flats:
             flat.reduction.flat_gradient = None
             for param in flat.params:

@@ -15,12 +15,12 @@
 import functools
 import math
 import operator
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -122,8 +122,11 @@ def _update_matrices(optimizer: Optimizer) -> None:
     updates = MatrixUpdates.of(optimizer)
     covered = updates.begin(optimizer)
     if covered:
-        updates.start()
-        deque(updates.finish(), maxlen=0)
+        try:
+            updates.start()
+            deque(updates.finish(), maxlen=0)
+        finally:
+            updates.drop()
         groups = [group["params"] for group in optimizer.param_groups]
         show_segments(optimizer, (), [[param for param in of if id(param) not in covered] for of in groups])
 
@@ -193,7 +196,7 @@ class FlatStep:
     """
 
     def __init__(self, optimizer: Optimizer, fuses: bool) -> None:
-        self.optimizer, self.fuses = optimizer, fuses
+        self.optimizer, self.optimizers, self.fuses = optimizer, (optimizer,), fuses
         self._has_begun = False
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._programs: dict[Any, UpdateProgram] = {}  # one for all equal ones, by what they do
@@ -235,6 +238,15 @@ class FlatStep:
             if segment.flat not in complete:
                 own.setdefault(segment.flat, FlatUpdate(segment.flat, self)).add(segment)
         return complete | own
+
+    pending: ClassVar[Counter[FlatParam]] = Counter()  # of matrices, as in joint.py
+
+    def finish(self) -> Iterator[FlatParam]:
+        """What is left to do when all updates have run: nothing."""
+        return iter(())
+
+    def drop(self) -> None:
+        """Forget updates under way, after a failure: there are none."""
 
     def _updates(self, has_gradients: bool) -> dict[FlatParam, FlatUpdate]:
         updates: dict[FlatParam, FlatUpdate] = {}

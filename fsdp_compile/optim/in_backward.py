@@ -29,6 +29,8 @@ from torch import Tensor
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.optim._torch import has_step_hooks
 from fsdp_compile.optim.flat import ELEMENTWISE, ELEMENTWISE_NAMES, FlatStep, FlatUpdate
+from fsdp_compile.optim.joint import JointStep, JointUpdate
+from fsdp_compile.optim.matrix_step import takes_matrices
 
 
 class UpdateInBackward:
@@ -45,13 +47,14 @@ class UpdateInBackward:
         ValueError: the optimizer updates more than each element by itself, or is differentiable.
     """
 
-    def __init__(self, step: FlatStep, flats: Sequence[FlatParam]) -> None:
-        optimizer = step.optimizer
-        if type(optimizer) not in ELEMENTWISE or any(group.get("differentiable") for group in optimizer.param_groups):
-            raise ValueError(
-                f"update_in_backward takes elementwise optimizers ({ELEMENTWISE_NAMES}) without differentiable=True, "
-                f"not {type(optimizer).__name__}; leave update_in_backward out"
-            )
+    def __init__(self, step: FlatStep | JointStep, flats: Sequence[FlatParam]) -> None:
+        for optimizer in step.optimizers:
+            is_known = type(optimizer) in ELEMENTWISE or takes_matrices(optimizer)
+            if not is_known or any(group.get("differentiable") for group in optimizer.param_groups):
+                raise ValueError(
+                    f"update_in_backward takes elementwise optimizers ({ELEMENTWISE_NAMES}) and Muon, without "
+                    f"differentiable=True, not {type(optimizer).__name__}; leave update_in_backward out"
+                )
         self.updated: list[FlatParam] = []
         self._step, self._flats = step, flats
 
@@ -63,13 +66,13 @@ class UpdateInBackward:
             ValueError: a unit was called several times in the forward.
             RuntimeError: the optimizer has step hooks.
         """
-        if has_step_hooks(self._step.optimizer):
+        if any(map(has_step_hooks, self._step.optimizers)):
             raise RuntimeError(
                 "update_in_backward: the optimizer has step hooks, which would see no step of the whole optimizer; "
                 "remove them, or leave update_in_backward out"
             )
         self._check_called_once(loss)
-        updates = self._step.before_backward()
+        updates: dict[FlatParam, Any] = {**self._step.before_backward()}
         for flat in self._flats:
             update = updates.get(flat)
             if update is not None and len(update.params) == len(flat.params) and flat.only_trains():
@@ -80,7 +83,7 @@ class UpdateInBackward:
             for flat in self._flats:
                 flat.reduction.update = None
 
-    def _run(self, update: FlatUpdate, grad: Tensor) -> None:
+    def _run(self, update: FlatUpdate | JointUpdate, grad: Tensor) -> None:
         """Update a flat parameter by `grad`, 1-D `[shard_numel]`."""
         if update.flat in self.updated:
             raise RuntimeError(

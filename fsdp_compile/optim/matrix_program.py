@@ -24,10 +24,11 @@ from fsdp_compile.optim.program import NotRecordable, Value
 
 State = dict[str, Any]
 
-_ELEMENTWISE = frozenset(
-    "abs add addcdiv addcmul clamp clamp_max clamp_min clone copy div exp lerp log maximum minimum mul neg pow "
-    "reciprocal relu rsqrt sigmoid sign sqrt sub tanh where _to_copy".split()
-)
+_ELEMENTWISE = {
+    *("abs", "add", "addcdiv", "addcmul", "clamp", "clamp_max", "clamp_min", "clone", "copy", "div", "exp", "lerp"),
+    *("log", "maximum", "minimum", "mul", "neg", "pow", "reciprocal", "relu", "rsqrt", "sigmoid", "sign", "sqrt"),
+    *("sub", "tanh", "where", "_to_copy"),
+}
 """Operators whose result has at each index what the operands have there, by their names without `_`."""
 
 
@@ -116,10 +117,11 @@ def operator_name(function: Any) -> str:
 
 
 # Note [One kernel for several matrices]
-# Matrices of one shape are stacked, `[n, rows, columns]`; a number of each is `[n, 1, 1]`. Products become batched ones,
-# norms are taken over the last two dimensions, and all else is elementwise. On the CPUs tested each matrix gets the bits
-# that it gets alone; a library may choose another algorithm for a batch, so where bits count
-# (`reduction_order="tree"`) each matrix is computed alone.
+# Matrices of one shape are stacked, `[n, rows, columns]`; a number of each is `[n, 1, 1]`. Products become batched
+# ones, norms are taken over the last two dimensions, and all else is elementwise. That saves launches on an
+# accelerator. A batched product may round otherwise: on the CPU one of 2,000 small matrices differed in one element of
+# bfloat16. So each matrix is computed alone on the CPU, where a launch costs little, and where bits count
+# (`reduction_order="tree"`).
 
 
 def _norm(x: Tensor, order: float = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
@@ -250,7 +252,9 @@ class MatrixRecorder(TorchDispatchMode):
         pairs = zip((*args, *kwargs.values()), (*earlier_args, *earlier_kwargs.values()), strict=True)
         if all(_alike(one, other) for one, other in pairs):
             result = self._known[at].operation.result
-            return self._tensors[result] if result < len(self._tensors) else returned.detach()  # autograd wants new ones
+            return (
+                self._tensors[result] if result < len(self._tensors) else returned.detach()
+            )  # autograd wants new ones
         self._known = []  # from here on
         return None
 

@@ -26,6 +26,8 @@ from torch.optim import Muon, Optimizer
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
+from fsdp_compile.core.flat_param import FlatParam
+from fsdp_compile.core.unit import unit_of
 from fsdp_compile.optim.matrix_exchange import Arriving, Routes
 from fsdp_compile.optim.matrix_program import MatrixProgram, MatrixRecorder, run
 from fsdp_compile.optim.owner_plan import Matrix, OwnerPlan, plan_owners, stages_of
@@ -121,7 +123,8 @@ class _Stage:
             for row, parts in zip(full.view(len(of_matrices), -1), of_matrices, strict=True):
                 for first, part in parts:
                     row[first : first + part.numel()].copy_(part)
-        found = program.run_whole(values, one_by_one=self._routes.ranks.same_bits)
+        alone = self._routes.ranks.same_bits or full.is_cpu  # Note [One kernel for several matrices]
+        found = program.run_whole(values, one_by_one=alone)
         return [found[position] for position in program.returned]
 
     def finish(self) -> None:
@@ -153,7 +156,10 @@ class MatrixUpdates:
         self._places: dict[int, tuple[int, int]] = {}  # for each parameter, by its id, its owner and stage
         self._recorders: dict[Any, MatrixRecorder | None] = {}
         self._routes: dict[Any, Routes] = {}
-        self._stages: list[_Stage] = []
+        self._prepared: dict[int, ShardedTensor] = {}  # by id
+        self._of_param: dict[int, MatrixProgram] = {}
+        self._stages: list[_Stage] = []  # on the way, in the order in which they are computed
+        self._waiting: list[_Stage] = []  # to be started
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "MatrixUpdates":
@@ -163,32 +169,61 @@ class MatrixUpdates:
     @torch.no_grad()
     def begin(self, optimizer: Optimizer) -> set[int]:
         """Prepare the step of all parameters that have gradients, on all ranks the same; return the ids of those that
-        are updated here. Others are the optimizer's own to update.
+        are updated here, also in backward. Others are the optimizer's own to update.
 
         Raises:
             RuntimeError: a gradient was accumulated under `no_sync` and not reduced; parameters are summoned; or ranks
                 disagree about the parameters.
         """
+        self.prepare(optimizer)
+        self._waiting = self.add(optimizer, [param for param in self._prepared.values() if param.grad is not None])
+        return {id(update.param) for stage in (*self._stages, *self._waiting) for update in stage.updates}
+
+    @torch.no_grad()
+    def prepare(self, optimizer: Optimizer) -> set[int]:
+        """Record what the step does and plan owners; return the ids of the parameters that can be updated here."""
         programs = self._programs(optimizer)
         self._plan(programs)
-        updates = [self._update(optimizer, param, program) for param, program in programs if param.grad is not None]
+        self._prepared = {id(param): param for param, _ in programs}
+        self._of_param = {id(param): program for param, program in programs}
+        return set(self._prepared)
+
+    def add(self, optimizer: Optimizer, params: Sequence[Any]) -> list[_Stage]:
+        """Stages of some of the parameters that `prepare` has returned, which have gradients; `start` starts them."""
+        updates = [self._update(optimizer, param, self._of_param[id(param)]) for param in params]
         alike: dict[Any, list[_Update]] = {}
         for update in updates:
             program, ranks = update.program, update.param.spec.ranks
             dtypes = tuple(tuple(program.dtypes[at] for at in part) for part in (program.sent, program.returned))
             key = (self._places[id(update.param)][1], ranks, update.gradient.device, dtypes)
             alike.setdefault(key, []).append(update)
-        self._stages = [
+        return [
             _Stage(some, self._routes_of(some), f"matrices of {some[0].param.spec.named()} and {len(some) - 1} others")
             for _, some in sorted(alike.items(), key=lambda pair: pair[0][0])
         ]
-        return {id(update.param) for update in updates}
 
     @torch.no_grad()
-    def start(self) -> None:
-        """Begin to send all matrices to their owners."""
-        for stage in self._stages:
+    def start(self, stages: Sequence[_Stage] | None = None) -> None:
+        """Begin to send matrices to their owners: those of `begin`, or of `stages`, which come before others then."""
+        if stages is None:
+            stages, self._waiting = self._waiting, []
+            self._stages += stages
+        else:
+            self._stages[:0] = stages
+        for stage in stages:
             stage.start()
+
+    def pending_flats(self) -> Iterator[FlatParam]:
+        """For each parameter whose update has started the flat parameter that it is of."""
+        for stage in self._stages:
+            for update in stage.updates:
+                managed = unit_of(update.param)  # type: ignore[arg-type]  # a parameter
+                if managed is not None:
+                    yield managed[0].in_flat(managed[1])[0]
+
+    def drop(self) -> None:
+        """Forget what is under way, after a failure."""
+        self._stages, self._waiting = [], []
 
     @torch.no_grad()
     def finish(self) -> Iterator[Tensor]:

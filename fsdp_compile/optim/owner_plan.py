@@ -108,10 +108,10 @@ class OwnerPlan:
 # Note [How owners are chosen]
 # The most expensive matrix is dealt first, to a rank whose load then stays within 3 % of the mean: to the one that
 # stores most of it, then to others that store some, then to the least loaded one of the nodes that store most; if there
-# is none, to the least loaded of all. So what is whole on a rank stays there where work allows it. Matrices of one stage
-# should be on many ranks, so that no rank waits for another one's stage: dealing stage by stage comes first. If it
-# leaves a load 5 % above that of the plain rule (the most expensive first, to the least loaded), all stages are dealt
-# together, and if that does too, by the plain rule. All of this follows from shapes, so all ranks find the same.
+# is none, to the least loaded of all. So what is whole on a rank stays there where work allows it. Matrices of one
+# stage should be on many ranks, so that no rank waits for another one's stage: dealing stage by stage comes first. If
+# it leaves a load 5 % above that of the plain rule (the most expensive first, to the least loaded), all stages are
+# dealt together, and if that does too, by the plain rule. All of this follows from shapes, so all ranks find the same.
 
 
 def plan_owners(matrices: Sequence[Matrix], size: int, nodes: Sequence[int] = ()) -> OwnerPlan:

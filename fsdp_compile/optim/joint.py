@@ -1,0 +1,175 @@
+"""Several optimizers as one step of `compile_step`, or one that needs complete matrices: `step_of(optimizers, fuses)`.
+
+updates = step.begin()          elementwise updates of single flat parameters, as of `FlatStep`
+step.step_others(updates)       matrices go to their owners; all other parameters are updated
+updates[0].run()                runs while matrices are on the way
+for flat in step.finish(): ...  matrices are updated; flat parameters that are complete now
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_compile.core.flat_param import FlatParam
+from fsdp_compile.core.unit import unit_of
+from fsdp_compile.optim._torch import announce_step, has_step_hooks, note_step, step_without_hooks
+from fsdp_compile.optim.flat import FlatStep, FlatUpdate
+from fsdp_compile.optim.matrix_step import MatrixUpdates, takes_matrices
+from fsdp_compile.optim.segments import show_segments
+
+
+def step_of(optimizers: Sequence[Optimizer], fuses: bool) -> "FlatStep | JointStep":
+    """The step of `optimizers`; `fuses`: whether Inductor compiles elementwise updates."""
+    if len(optimizers) == 1 and not takes_matrices(optimizers[0]):
+        return FlatStep(optimizers[0], fuses)
+    return JointStep(optimizers, fuses)
+
+
+class JointUpdate:
+    """The update of one flat parameter in backward, by one or several optimizers.
+
+    Attributes:
+        params: what is updated.
+    """
+
+    def __init__(self, flat: FlatParam) -> None:
+        self.flat = flat
+        self.params: list[nn.Parameter] = []
+        self._elementwise: list[FlatUpdate] = []
+        self._matrices: list[tuple[Optimizer, list[nn.Parameter]]] = []
+
+    def add(self, update: FlatUpdate) -> None:
+        """Also run `update`."""
+        self._elementwise.append(update)
+        self.params += update.params
+
+    def add_matrices(self, optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+        """Also send the matrices `params` of `optimizer` to their owners."""
+        self._matrices.append((optimizer, params))
+        self.params += params
+
+    @torch.no_grad()
+    def run_with(self, gradient: Tensor) -> None:
+        """Update by `gradient` of the flat parameter, 1-D `[shard_numel]`; matrices are complete after `finish`."""
+        self.flat.reduction.flat_gradient = gradient
+        self.flat.binding.show_gradient()
+        for optimizer, params in self._matrices:
+            updates = MatrixUpdates.of(optimizer)
+            updates.start(updates.add(optimizer, params))
+        for update in self._elementwise:
+            if update.recorded:
+                update.run_with(gradient)
+            else:
+                update.run()
+        for param in self.params:
+            param.grad = None
+
+
+class JointStep:
+    """Updates by several optimizers; interface and arguments are those of `FlatStep`.
+
+    Raises:
+        ValueError: two optimizers have the same parameter.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], fuses: bool) -> None:
+        self.optimizers, self.fuses = tuple(optimizers), fuses
+        self._flat = [FlatStep(each, fuses) for each in optimizers if not takes_matrices(each)]
+        self._matrix = [each for each in optimizers if takes_matrices(each)]
+        self._pending: Counter[FlatParam] = Counter()
+        seen: set[int] = set()
+        for param in chain.from_iterable(group["params"] for each in optimizers for group in each.param_groups):
+            if id(param) in seen:
+                raise ValueError(
+                    f"optimizer: a parameter of shape {tuple(param.shape)} is in two optimizers; give it to one of them"
+                )
+            seen.add(id(param))
+
+    def can_update(self) -> bool:
+        """Whether flat parameters can be updated one by one."""
+        return all(step.can_update() for step in self._flat) and not any(map(has_step_hooks, self._matrix))
+
+    def begin(self) -> list[FlatUpdate]:
+        """The elementwise updates of this step; call `step_others` for the rest, then `finish`."""
+        updates = [update for step in self._flat for update in step.begin()]
+        for optimizer in self._matrix:
+            for flat in _flats_of(optimizer):
+                flat.binding.show_gradient()
+        return updates
+
+    @torch.no_grad()
+    def step_others(self, updates: Sequence[FlatUpdate]) -> None:
+        """Send matrices to their owners, and step on the other parameters that none of `updates` changes."""
+        for optimizer in self._matrix:
+            if has_step_hooks(optimizer):
+                optimizer.step()
+                continue
+            announce_step(optimizer)
+            matrices = MatrixUpdates.of(optimizer)
+            covered = matrices.begin(optimizer)
+            matrices.start()
+            rest = [[p for p in group["params"] if id(p) not in covered] for group in optimizer.param_groups]
+            if any(param.grad is not None for param in chain.from_iterable(rest)):
+                step_without_hooks(optimizer, partial(show_segments, optimizer, (), rest))
+            note_step(optimizer)
+        for step in self._flat:
+            step.step_others([update for update in updates if update.step is step])
+        self._pending = Counter(flat for each in self._matrix for flat in MatrixUpdates.of(each).pending_flats())
+
+    @property
+    def pending(self) -> Counter[FlatParam]:
+        """For each flat parameter how many of its matrices are under way."""
+        return self._pending
+
+    @torch.no_grad()
+    def finish(self) -> Iterator[FlatParam]:
+        """Update all matrices; yields flat parameters, each as soon as none of its matrices is under way."""
+        for optimizer in self._matrix:
+            for param in MatrixUpdates.of(optimizer).finish():
+                param.grad = None
+                managed = unit_of(param)  # type: ignore[arg-type]  # a parameter
+                if managed is not None:
+                    flat, _ = managed[0].in_flat(managed[1])
+                    self._pending[flat] -= 1
+                    if not self._pending[flat]:
+                        del self._pending[flat]
+                        yield flat
+
+    def drop(self) -> None:
+        """Forget updates under way, after a failure."""
+        self._pending.clear()
+        for optimizer in self._matrix:
+            MatrixUpdates.of(optimizer).drop()
+
+    def before_backward(self) -> dict[FlatParam, JointUpdate]:
+        """For each flat parameter the update by a gradient that is still to come."""
+        joint: dict[FlatParam, JointUpdate] = {}
+        for step in self._flat:
+            for flat, update in step.before_backward().items():
+                joint.setdefault(flat, JointUpdate(flat)).add(update)
+        for optimizer in self._matrix:
+            covered = MatrixUpdates.of(optimizer).prepare(optimizer)
+            of_flats: dict[FlatParam, list[nn.Parameter]] = {}
+            for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+                managed = unit_of(param)
+                if managed is not None and id(param) in covered:
+                    of_flats.setdefault(managed[0].in_flat(managed[1])[0], []).append(param)
+            for flat, params in of_flats.items():
+                joint.setdefault(flat, JointUpdate(flat)).add_matrices(optimizer, params)
+        return joint
+
+
+def _flats_of(optimizer: Optimizer) -> list[FlatParam]:
+    """The flat parameters that have parameters of `optimizer`."""
+    found: dict[FlatParam, Any] = {}
+    for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        managed = unit_of(param)
+        if managed is not None:
+            found.setdefault(managed[0].in_flat(managed[1])[0])
+    return list(found)
