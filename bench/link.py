@@ -234,12 +234,26 @@ class EmulatedGroup(dist.ProcessGroup):
 
     @untraced
     def alltoall_base(self, out: Tensor, full: Tensor, *sizes_and_options: Any) -> Any:
-        """`out` receives from every rank, in slices of equal size, this rank's own."""
+        """`out` receives from every rank, in slices of equal size, this rank's own.
+
+        Slices may be of other sizes: then `out` is filled with what this rank sends, and the larger of what goes to
+        others and comes from them has the link.
+        """
+        receive, send = (*sizes_and_options, [], [])[:2] if len(sizes_and_options) > 1 else ([], [])
 
         def move() -> None:
-            out.view(self.ranks, -1).copy_(full.view(self.ranks, -1)[:1].expand(self.ranks, -1))
+            if not (receive or send):
+                out.view(self.ranks, -1).copy_(full.view(self.ranks, -1)[:1].expand(self.ranks, -1))
+            elif full.numel():
+                copies = -(-out.numel() // full.numel())
+                out.view(-1).copy_(full.view(-1).repeat(copies)[: out.numel()])
+            else:
+                out.zero_()
 
-        return self._issue("all_to_all", (self.ranks - 1) * _nbytes([full]) // self.ranks, move, [out], [full])
+        nbytes = (self.ranks - 1) * _nbytes([full]) // self.ranks
+        if receive or send:
+            nbytes = full.element_size() * max(sum(send) - send[0], sum(receive) - receive[0])
+        return self._issue("all_to_all", nbytes, move, [out], [full])
 
     @untraced
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:

@@ -1,6 +1,6 @@
 """Elements of matrices on their way to the ranks that compute with complete ones, and back.
 
-    routes = Routes(specs, owners)                  of matrices of one process group that are exchanged together
+    routes = Routes(ranks, ranges, owners)          of matrices of one process group that are exchanged together
     arriving = routes.to_owners(parts, "...")       parts: for each matrix what this rank stores, 1-D
     arriving.wait()                                 for each matrix that this rank owns: (first element, part) pairs
     routes.to_ranks(matrices, "...").wait()         for each matrix what this rank stores
@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 
 from fsdp_compile.comm.collectives import Filling, start_all_to_all_of_parts
-from fsdp_compile.tensors.shard_spec import ShardSpec
+from fsdp_compile.tensors.shard_spec import ShardRanks
 
 Part = tuple[int, Tensor]
 """The first element of a part of a matrix, and the part, 1-D."""
+
+Ranges = Sequence[tuple[int, int]]
+"""For each rank the first element that it stores of a matrix, and how many."""
 
 
 @dataclass
@@ -43,13 +46,13 @@ class Routes:
     """Who sends what to whom: the same for all exchanges of these matrices.
 
     Args:
-        specs: how the matrices are sharded, all over the same ranks.
+        ranks: over which they are sharded.
+        ranges: for each matrix and rank the first element that it stores, and how many.
         owners: for each matrix the rank of the group that computes with all of it.
     """
 
-    def __init__(self, specs: Sequence[ShardSpec], owners: Sequence[int]) -> None:
-        self.ranks = ranks = specs[0].ranks
-        self._ranges = [spec.ranges for spec in specs]
+    def __init__(self, ranks: ShardRanks, ranges: Sequence[Ranges], owners: Sequence[int]) -> None:
+        self.ranks, self._ranges = ranks, ranges
         here, everyone = ranks.rank, range(ranks.size)
         self.owned = [index for index, owner in enumerate(owners) if owner == here]
         others = [[index for index, owner in enumerate(owners) if owner == rank != here] for rank in everyone]

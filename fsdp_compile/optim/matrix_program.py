@@ -154,19 +154,20 @@ class MatrixRecorder(TorchDispatchMode):
     """Records the step of parameters of one shape and group, whose state is alike.
 
     Args:
-        shape: of the parameter.
+        full_shape: of the parameter.
+        shape: of what one rank computes of it: the same, or with ones for the dimensions of a batch.
         dtype: of the parameter and its gradient.
         state: of one parameter: tensors of its shape, of which dtypes count alone; others without dimensions.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, state: State) -> None:
+    def __init__(self, full_shape: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype, state: State) -> None:
         super().__init__()
         self._param = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
         self._param.grad = torch.empty(shape, dtype=dtype, device="meta")
         self._own: State = {}
         for name, value in state.items():
             if isinstance(value, Tensor) and value.dim():
-                if value.shape != torch.Size(shape):
+                if value.shape != torch.Size(full_shape):
                     raise NotRecordable(f"state {name!r} of shape {tuple(value.shape)}")
                 self._own[name] = torch.empty(shape, dtype=value.dtype, device="meta")
             elif not isinstance(value, (Tensor, int, float)):

@@ -17,6 +17,7 @@ State is the optimizer's own, sharded as the parameters are. No rank has a compl
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary
 
@@ -28,7 +29,7 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.unit import unit_of
-from fsdp_compile.optim.matrix_exchange import Arriving, Routes
+from fsdp_compile.optim.matrix_exchange import Arriving, Ranges, Routes
 from fsdp_compile.optim.matrix_program import MatrixProgram, MatrixRecorder, run
 from fsdp_compile.optim.owner_plan import Matrix, OwnerPlan, plan_owners, stages_of
 from fsdp_compile.optim.owners import local_data, local_gradient
@@ -40,14 +41,47 @@ _BATCH = 1 << 27  # bytes of the matrices of one shape that are computed at once
 
 
 class NeedsWholeMatrices(Protocol):
-    """What an optimizer declares whose step computes with complete matrices, beside elementwise operators."""
+    """What an optimizer declares whose step computes with complete matrices, beside elementwise operators.
 
-    needs_whole_matrices: bool
+    Attributes:
+        needs_whole_matrices: True: a parameter is computed as a whole, whatever its dimensions. 2: a parameter of more
+            dimensions is a batch of matrices, as of experts, and what becomes of each follows from that one alone.
+    """
+
+    needs_whole_matrices: bool | int
 
 
 def takes_matrices(optimizer: Optimizer) -> bool:
-    """Whether `optimizer` is torch's Muon, or declares `needs_whole_matrices = True`."""
-    return type(optimizer) is Muon or getattr(optimizer, "needs_whole_matrices", False) is True
+    """Whether `optimizer` is torch's Muon, or declares `needs_whole_matrices`."""
+    return type(optimizer) is Muon or bool(getattr(optimizer, "needs_whole_matrices", False))
+
+
+def _matrix_shape(optimizer: Optimizer, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of what one rank computes of a parameter; ones stand for the dimensions of a batch."""
+    declared = getattr(optimizer, "needs_whole_matrices", True)
+    if declared is True or len(shape) <= declared:
+        return shape
+    return (*[1] * (len(shape) - declared), *shape[-declared:])
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the matrices of a parameter are computed: for each its ranges by rank and its owner; and their stage."""
+
+    ranges: tuple[Ranges, ...]
+    owners: tuple[int, ...]
+    stage: int
+
+
+def _ranges_of(param: ShardedTensor, numel: int) -> tuple[Ranges, ...]:
+    """For each matrix of `numel` elements of a parameter what each rank stores."""
+    if numel == param.numel():
+        return (param.spec.ranges,)
+    found = []
+    for begin in range(0, param.numel(), numel):
+        ends = [(max(first, begin), min(first + size, begin + numel)) for first, size in param.spec.ranges]
+        found.append(tuple((low - begin, high - low) if low < high else (0, 0) for low, high in ends))
+    return tuple(found)
 
 
 @dataclass(eq=False)
@@ -58,7 +92,13 @@ class _Update:
     program: MatrixProgram
     gradient: Tensor  # what this rank stores, 1-D
     state: dict[str, Tensor]
+    place: _Place
     values: dict[int, Tensor] = field(default_factory=dict)
+
+    def parts(self, value: Tensor) -> Sequence[Tensor]:
+        """What this rank stores of each matrix, of `value`, 1-D."""
+        here = self.param.spec.ranks.rank
+        return (value,) if len(self.place.ranges) == 1 else value.split([of[here][1] for of in self.place.ranges])
 
     def run_before(self) -> None:
         """Run what comes before the exchange."""
@@ -88,7 +128,8 @@ class _Stage:
             update.run_before()
         columns = zip(*(update.program.sent for update in self.updates), strict=True)
         for number, positions in enumerate(columns):
-            parts = [update.values[at] for update, at in zip(self.updates, positions, strict=True)]
+            pairs = zip(self.updates, positions, strict=True)
+            parts = [part for update, at in pairs for part in update.parts(update.values[at])]
             self._arriving.append(self._routes.to_owners(parts, f"{self._name}, value {number}"))
         for update in self.updates:
             update.values = {at: update.values[at] for at in update.program.kept}
@@ -96,11 +137,11 @@ class _Stage:
     def compute(self) -> None:
         """Compute with the matrices that this rank owns, and begin to send the results."""
         arrived = [each.wait() for each in self._arriving]
-        owned = [self.updates[index] for index in self._routes.owned]
-        results: list[list[Tensor]] = [[] for _ in owned]
+        programs = [update.program for update in self.updates for _ in update.place.ranges]
+        results: list[list[Tensor]] = [[] for _ in self._routes.owned]
         alike: dict[MatrixProgram, list[int]] = {}
-        for index, update in enumerate(owned):
-            alike.setdefault(update.program, []).append(index)
+        for index, matrix in enumerate(self._routes.owned):
+            alike.setdefault(programs[matrix], []).append(index)
         for program, indices in alike.items():
             size = max(1, _BATCH // max(1, _nbytes(program)))
             for batch in (indices[at : at + size] for at in range(0, len(indices), size)):
@@ -129,11 +170,14 @@ class _Stage:
 
     def finish(self) -> None:
         """Update the parameters."""
-        columns = [each.wait() for each in self._arriving]
+        columns = [iter(each.wait()) for each in self._arriving]
         self._arriving = []
-        for index, update in enumerate(self.updates):
-            positions = update.program.returned
-            update.run_after({at: column[index] for at, column in zip(positions, columns, strict=True)})
+        for update in self.updates:
+            returned = {}
+            for position, column in zip(update.program.returned, columns, strict=True):
+                parts = [next(column) for _ in update.place.ranges]
+                returned[position] = parts[0] if len(parts) == 1 else torch.cat(parts)
+            update.run_after(returned)
 
 
 def _nbytes(program: MatrixProgram) -> int:
@@ -153,7 +197,7 @@ class MatrixUpdates:
     def __init__(self) -> None:
         self.plans: dict[ShardRanks, OwnerPlan] = {}
         self._key: Any = None  # which parameters were planned, and how they were sharded
-        self._places: dict[int, tuple[int, int]] = {}  # for each parameter, by its id, its owner and stage
+        self._places: dict[int, _Place] = {}  # for each parameter, by its id
         self._recorders: dict[Any, MatrixRecorder | None] = {}
         self._routes: dict[Any, Routes] = {}
         self._prepared: dict[int, ShardedTensor] = {}  # by id
@@ -195,7 +239,7 @@ class MatrixUpdates:
         for update in updates:
             program, ranks = update.program, update.param.spec.ranks
             dtypes = tuple(tuple(program.dtypes[at] for at in part) for part in (program.sent, program.returned))
-            key = (self._places[id(update.param)][1], ranks, update.gradient.device, dtypes)
+            key = (update.place.stage, ranks, update.gradient.device, dtypes)
             alike.setdefault(key, []).append(update)
         return [
             _Stage(some, self._routes_of(some), f"matrices of {some[0].param.spec.named()} and {len(some) - 1} others")
@@ -268,7 +312,8 @@ class MatrixUpdates:
         key = (index, param.shape, param.dtype, tuple(state), dtypes)
         try:
             if key not in self._recorders:
-                self._recorders[key] = MatrixRecorder(tuple(param.shape), param.dtype, state)
+                shape = tuple(param.shape)
+                self._recorders[key] = MatrixRecorder(shape, _matrix_shape(optimizer, shape), param.dtype, state)
             recorder = self._recorders[key]
             return None if recorder is None else recorder.program(optimizer, group, state)
         except NotRecordable:
@@ -285,12 +330,16 @@ class MatrixUpdates:
         for param, program in programs:
             by_ranks.setdefault(param.spec.ranks, []).append((param, program))
         for ranks, some in by_ranks.items():
-            stages = stages_of([program.flops for _, program in some], ranks.size)
-            matrices = [matrix_of(*each, stage) for each, stage in zip(some, stages, strict=True)]
+            split = [_ranges_of(param, prod(program.shape)) for param, program in some]
+            costs = [program.flops for (_, program), ranges in zip(some, split, strict=True) for _ in ranges]
+            stages, matrices, begins = stages_of(costs, ranks.size), list[Matrix](), list[int]()
+            for (param, program), ranges in zip(some, split, strict=True):
+                begins.append(len(matrices))
+                matrices += _matrices(param, program, ranges, stages[len(matrices)])
             plan = self.plans[ranks] = plan_owners(matrices, ranks.size, _nodes_of(ranks))
             _compare(plan, ranks)
-            for (param, _), owner, stage in zip(some, plan.owners, stages, strict=True):
-                self._places[id(param)] = owner, stage
+            for (param, _), ranges, at in zip(some, split, begins, strict=True):
+                self._places[id(param)] = _Place(ranges, plan.owners[at : at + len(ranges)], stages[at])
         self._key = key
 
     def _update(self, optimizer: Optimizer, param: ShardedTensor, program: MatrixProgram) -> _Update:
@@ -305,20 +354,25 @@ class MatrixUpdates:
             else:
                 state[name] = value.clone() if isinstance(value, Tensor) else value
         own = {name: state[name].local for name in program.state}
-        return _Update(param, program, local_gradient(param), own)
+        return _Update(param, program, local_gradient(param), own, self._places[id(param)])
 
     def _routes_of(self, updates: Sequence[_Update]) -> Routes:
         key = tuple(id(update.param) for update in updates)
         if key not in self._routes:
-            owners = [self._places[id(update.param)][0] for update in updates]
-            self._routes[key] = Routes([update.param.spec for update in updates], owners)
+            ranges = [each for update in updates for each in update.place.ranges]
+            owners = [owner for update in updates for owner in update.place.owners]
+            self._routes[key] = Routes(updates[0].param.spec.ranks, ranges, owners)
         return self._routes[key]
 
 
-def matrix_of(param: ShardedTensor, program: MatrixProgram, stage: int = 0) -> Matrix:
-    """What a plan needs to know of `param`."""
-    stored = tuple((rank, numel) for rank, (_, numel) in enumerate(param.spec.ranges) if numel)
-    return Matrix(param.spec.named(), tuple(param.shape), program.flops, stored, stage)
+def _matrices(param: ShardedTensor, program: MatrixProgram, ranges: Sequence[Ranges], stage: int) -> list[Matrix]:
+    """What a plan needs to know of the matrices of `param`."""
+    found = []
+    for index, of_ranks in enumerate(ranges):
+        stored = tuple((rank, numel) for rank, (_, numel) in enumerate(of_ranks) if numel)
+        name = param.spec.named() + (f" [{index}]" if len(ranges) > 1 else "")
+        found.append(Matrix(name, program.shape, program.flops, stored, stage))
+    return found
 
 
 def _nodes_of(ranks: ShardRanks) -> list[int]:
