@@ -4,10 +4,15 @@ segments.py      runs of parameters that an optimizer updates as one tensor
 flat.py          elementwise optimizers, such as AdamW, update these: all in `step`, or one by one for compile_step
 program.py       what an optimizer does to each element, recorded from the optimizer itself, for Inductor
 in_backward.py   each flat shard's update in backward, so that its gradient is freed
-owners.py        by_owner: one rank updates each matrix, for optimizers such as Muon that need it complete
+joint.py         several optimizers as one step of compile_step
+matrix_step.py   Muon, and others that need complete matrices: one rank computes each, while others are on the way
+matrix_program.py, matrix_exchange.py, owner_plan.py   what it computes, recorded; what is sent; who owns what
+owners.py        by_owner: one rank updates each parameter by any optimizer, which has its state in full
 """
 
 from fsdp_compile.optim.flat import flat_step
+from fsdp_compile.optim.matrix_step import owner_plans
+from fsdp_compile.optim.owner_plan import OwnerPlan
 from fsdp_compile.optim.owners import ByOwner, by_owner
 
-__all__ = ["ByOwner", "by_owner", "flat_step"]
+__all__ = ["ByOwner", "OwnerPlan", "by_owner", "flat_step", "owner_plans"]

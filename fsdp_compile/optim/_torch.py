@@ -34,7 +34,8 @@ def announce_step(of: Optimizer) -> None:
 
 def step_without_hooks(of: Optimizer, closure: Callable[[], Any] | None = None) -> None:
     """Step the optimizer as its class does, without what torch calls around it."""
-    getattr(type(of).step, "__wrapped__", type(of).step)(of, closure)
+    step = getattr(type(of).step, "__wrapped__", type(of).step)
+    step(*((of,) if closure is None else (of, closure)))  # a step of users may take no closure
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -113,6 +113,9 @@ def _give_closure(segments: Segments, optimizer: Optimizer, args: tuple[Any, ...
             show_segments(optimizer)
         return loss
 
+    if takes_matrices(optimizer) and closure is None:  # a step of users may take none, or not call it
+        begin()
+        return None
     given["closure"] = begin
     return args[:1], given
 

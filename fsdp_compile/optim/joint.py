@@ -8,7 +8,6 @@ for flat in step.finish(): ...  matrices are updated; flat parameters that are c
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -116,7 +115,8 @@ class JointStep:
             matrices.start()
             rest = [[p for p in group["params"] if id(p) not in covered] for group in optimizer.param_groups]
             if any(param.grad is not None for param in chain.from_iterable(rest)):
-                step_without_hooks(optimizer, partial(show_segments, optimizer, (), rest))
+                show_segments(optimizer, (), rest)
+                step_without_hooks(optimizer)
             note_step(optimizer)
         for step in self._flat:
             step.step_others([update for update in updates if update.step is step])

@@ -185,6 +185,25 @@ def _nbytes(program: MatrixProgram) -> int:
     return numel * sum(program.dtypes[position].itemsize for position in program.sent)
 
 
+def owner_plans(optimizer: Optimizer) -> list[OwnerPlan]:
+    """Which rank computes which matrix of `optimizer`: a plan for each group of ranks, equal on all of them.
+
+    Takes one comparison of ranks if parameters are new; `print` shows a plan.
+
+    Raises:
+        RuntimeError: ranks disagree about the parameters.
+        TypeError: `optimizer` is neither torch's Muon nor declares `needs_whole_matrices`.
+    """
+    if not takes_matrices(optimizer):
+        raise TypeError(
+            f"optimizer: expected torch.optim.Muon or one that declares needs_whole_matrices, found "
+            f"{type(optimizer).__name__}"
+        )
+    updates = MatrixUpdates.of(optimizer)
+    updates.prepare(optimizer)
+    return list(updates.plans.values())
+
+
 class MatrixUpdates:
     """The updates of one optimizer that needs complete matrices: `of(optimizer)`.
 

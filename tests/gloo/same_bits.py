@@ -97,17 +97,18 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "foreach": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
     "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
+    "matrices": lambda params: torch.optim.Muon(params, lr=0.01),
     "muon": lambda params: by_owner(params, lambda groups: torch.optim.Muon(groups, lr=0.01)),
 }
 
 
 def optimizers(model: nn.Module, name: str) -> list[torch.optim.Optimizer]:
     """One optimizer of the model's parameters; Muon takes matrices, and AdamW the others."""
-    if name != "muon":
+    if name not in ("muon", "matrices"):
         return [OPTIMIZERS[name](model.parameters())]
     params = [param for param in model.parameters() if param.requires_grad]
     matrices, others = [p for p in params if p.dim() == 2], [p for p in params if p.dim() != 2]
-    both = (("muon", matrices), ("adamw", others))
+    both = ((name, matrices), ("adamw", others))
     return [OPTIMIZERS[of](chosen) for of, chosen in both if chosen]
 
 

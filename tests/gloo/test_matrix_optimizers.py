@@ -1,21 +1,27 @@
 """Optimizers of complete matrices step as on one process, while each rank computes what it owns."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from models import MODELS, Case, Routed, squared_error, vectors
+from models import MODELS, Case, Routed, seeded, squared_error, vectors
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import AdamW, Muon, Optimizer
+from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_compile import compile_step, fully_shard
+from fsdp_compile.optim import flat_step, owner_plans
 from fsdp_compile.optim.matrix_step import MatrixUpdates, takes_matrices
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 from .ranks import Ranks
-from .same_bits import LowRank
+from .same_bits import CASES as SAME
+from .same_bits import LowRank, of_ranks, trained
 from .test_compile_step import loss_of
 from .training import assert_bitwise, local, mine, reference_and_model, shard
 
@@ -223,3 +229,152 @@ def _follow(rank: int, name: str, steps: int, options: dict[str, Any], backend: 
 def test_compile_step(two: Ranks, name: str, options: dict[str, Any], order: str) -> None:
     """`compile_step` with Muon and AdamW has the bits of the eager loop, also where it updates in backward."""
     two.run(_follow, name, 4, options, "aot_eager", order)
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def _same_bits(rank: int, name: str, how: str) -> None:
+    def run(group: Any) -> Any:
+        parameters, seen, state = trained(SAME[name], group, how, "matrices", process_group=group)
+        if how == "eager":
+            assert (parameters, seen) == trained(SAME[name], group, how, "muon", process_group=group)[:2]
+        return parameters, seen, state
+
+    of_ranks(rank, run)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("short", "eager"), pytest.param("gpt", "eager", marks=NIGHTLY), pytest.param("gpt", "aot_eager", marks=NIGHTLY)],
+)
+def test_same_bits(four: Ranks, name: str, how: str) -> None:
+    """With "tree" one, two and four ranks end with the same parameters, losses and momentum, those of by_owner."""
+    four.run(_same_bits, name, how)
+
+
+def _counted(rank: int) -> int:
+    """Operations of this rank's step, which are those of the matrices that it owns."""
+    case = CASES["wide"]
+    model = shard(case)
+    muon = optimizers(model)[0]
+    case.loss(model, mine(case, 0)).backward()
+    (plan,) = owner_plans(muon)
+    with FlopCounterMode(display=False) as counter:
+        muon.step()
+    assert counter.get_total_flops() == plan.loads[rank] > 0
+    assert str(plan).startswith("9 matrices on 2 ranks") and plan.balance < 1.3
+    return counter.get_total_flops()
+
+
+def test_each_matrix_is_computed_once(two: Ranks) -> None:
+    """All ranks together execute the products of one process, each those of its own matrices."""
+    case = CASES["wide"]
+    model = case.build()
+    muon = optimizers(model)[0]
+    case.loss(model, case.batch(0, 4)).backward()
+    with FlopCounterMode(display=False) as counter:
+        muon.step()
+    assert sum(two.run(_counted)) == counter.get_total_flops()
+
+
+def _resumed(rank: int, source: str | None, target: str, begin: int, end: int) -> None:
+    """Load, train some steps on known gradients, save; the parameters are those of a process that did all of them."""
+    case = CASES["wide"]
+    reference, model = reference_and_model(case)
+    both = [optimizers(each)[0] for each in (reference, model)]
+    if source is not None:
+        state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, both[1])}
+        dcp.load(state, checkpoint_id=source)
+        model.load_state_dict(state["model"])
+        set_optimizer_state_dict(model, both[1], state["optimizer"])
+    for step in range(end):
+        for index, (param, other) in enumerate(zip(model.parameters(), reference.parameters(), strict=True)):
+            other.grad = torch.randn(other.shape, generator=seeded(100 * step + index))
+            param.grad = distributed(other.grad, param) if step >= begin else None
+        both[0].step()
+        if step >= begin:
+            both[1].step()
+    for (key, param), other in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        assert param.dim() != 2 or torch.equal(param.full_tensor(), other[1]), key  # type: ignore[attr-defined]  # a ShardedTensor
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, both[1])}
+    dcp.save(state, checkpoint_id=target)
+
+
+def distributed(full: Tensor, param: Any) -> Tensor:
+    """`full`, sharded as `param` is."""
+    return ShardedTensor(param.spec.local_of(full).clone(), param.spec)
+
+
+def test_restart_on_another_number_of_ranks(two: Ranks, three: Ranks, tmp_path: Path) -> None:
+    """Momentum is saved and loaded as any state that is sharded as its parameter: three ranks go on, bit for bit."""
+    two.run(_resumed, None, str(tmp_path / "two"), 0, 2)
+    three.run(_resumed, str(tmp_path / "two"), str(tmp_path / "three"), 2, 4)
+
+
+def _refusals(rank: int) -> None:
+    model = shard(CASES["wide"])
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    with pytest.raises(RuntimeError, match=r"updates 9 matrices, and rank 0 9, or others; give .* same order"):
+        owner_plans(Muon(matrices if rank else matrices[::-1]))
+    with pytest.raises(TypeError, match=r"expected torch.optim.Muon or .* found AdamW"):
+        owner_plans(AdamW(matrices))
+    with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
+        Muon(list(model.parameters()))
+    with pytest.raises(ValueError, match=r"a parameter of shape \(41, 7\) is in two optimizers"):
+        compile_step(model, [Muon(matrices), AdamW(list(model.parameters()))])
+    with pytest.raises(ValueError, match="expected one or several, found none"):
+        compile_step(model, [])
+    with pytest.raises(TypeError, match="expected an Optimizer, or several, found int"):
+        compile_step(model, [Muon(matrices), 3])  # type: ignore[list-item]  # which is the point
+    with pytest.raises(ValueError, match=r"update_in_backward takes .* and Muon, .* not LBFGS"):
+        compile_step(model, [Muon(matrices), torch.optim.LBFGS(model.head.parameters())][1:], update_in_backward=True)
+
+    class ByIndex(Declared):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's returns a loss
+            group = self.param_groups[0]
+            for param in group["params"]:
+                x = param.grad / param.grad.norm()
+                param.add_(x, alpha=-group["lr"])
+
+    for param in matrices:
+        param.grad = torch.zeros_like(param)
+    optimizer = ByIndex(matrices, 0.1)
+    with pytest.raises(TypeError, match="step: ByIndex reads param_groups by index"):
+        optimizer.step()
+    assert type(optimizer.param_groups) is list
+
+
+def test_refusals(two: Ranks) -> None:
+    """Ranks that disagree are told, and so is who gives an optimizer what it does not take."""
+    two.run(_refusals)
+
+
+def _stays_whole(rank: int) -> None:
+    """What no program can be made of, or is turned off, is updated by the optimizer's own step."""
+
+    class Reading(Declared):  # writes to its gradient, so owners would have to send that too
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's returns a loss
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.grad.div_(param.grad.norm())
+                    param.add_(param.grad, alpha=-0.1)
+
+    for make in (lambda params: Reading(params, 0.1), lambda params: flat_step(Muon(params, lr=0.1), False)):
+        reference, model = reference_and_model(CASES["wide"])
+        params = [[p for p in each.parameters() if p.dim() == 2] for each in (reference, model)]
+        both = [make(each) for each in params]
+        for index, (other, param) in enumerate(zip(*params, strict=True)):
+            other.grad = torch.randn(other.shape, generator=seeded(index))
+            param.grad = distributed(other.grad, param)
+        for each in both:
+            each.step()
+        for other, param in zip(*params, strict=True):
+            torch.testing.assert_close(param.full_tensor(), other, rtol=0, atol=1e-3)  # type: ignore[attr-defined]  # a ShardedTensor
+
+
+def test_other_steps(two: Ranks) -> None:
+    """A step that is not elementwise, whole, elementwise runs as it is; so does Muon where that is asked for."""
+    two.run(_stays_whole)
