@@ -209,6 +209,7 @@ class MatrixUpdates:
 
     Attributes:
         plans: for each group of ranks who owns which matrix, since the first step.
+        programs: for each parameter that can be updated here, by its id, what the step does.
     """
 
     _of: ClassVar[WeakKeyDictionary[Optimizer, "MatrixUpdates"]] = WeakKeyDictionary()
@@ -220,7 +221,7 @@ class MatrixUpdates:
         self._recorders: dict[Any, MatrixRecorder | None] = {}
         self._routes: dict[Any, Routes] = {}
         self._prepared: dict[int, ShardedTensor] = {}  # by id
-        self._of_param: dict[int, MatrixProgram] = {}
+        self.programs: dict[int, MatrixProgram] = {}
         self._stages: list[_Stage] = []  # on the way, in the order in which they are computed
         self._waiting: list[_Stage] = []  # to be started
 
@@ -243,17 +244,19 @@ class MatrixUpdates:
         return {id(update.param) for stage in (*self._stages, *self._waiting) for update in stage.updates}
 
     @torch.no_grad()
-    def prepare(self, optimizer: Optimizer) -> set[int]:
-        """Record what the step does and plan owners; return the ids of the parameters that can be updated here."""
+    def prepare(self, optimizer: Optimizer, compares: bool = True) -> set[int]:
+        """Record what the step does and plan owners; return the ids of the parameters that can be updated here.
+        `compares`: whether ranks compare new plans.
+        """
         programs = self._programs(optimizer)
-        self._plan(programs)
+        self._plan(programs, compares)
         self._prepared = {id(param): param for param, _ in programs}
-        self._of_param = {id(param): program for param, program in programs}
+        self.programs = {id(param): program for param, program in programs}
         return set(self._prepared)
 
     def add(self, optimizer: Optimizer, params: Sequence[Any]) -> list[_Stage]:
         """Stages of some of the parameters that `prepare` has returned, which have gradients; `start` starts them."""
-        updates = [self._update(optimizer, param, self._of_param[id(param)]) for param in params]
+        updates = [self._update(optimizer, param, self.programs[id(param)]) for param in params]
         alike: dict[Any, list[_Update]] = {}
         for update in updates:
             program, ranks = update.program, update.param.spec.ranks
@@ -339,7 +342,7 @@ class MatrixUpdates:
             self._recorders[key] = None
             return None
 
-    def _plan(self, programs: Sequence[tuple[ShardedTensor, MatrixProgram]]) -> None:
+    def _plan(self, programs: Sequence[tuple[ShardedTensor, MatrixProgram]], compares: bool) -> None:
         """Plan who owns which matrix, where parameters or ranks are new; all ranks compare that."""
         key = [(id(param), id(param.spec)) for param, _ in programs]
         if key == self._key:
@@ -356,7 +359,8 @@ class MatrixUpdates:
                 begins.append(len(matrices))
                 matrices += _matrices(param, program, ranges, stages[len(matrices)])
             plan = self.plans[ranks] = plan_owners(matrices, ranks.size, _nodes_of(ranks))
-            _compare(plan, ranks)
+            if compares:
+                _compare(plan, ranks)
             for (param, _), ranges, at in zip(some, split, begins, strict=True):
                 self._places[id(param)] = _Place(ranges, plan.owners[at : at + len(ranges)], stages[at])
         self._key = key

@@ -31,7 +31,7 @@ ALLOWED = {
     },
     "state_dict": {"core", "comm", "tensors"},
     "checkpoint": {"state_dict", "core", "comm", "config", "tensors"},
-    "explain": {"core", "construct", "passes", "comm", "config"},
+    "explain": {"core", "construct", "passes", "comm", "config", "optim.matrix_step", "optim.owner_plan"},
     "config": set(),
 }
 PLAIN = {"passes.plan": {"torch"}, "passes.cost": {"torch"}}  # folders that import nothing of these packages

@@ -1,0 +1,138 @@
+"""What the matrices of Muon cost in a step: seconds of Newton-Schulz, bytes of both exchanges, what is not hidden.
+
+    print(explain_matrices(build_model, make_muon, link="h100-network", device="h100", world_size=64))
+
+Owners are planned as a step plans them, from shapes: no rank, memory or GPU is needed.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp_compile.core.sharding import sharding_of
+from fsdp_compile.explain._torch import fake_tensors
+from fsdp_compile.explain.sharded import process_group
+from fsdp_compile.optim.matrix_step import MatrixUpdates
+from fsdp_compile.optim.owner_plan import OwnerPlan
+from fsdp_compile.passes.cost.hardware import Hardware, Link
+from fsdp_compile.passes.cost.hardware import device as device_named
+from fsdp_compile.passes.cost.hardware import link as link_named
+from fsdp_compile.passes.cost.roofline import launch_seconds, product_seconds
+
+
+@dataclass(frozen=True)
+class MatrixCosts:
+    """The part of a step that computes with complete matrices; seconds are those of the slowest rank of each stage.
+
+    Attributes:
+        plan: who owns what.
+        compute: seconds of Newton-Schulz, or what the optimizer computes.
+        there: seconds of the exchanges to owners.
+        back: seconds of the exchanges from owners.
+        bytes_there: the most that a rank sends or receives on the way to owners.
+        bytes_back: on the way back.
+        exposed: seconds in which ranks wait for exchanges, if no other updates run beside the first one.
+        gathered: seconds of computing if each rank computed all matrices.
+    """
+
+    plan: OwnerPlan
+    compute: float
+    there: float
+    back: float
+    bytes_there: float
+    bytes_back: float
+    exposed: float
+    gathered: float
+
+    def lines(self) -> Iterator[str]:
+        """What `print` shows."""
+        yield next(self.plan.lines())
+        yield f"compute   {1000 * self.compute:.2f} ms; if each rank computed all: {1000 * self.gathered:.2f} ms"
+        for name, seconds, nbytes in (
+            ("to owners", self.there, self.bytes_there),
+            ("back", self.back, self.bytes_back),
+        ):
+            yield f"{name:9} {1000 * seconds:.2f} ms, at most {nbytes / 2**20:.1f} MiB of a rank"
+        yield f"exposed   {1000 * self.exposed:.2f} ms of {1000 * (self.there + self.back):.2f} ms"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def explain_matrices(
+    model: nn.Module | Callable[[], nn.Module],
+    make_optimizer: Callable[[nn.Module], Optimizer],
+    shard: Callable[[nn.Module], nn.Module],
+    *,
+    link: str,
+    device: str,
+    world_size: int | None = None,
+) -> list[MatrixCosts]:
+    """Predict the matrices' part of a step, for each group of ranks that matrices are sharded over.
+
+    Args:
+        model: a sharded model, one that `shard` shards, or a function that makes either, whose tensors get no memory.
+        make_optimizer: called with the sharded model; returns the optimizer of its matrices.
+        shard: such as `fully_shard`.
+        link: what connects the ranks, as in `CompileConfig`.
+        device: what computes, likewise.
+        world_size: number of ranks, where no process group is initialized.
+
+    Raises:
+        ValueError: a name is unknown, or `world_size` is missing, or stands beside a process group of another size.
+    """
+    hardware, connection = device_named(device), link_named(link)
+    with process_group(world_size):
+        with nullcontext() if isinstance(model, nn.Module) else fake_tensors():
+            made = model if isinstance(model, nn.Module) else model()
+            sharded = made if sharding_of(made) else shard(made)
+        optimizer = make_optimizer(sharded)
+        updates = MatrixUpdates()
+        updates.prepare(optimizer, compares=False)
+        width = {program.bytes_sent for program in updates.programs.values()}
+        return [costs_of_plan(plan, max(width), connection, hardware) for plan in updates.plans.values()]
+
+
+def costs_of_plan(plan: OwnerPlan, width: int, link: Link, hardware: Hardware) -> MatrixCosts:
+    """Price a plan; `width`: bytes of an element that is exchanged, each way."""
+    stages = sorted({matrix.stage for matrix in plan.matrices})
+    computing = {stage: [0.0] * plan.size for stage in stages}
+    sent = {stage: [0] * plan.size for stage in stages}
+    received = {stage: [0] * plan.size for stage in stages}
+    total = 0.0
+    for matrix, owner in zip(plan.matrices, plan.owners, strict=True):
+        seconds = product_seconds(matrix.cost, 0, min(matrix.shape[-2:]), "bfloat16", hardware)
+        computing[matrix.stage][owner] += seconds
+        total += seconds
+        for rank, numel in matrix.stored:
+            if rank != owner:
+                sent[matrix.stage][rank] += width * numel
+                received[matrix.stage][owner] += width * numel
+    moved = [max(*sent[stage], *received[stage]) for stage in stages]
+    launch = launch_seconds(plan.size, link)
+    exchange = [launch + nbytes / link.bandwidth if nbytes else 0.0 for nbytes in moved]
+    compute = [max(computing[stage]) for stage in stages]
+    return MatrixCosts(
+        plan, sum(compute), sum(exchange), sum(exchange), sum(moved), sum(moved), _exposed(compute, exchange), total
+    )
+
+
+def _exposed(compute: list[float], exchange: list[float]) -> float:
+    """Seconds of waits, where all stages are sent at once, and each is updated behind the computing of the next one."""
+    arrive, at = [], 0.0
+    for seconds in exchange:
+        at += seconds
+        arrive.append(at)
+    link_free, now, waited, back = at, 0.0, 0.0, list[float]()
+    for index, seconds in enumerate(compute):
+        waited += max(0.0, arrive[index] - now)
+        now = max(now, arrive[index]) + seconds
+        link_free = max(link_free, now) + exchange[index]
+        back.append(link_free)
+        if index:
+            waited += max(0.0, back[index - 1] - now)
+            now = max(now, back[index - 1])
+    return waited + (max(0.0, back[-1] - now) if back else 0.0)
