@@ -131,6 +131,11 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module, torch.distributed
     wrap_forward = staticmethod(gathering)  # what `swap_class` makes of the original forward
     wrap_call = staticmethod(hooked_call)  # and of the original call, if there are hooks
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "forward":  # it may be called by that name, where no code of ours runs before
+            gather_around_own_forward(self)
+
     @staticmethod
     def on_swap(module: Any) -> None:
         """What remains when the class was swapped: buffers are cast, and a compiled call gathers around itself."""

@@ -267,6 +267,32 @@ def test_forward_set_on_a_part_of_a_graph(two: Ranks, when: str, call: str) -> N
     two.run(_own_forward_in_graph, when, call)
 
 
+def _own_forward_directly(rank: int, kind: str) -> None:
+    part = nn.Linear(3, 2)
+    expected = [param.detach().clone() for param in part.parameters()]
+    fully_shard(part)
+    part.set_gradient_divide_factor(1.0)
+    policy = {"function": lambda x: 2 * nn.functional.linear(x, part.weight, part.bias),
+              "method": MethodType(lambda self, x: 2 * nn.functional.linear(x, self.weight, self.bias), part),
+              "partial": partial(lambda factor, x: factor * nn.functional.linear(x, part.weight, part.bias), 2)}  # fmt: skip
+    part.forward = policy[kind]  # type: ignore[assignment]  # what is tested
+    x = torch.full((1, 3), 1.0 + rank)
+    out = part.forward(x)
+    torch.testing.assert_close(out, 2 * nn.functional.linear(x, *expected))
+    out.sum().backward()
+    world = dist.get_world_size()
+    total = float(sum(range(1, world + 1)))
+    assert torch.equal(part.weight.grad.full_tensor(), torch.full((2, 3), 2 * total))
+    assert torch.equal(part.bias.grad.full_tensor(), torch.full((2,), 2.0 * world))
+
+
+@pytest.mark.parametrize("kind", ["function", "method", "partial"])
+def test_forward_set_on_a_part_called_by_name(two: Ranks, kind: str) -> None:
+    """A `forward` that was set after sharding, called as `part.forward(x)` before the module ever was, gathers and
+    divides as the unit says: gradients were means."""
+    two.run(_own_forward_directly, kind)
+
+
 def _own_forward_breaks(rank: int) -> None:
     reference, model = _net(), _net()
     fully_shard(model[0])
