@@ -111,7 +111,7 @@ def fully_shard(
     forward_prefetch: bool = False,
     limit_all_gathers: bool = True,
     reduction_order: Literal["any", "tree"] = "any",
-    find_unused_parameters: bool | None = False,
+    find_unused_parameters: bool | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
@@ -186,8 +186,7 @@ def fully_shard(
         find_unused_parameters: whether ranks tell each other after each backward which parameters they have used, by an
             all-reduce of a byte for each, so that `.grad` stays None where no rank has. None: after the first two, and
             then only if a rank had left some out; one that first does so later gets zeros, and a warning. False: never;
-            unused parameters of a unit in use get zeros. RuntimeError where a reentrant checkpoint runs a backward pass
-            within another one, if it is not False. The setting of the outermost call is in force.
+            unused parameters of a unit in use get zeros. The setting of the outermost call is in force.
         mp_policy: FSDP2's name of `mixed_precision`. Inputs of every unit are cast to `param_dtype`, unless
             `cast_forward_inputs` is False; floating outputs of `module` are cast to `output_dtype`, if it is given.
         offload_policy: FSDP2's name of `cpu_offload`; a `CPUOffloadPolicy` offloads.

@@ -21,9 +21,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.comparison import exists
+from fsdp_compile.core._torch import executes_node
 from fsdp_compile.core.backward_pass import BackwardPass, running_backward
 from fsdp_compile.core.flat_param import FlatParam, flat_param_at
 from fsdp_compile.core.settings import warn_caller
@@ -70,7 +72,6 @@ class Unused(Listener):
         self._lock = threading.Lock()  # gradients of shards in host memory arrive in another thread
         self._reduces: weakref.WeakKeyDictionary[FlatParam, int] = weakref.WeakKeyDictionary()  # how many there were
         self._is_on: dict[Groups, bool] = {}
-        self._open: list[BackwardPass] = []  # that have reached a unit; several, where one runs within another one
         self._answers: list[_Answer] = []
 
     def forget(self) -> None:
@@ -89,10 +90,6 @@ class Unused(Listener):
 
     def before_backward(self, gathered: Any, backward: BackwardPass, was_prefetched: bool) -> None:
         """Hear of the gradients of a unit whose root has run no forward."""
-        if self._finds is not False and backward not in self._open:
-            self._open.append(backward)
-            close = partial(self._open.remove, backward)
-            backward.at_end(close, if_failed=close)
         if gathered.unit.flats[0].reduction.unused.leave_out is None:
             self._hear_of(gathered.unit)
 
@@ -113,12 +110,6 @@ class Unused(Listener):
         """
         backward = running_backward()
         assert backward is not None  # which has reduced it
-        if any(each is not backward for each in self._open):
-            raise RuntimeError(
-                f"parameter {flat.names[0]}: find_unused_parameters cannot tell what is used where a reentrant "
-                f"checkpoint runs a backward pass within another one; pass use_reentrant=False to the checkpoint, or "
-                f"find_unused_parameters=False to fully_shard"
-            )
         self._read_answers()
         reduces = self._reduces[flat] = self._reduces.get(flat, 0) + 1
         if unused:
@@ -200,9 +191,14 @@ def _add(reduced: _Reduced, late: list[int]) -> None:
 
 
 def _may_have_none(flat: FlatParam, unused: Indices) -> Indices:
-    """Those of `unused` that the running pass need not give a gradient: it adds to all `.grad`, and calls no hooks."""
+    """Those of `unused` that may get their gradient behind the running pass: whose `.grad` it adds to, as `backward`
+    does and `torch.autograd.grad` does not, and that have no hooks, which autograd calls even where it has no gradient.
+    """
     if not flat.binding.all_are_asked():
-        return NONE
+        try:
+            unused = frozenset(i for i in unused if executes_node(get_gradient_edge(flat.params[i]).node))
+        except RuntimeError:  # torch cannot tell of leaves whose gradients are returned
+            return NONE
     is_averaged = bool(flat.binding.scattered)
     return frozenset(index for index in unused if not has_hooks(flat.params[index], is_averaged))
 

@@ -54,7 +54,7 @@ class Settings:
     same_bits: bool = False
     has_dtensors: bool = False
     full_precision_in_eval: bool = False
-    find_unused_parameters: bool | None = False
+    find_unused_parameters: bool | None = None
     param_init_fn: InitFn | None = None
     sync_module_states: bool = False
     shard_placement_fn: PlacementFn | None = None

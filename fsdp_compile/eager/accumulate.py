@@ -32,6 +32,7 @@ from fsdp_compile.eager.forward_pass import Listener
 from fsdp_compile.eager.partial_sums import Microbatches, PartialSums
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor, set_grad
 from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient
+from fsdp_compile.tensors.unused import set_unused
 
 _with_accumulated: weakref.WeakSet[FlatParam] = weakref.WeakSet()
 """Flat parameters of all models with accumulated gradients. Hooks on optimizers are process-wide, and so is this:
@@ -163,12 +164,13 @@ def _is_assigned(grad: Tensor | None, before: Tensor | None) -> bool:
     return grad is not None and grad is not before and type(grad) is not ShardedTensor
 
 
-def note_unused(flat: FlatParam, unused: Iterable[int] | None, grad: Tensor | None = None) -> None:
-    """Note which parameters nothing has used of what is accumulated or reduced next; None: none of those that train.
-    `grad`: of the shard, as a graph returns it.
-    """
-    trained = [index for index, param in enumerate(flat.params) if param.requires_grad] if unused is None else ()
-    flat.reduction.unused.note(trained if unused is None else unused, grad)
+def note_unused(flat: FlatParam, unused: Iterable[int] | None) -> None:
+    """Note which parameters nothing has used of what is accumulated or reduced next; None: none of those that train."""
+    flat.reduction.unused.note(_trained(flat) if unused is None else unused)
+
+
+def _trained(flat: FlatParam) -> list[int]:
+    return [index for index, param in enumerate(flat.params) if param.requires_grad]
 
 
 def returns_gradients(flat: FlatParam) -> bool:
@@ -318,7 +320,7 @@ def settle(queue: ReduceQueue) -> None:
             for flat, grad in zip(shown, zeros, strict=True):
                 if flat.accumulated is not None:
                     flat.accumulated.collect(flat)
-                note_unused(flat, None if flat.accumulated is None else flat.accumulated.unused, grad)
+                set_unused(grad, _trained(flat) if flat.accumulated is None else sorted(flat.accumulated.unused))
             shards: list[Any] = [flat.autograd_shard for flat in shown]
             torch.autograd.backward(shards, zeros)
     queue.awaiting_reduce = [

@@ -6,6 +6,8 @@ from itertools import repeat
 
 from torch import Tensor
 
+from fsdp_compile.comm._torch import current_backward
+
 Indices = Set[int]
 NONE: Indices = frozenset()
 
@@ -35,18 +37,24 @@ def unused_in(packed: Tensor) -> Sequence[int]:
 class UnusedParameters:
     """Which parameters of a flat one nothing on this rank has used, in what adds up to the next gradient of the shard.
 
+    Each backward pass has notes of its own: a reentrant checkpoint runs one within another one, of the same parameters.
+
     Attributes:
-        so_far: their indices; None: nothing has been added up.
         leave_out: given the reduced gradient and indices that this rank has not used, returns those that the pass is to
             give no gradient; None: zeros are given to all.
         is_asked: whether it is called where this rank has used all, too.
     """
 
     def __init__(self) -> None:
-        self.so_far: Indices | None = None
         self.leave_out: Callable[[Tensor, Indices], Indices] | None = None
         self.is_asked = True
-        self._of_graphs: list[Tensor] = []  # gradients of the shard that have been noted in the running pass
+        self._unused: dict[int, Indices] = {}  # by backward pass
+        self._of_graphs: dict[int, list[Tensor]] = {}  # gradients of the shard that have been noted
+
+    @property
+    def so_far(self) -> Indices:
+        """The indices in what the running pass has added up."""
+        return self._unused.get(current_backward(), NONE)
 
     def note(self, unused: Iterable[int], grad: Tensor | None = None) -> None:
         """Note what a part of the next gradient has not used; `grad`: of the shard, 1-D, as a graph returns it.
@@ -55,9 +63,10 @@ class UnusedParameters:
         """
         if self.leave_out is None:
             return
-        self.so_far = frozenset(unused) if self.so_far is None else self.so_far & frozenset(unused)
+        number, others = current_backward(), frozenset(unused)
+        self._unused[number] = self._unused.get(number, others) & others
         if grad is not None:
-            self._of_graphs.append(grad)
+            self._of_graphs.setdefault(number, []).append(grad)
 
     def take(self, of_graphs: Tensor | None, total: Tensor, split: Callable[[Tensor], Sequence[Tensor]]) -> Indices:
         """What nothing on this rank has used in `total`, `[shard_numel]`, from now on of the gradient after it.
@@ -65,8 +74,9 @@ class UnusedParameters:
         `of_graphs`: what is in it of graphs that reduce, which note nothing where they use all. If it is the sum of
         several, those parameters are used that have other values than zeros.
         """
-        unused = self.take_noted()
-        noted, self._of_graphs = self._of_graphs, []
+        unused, noted = self.take_noted(), self._of_graphs.pop(current_backward(), [])
+        if of_graphs is not None and (marked := unused_in(of_graphs)):  # by what has begun this pass
+            return frozenset(marked)
         if of_graphs is None or not unused or [each.data_ptr() for each in noted] == [of_graphs.data_ptr()]:
             return unused
         parts = split(total) if noted else ()
@@ -74,8 +84,7 @@ class UnusedParameters:
 
     def take_noted(self) -> Indices:
         """What nothing on this rank has used in what was added up, which is none of the next gradient any more."""
-        unused, self.so_far = self.so_far or NONE, None
-        return unused
+        return self._unused.pop(current_backward(), NONE)
 
     def left_out(self, grad: Tensor, unused: Indices) -> Indices:
         """Which parameters the running pass is to give no gradient, of those that this rank has not used in `grad`."""
@@ -85,5 +94,5 @@ class UnusedParameters:
 
     def forget(self) -> None:
         """What was added up is dropped."""
-        self.so_far = None
+        self._unused.clear()
         self._of_graphs.clear()

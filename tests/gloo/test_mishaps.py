@@ -178,7 +178,7 @@ def _empty_first(rank: int) -> None:
         (buffer,) = gathered.buffers
         assert buffer.nbytes >= unit.flats[0].layout.numel * 4 and buffer.storage.nbytes() == 0
     loss.backward()
-    assert model.blocks[0].nothing.grad.shape == (0, 3)
+    assert model.blocks[0].nothing.grad is None and model.blocks[0].up.weight.grad is not None
 
 
 def test_a_parameter_without_elements_may_come_first(two: Ranks) -> None:

@@ -272,9 +272,11 @@ def _own_forward_directly(rank: int, kind: str) -> None:
     expected = [param.detach().clone() for param in part.parameters()]
     fully_shard(part)
     part.set_gradient_divide_factor(1.0)
-    policy = {"function": lambda x: 2 * nn.functional.linear(x, part.weight, part.bias),
-              "method": MethodType(lambda self, x: 2 * nn.functional.linear(x, self.weight, self.bias), part),
-              "partial": partial(lambda factor, x: factor * nn.functional.linear(x, part.weight, part.bias), 2)}  # fmt: skip
+    policy = {
+        "function": lambda x: 2 * nn.functional.linear(x, part.weight, part.bias),
+        "method": MethodType(lambda self, x: 2 * nn.functional.linear(x, self.weight, self.bias), part),
+        "partial": partial(lambda factor, x: factor * nn.functional.linear(x, part.weight, part.bias), 2),
+    }
     part.forward = policy[kind]  # type: ignore[assignment]  # what is tested
     x = torch.full((1, 3), 1.0 + rank)
     out = part.forward(x)

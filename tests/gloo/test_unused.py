@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import compile_step, fully_shard
 
@@ -89,7 +90,7 @@ def _models(kind: str = "", **options: Any) -> tuple[Any, Any, list[torch.optim.
     for _ in range(2):
         torch.manual_seed(0)
         models.append(_Model(kind))
-    fully_shard(models[1], auto_wrap_policy={_Block}, **{"find_unused_parameters": None, **options})
+    fully_shard(models[1], auto_wrap_policy={_Block}, **options)
     adamw = [torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5) for model in models]
     return *models, adamw
 
@@ -217,7 +218,7 @@ def test_update_in_backward(two: Ranks, how: str) -> None:
 
 
 def _sharded(model: nn.Module, **options: Any) -> Any:
-    fully_shard(model, auto_wrap_policy={_Block}, **{"find_unused_parameters": None, **options})
+    fully_shard(model, auto_wrap_policy={_Block}, **options)
     return model
 
 
@@ -357,6 +358,64 @@ def _hooks(rank: int) -> None:
 def test_hooks(two: Ranks) -> None:
     """Autograd calls hooks on parameters of a shard that has a gradient: they find one, of zeros where it is unused."""
     two.run(_hooks)
+
+
+def _for_some(rank: int) -> None:
+    for uses in (NEVER, PATTERNS["one rank"]):
+        reference, model, _ = _models()
+        for number in range(3):
+            chosen = [[each.blocks[0].extra.weight, each.blocks[0].up.weight] for each in (reference, model)]
+            _loss(model, number, rank, uses(rank, number)).backward(inputs=chosen[1])
+            for each in range(dist.get_world_size()):
+                loss = _loss(reference, number, each, uses(each, number)) / dist.get_world_size()
+                used = chosen[0] if uses(each, number) else chosen[0][1:]
+                loss.backward(inputs=used)
+            _assert_same(model, reference, f"pass {number}")
+        (grad,) = torch.autograd.grad(_loss(model, 3, rank, uses=False), [model.blocks[1].extra.weight])
+        assert not grad.full_tensor().any()
+
+
+def test_for_some_parameters(two: Ranks) -> None:
+    """`backward(inputs=...)` gives none to those that no rank has used; torch.autograd.grad returns zeros."""
+    two.run(_for_some)
+
+
+class _Recomputed(nn.Module):
+    """A unit that runs twice, each time in a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_Block(), nn.Linear(6, 6)])
+
+    def forward(self, x: Tensor, uses: bool) -> Tensor:
+        for second in (False, True):
+            x = checkpoint(self.blocks[0], x, uses and second, use_reentrant=True) + self.blocks[1](x)
+        return x
+
+
+def _recomputed(rank: int) -> None:
+    for pattern in ("no rank", "one rank", "at times"):
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(_Recomputed())
+        reference, model = models
+        fully_shard(model, auto_wrap_policy={_Block})
+        for number in range(4):
+            for each in models:
+                each.zero_grad()
+            torch.manual_seed(number)
+            batches = torch.randn(dist.get_world_size(), 4, 6, requires_grad=True)
+            model(batches[rank], PATTERNS[pattern](rank, number)).square().mean().backward()
+            for each in range(dist.get_world_size()):
+                loss = reference(batches[each], PATTERNS[pattern](each, number)).square().mean()
+                (loss / dist.get_world_size()).backward()
+            _assert_same(model, reference, f"{pattern}, pass {number}")
+
+
+def test_backward_passes_within_a_backward_pass(two: Ranks) -> None:
+    """A reentrant checkpoint runs one: what each of them has used adds up."""
+    two.run(_recomputed)
 
 
 def _twice(rank: int, how: str) -> None:
