@@ -9,6 +9,9 @@ not matter. Systems take turns, in an order that changes; figures are medians ov
     step            compile_step(model, [muon, adamw])
     in_backward     the same, where updates, and exchanges of matrices, begin in backward
     fsdp2           FSDP2, blocks compiled: every rank gathers each matrix and computes it, as people write it
+
+`--memory` prints the bytes of parameters, of the optimizers' state and of what they keep, and the most that lives
+beside these and the gradients while Muon steps.
 """
 
 import argparse
@@ -29,6 +32,7 @@ from bench.models import WORKLOADS, blocks_of
 from bench.parts import link_for
 from bench.systems.fsdp2 import overlap
 from fsdp_compile import compile_step, fully_shard
+from fsdp_compile.compare.memory import curve, resident, states_of
 from fsdp_compile.compare.rounds import rotated
 from fsdp_compile.optim import by_owner
 
@@ -93,7 +97,7 @@ class Bench:
         link.start(world, 0.0, FREE)
         LINK.count_cpu_time()
         self.workload, self.number = WORKLOADS[model](), 0
-        self.compute, self.sent = self._reference()
+        self.compute, self.sent = 0.0, dict[str, Any]()
 
     def _model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -102,8 +106,8 @@ class Bench:
     def _sharded(self) -> nn.Module:
         return fully_shard(self._model(), forward_prefetch=True, reshard_after_forward="auto")
 
-    def _reference(self) -> tuple[float, dict[str, Any]]:
-        """Seconds of the unsharded compiled model, and what the sharded one sends."""
+    def measure_link(self) -> None:
+        """Find the seconds of the unsharded compiled model, and what the sharded one sends."""
         model: Any = torch.compile(self._model(), fullgraph=True)
         taken = []
         for _ in range(6):
@@ -114,7 +118,7 @@ class Bench:
         sharded(*self._batch()).backward()
         LINK.reset()
         sharded(*self._batch()).backward()
-        return statistics.median(taken[2:]), LINK.summary()
+        self.compute, self.sent = statistics.median(taken[2:]), LINK.summary()
 
     def _batch(self) -> tuple[Tensor, Tensor]:
         self.number += 1
@@ -160,6 +164,22 @@ class Bench:
         keys = next(iter(found.values()))[0]
         return {kind: {key: statistics.median(each[key] for each in of) for key in keys} for kind, of in found.items()}
 
+    def memory(self, kind: str) -> tuple[int, int]:
+        """Bytes between steps, and the most beside them and the gradients in a step of Muon: by_owner or eager."""
+        model = self._sharded()
+        matrices, rest = halves(model)
+        muon: Any = Muon(matrices, lr=0.02)
+        if kind == "by_owner":
+            muon = by_owner(matrices, lambda params: Muon(params, lr=0.02))
+        adamw = AdamW(rest, lr=1e-3)
+        step = loop(model, model, [muon, adamw])
+        step(*self._batch())
+        step(*self._batch())
+        kept = muon.inner.param_groups[0]["params"] if kind == "by_owner" else []
+        there = resident([*model.parameters(), *states_of(muon), *states_of(adamw), *kept])
+        model(*self._batch()).backward()
+        return there, max((total for _, total in curve(muon.step, torch.device("cpu"))), default=0)
+
     def _one(self, step: Step) -> dict[str, float]:
         LINK.forget()
         batch = self._batch()
@@ -183,8 +203,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--systems", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--memory", action="store_true")
     args = parser.parse_args()
     bench = Bench(args.world, args.model)
+    for kind in ("by_owner", "eager") if args.memory else ():
+        there, above = bench.memory(kind)
+        print(f"{kind:12} {there / 1e6:6.1f} MB between steps, at most {above / 1e6:.1f} MB more in a step of Muon")
+    if args.memory:
+        return
+    bench.measure_link()
     for ratio in args.ratios:
         found = bench.measure(args.systems, ratio, args.rounds, args.steps)
         first = found.get("by_owner", next(iter(found.values())))["seconds"]

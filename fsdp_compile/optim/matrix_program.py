@@ -193,7 +193,7 @@ class MatrixRecorder(TorchDispatchMode):
             if name not in self._own
         }
         options = [(name, value) for name, value in group.items() if name not in ("params", "param_names")]
-        key = repr((options, scalars))
+        key = _exact((options, scalars))
         if self._program is None or key != self._key:
             self._record(optimizer, group, scalars)
             self._key = key
@@ -342,6 +342,15 @@ class MatrixRecorder(TorchDispatchMode):
         if operation.name == "linalg_vector_norm":  # of all elements
             return len(operation.args) < 3 or operation.args[2] is None
         return operation.name in _ELEMENTWISE or operation.name in _OF_BATCHES
+
+
+def _exact(value: Any) -> Any:
+    """What is equal where options are: numbers of tensors too, of which `repr` shows the first digits."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.tolist()
+    if isinstance(value, dict):
+        return [(name, _exact(each)) for name, each in value.items()]
+    return [_exact(each) for each in value] if isinstance(value, (list, tuple)) else repr(value)
 
 
 def _alike(one: Any, other: Any) -> bool:

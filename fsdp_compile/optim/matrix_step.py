@@ -15,7 +15,7 @@ State is the optimizer's own, sharded as the parameters are. No rank has a compl
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar, Protocol
@@ -106,6 +106,7 @@ class _Update:
         values = {0: local_data(self.param), 1: self.gradient}
         values.update((position, self.state[name]) for name, position in program.state.items())
         self.values = run(program.before, values)
+        self.gradient = self.gradient.new_empty(0)  # it may be freed
 
     def run_after(self, returned: dict[int, Tensor]) -> None:
         """Run what comes behind it; `returned`: what this rank stores of each result."""
@@ -240,7 +241,8 @@ class MatrixUpdates:
                 disagree about the parameters.
         """
         self.prepare(optimizer)
-        self._waiting = self.add(optimizer, [param for param in self._prepared.values() if param.grad is not None])
+        params = _with_gradients(self._prepared.values())
+        self._waiting = self.add(optimizer, params)
         return {id(update.param) for stage in (*self._stages, *self._waiting) for update in stage.updates}
 
     @torch.no_grad()
@@ -396,6 +398,11 @@ def _matrices(param: ShardedTensor, program: MatrixProgram, ranges: Sequence[Ran
         name = param.spec.named() + (f" [{index}]" if len(ranges) > 1 else "")
         found.append(Matrix(name, program.shape, program.flops, stored, stage))
     return found
+
+
+def _with_gradients(params: Iterable[ShardedTensor]) -> list[ShardedTensor]:
+    """Those of `params` that have a gradient of their own dtype; with another one, state has another one too."""
+    return [param for param in params if (grad := param.grad) is not None and grad.dtype == param.dtype]
 
 
 def _nodes_of(ranks: ShardRanks) -> list[int]:

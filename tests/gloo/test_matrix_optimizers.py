@@ -23,7 +23,7 @@ from .ranks import Ranks
 from .same_bits import CASES as SAME
 from .same_bits import LowRank, of_ranks, trained
 from .test_compile_step import loss_of
-from .training import assert_bitwise, local, mine, reference_and_model, shard
+from .training import assert_bitwise, build, local, mine, reference_and_model, shard
 
 NIGHTLY = pytest.mark.nightly
 STEPS = 20
@@ -128,10 +128,10 @@ def optimizers(model: nn.Module, **options: Any) -> list[Optimizer]:
     return made + ([AdamW(rest, lr=0.01, eps=1e-3)] if rest else [])
 
 
-def _train(rank: int, name: str) -> None:
+def _train(rank: int, name: str, strategy: str = "FULL_SHARD", lr: Any = 0.02, **options: Any) -> None:
     """From the gradients of the sharded model, clipped, another one is trained on one process: the same bits."""
     case = CASES[name]
-    reference, model = reference_and_model(case)
+    reference, model = build(case), shard(case, strategy, **options)
     of_each = [optimizers(each) for each in (model, reference)]
     for step in range(STEPS):
         case.loss(model, mine(case, step)).backward()
@@ -139,7 +139,7 @@ def _train(rank: int, name: str) -> None:
         for param, other in zip(model.parameters(), reference.parameters(), strict=True):
             other.grad = None if param.grad is None else param.grad.full_tensor()
         for group in (group for some in of_each for each in some for group in each.param_groups):
-            group["lr"] = 0.02 / (1 + 0.1 * step)
+            group["lr"] = lr / (1 + 0.1 * step)
         for each in (each for some in of_each for each in some):
             each.step()
             each.zero_grad()
@@ -165,6 +165,17 @@ def _train(rank: int, name: str) -> None:
 def test_values(two: Ranks, name: str) -> None:
     """Matrix optimizers on two ranks have the bits of one process that is given the same gradients."""
     two.run(_train, name)
+
+
+def test_hybrid(four: Ranks) -> None:
+    """Replicas that each do the same work have the bits of one process too."""
+    four.run(partial(_train, name="wide", strategy="HYBRID_SHARD", devices_per_node=2))
+
+
+@NIGHTLY
+def test_learning_rate_of_a_tensor(two: Ranks) -> None:
+    """A learning rate that is a tensor, and changes in its last digits, is followed."""
+    two.run(partial(_train, name="wide", lr=torch.tensor(0.0200001)))
 
 
 # --- compile_step -----------------------------------------------------------------------------------------------------
