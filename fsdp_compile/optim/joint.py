@@ -9,7 +9,6 @@ for flat in step.finish(): ...  matrices are updated; flat parameters that are c
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +81,7 @@ class JointStep:
         self._flat = [FlatStep(each, fuses) for each in optimizers if not takes_matrices(each)]
         self._matrix = [each for each in optimizers if takes_matrices(each)]
         self._pending: Counter[FlatParam] = Counter()
+        self._flat_of: dict[int, FlatParam] = {}  # for each parameter of optimizers of matrices, by its id
         seen: set[int] = set()
         for param in chain.from_iterable(group["params"] for each in optimizers for group in each.param_groups):
             if id(param) in seen:
@@ -97,9 +97,9 @@ class JointStep:
     def begin(self) -> list[FlatUpdate]:
         """The elementwise updates of this step; call `step_others` for the rest, then `finish`."""
         updates = [update for step in self._flat for update in step.begin()]
-        for optimizer in self._matrix:
-            for flat in _flats_of(optimizer):
-                flat.binding.show_gradient()
+        self._flat_of = {id(param): flat for each in self._matrix for param, flat in _flats_of(each)}
+        for flat in dict.fromkeys(self._flat_of.values()):
+            flat.binding.show_gradient()
         return updates
 
     @torch.no_grad()
@@ -120,7 +120,8 @@ class JointStep:
             note_step(optimizer)
         for step in self._flat:
             step.step_others([update for update in updates if update.step is step])
-        self._pending = Counter(flat for each in self._matrix for flat in MatrixUpdates.of(each).pending_flats())
+        params = chain.from_iterable(MatrixUpdates.of(each).pending() for each in self._matrix)
+        self._pending = Counter(self._flat_of[id(param)] for param in params if id(param) in self._flat_of)
 
     @property
     def pending(self) -> Counter[FlatParam]:
@@ -133,9 +134,8 @@ class JointStep:
         for optimizer in self._matrix:
             for param in MatrixUpdates.of(optimizer).finish():
                 param.grad = None
-                managed = unit_of(param)  # type: ignore[arg-type]  # a parameter
-                if managed is not None:
-                    flat, _ = managed[0].in_flat(managed[1])
+                flat = self._flat_of.get(id(param))
+                if flat is not None:
                     self._pending[flat] -= 1
                     if not self._pending[flat]:
                         del self._pending[flat]
@@ -156,20 +156,17 @@ class JointStep:
         for optimizer in self._matrix:
             covered = MatrixUpdates.of(optimizer).prepare(optimizer)
             of_flats: dict[FlatParam, list[nn.Parameter]] = {}
-            for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-                managed = unit_of(param)
-                if managed is not None and id(param) in covered:
-                    of_flats.setdefault(managed[0].in_flat(managed[1])[0], []).append(param)
+            for param, flat in _flats_of(optimizer):
+                if id(param) in covered:
+                    of_flats.setdefault(flat, []).append(param)
             for flat, params in of_flats.items():
                 joint.setdefault(flat, JointUpdate(flat)).add_matrices(optimizer, params)
         return joint
 
 
-def _flats_of(optimizer: Optimizer) -> list[FlatParam]:
-    """The flat parameters that have parameters of `optimizer`."""
-    found: dict[FlatParam, Any] = {}
+def _flats_of(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, FlatParam]]:
+    """The parameters of `optimizer` that lie in flat parameters, and these."""
     for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
         managed = unit_of(param)
         if managed is not None:
-            found.setdefault(managed[0].in_flat(managed[1])[0])
-    return list(found)
+            yield param, managed[0].in_flat(managed[1])[0]

@@ -181,21 +181,24 @@ class MatrixRecorder(TorchDispatchMode):
         self._key: Any = None
         self._program: MatrixProgram | None = None
 
-    def program(self, optimizer: Optimizer, group: Mapping[str, Any], state: State) -> MatrixProgram:
+    def program(
+        self, optimizer: Optimizer, group: Mapping[str, Any], options: Any, state: Mapping[str, Any]
+    ) -> MatrixProgram:
         """The step of one parameter of `group` with this `state`; changes neither that nor the optimizer.
+
+        Args:
+            options: `options_of(group)`, which costs more than all else where nothing is recorded.
 
         Raises:
             NotRecordable: the step is none of elementwise operators, others on the matrix, and elementwise ones.
         """
-        scalars = {
-            name: value.detach().clone() if isinstance(value, Tensor) else value
-            for name, value in state.items()
-            if name not in self._own
-        }
-        options = [(name, value) for name, value in group.items() if name not in ("params", "param_names")]
-        key = _exact((options, scalars))
+        scalars = {name: value for name, value in state.items() if name not in self._own}
+        key = (options, exact(scalars) if scalars else None)
         if self._program is None or key != self._key:
-            self._record(optimizer, group, scalars)
+            copied = {
+                name: each.detach().clone() if isinstance(each, Tensor) else each for name, each in scalars.items()
+            }
+            self._record(optimizer, group, copied)
             self._key = key
         assert self._program is not None
         return self._program
@@ -344,13 +347,18 @@ class MatrixRecorder(TorchDispatchMode):
         return operation.name in _ELEMENTWISE or operation.name in _OF_BATCHES
 
 
-def _exact(value: Any) -> Any:
-    """What is equal where options are: numbers of tensors too, of which `repr` shows the first digits."""
+def options_of(group: Mapping[str, Any]) -> Any:
+    """What is equal where the options of two groups are."""
+    return [(name, exact(value)) for name, value in group.items() if name not in ("params", "param_names")]
+
+
+def exact(value: Any) -> Any:
+    """What is equal where values are: numbers of tensors too, of which `repr` shows the first digits."""
     if isinstance(value, Tensor):
         return value.dtype, value.tolist()
     if isinstance(value, dict):
-        return [(name, _exact(each)) for name, each in value.items()]
-    return [_exact(each) for each in value] if isinstance(value, (list, tuple)) else repr(value)
+        return [(name, exact(each)) for name, each in value.items()]
+    return [exact(each) for each in value] if isinstance(value, (list, tuple)) else repr(value)
 
 
 def _alike(one: Any, other: Any) -> bool:

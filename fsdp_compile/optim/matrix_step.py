@@ -27,10 +27,8 @@ from torch.optim import Muon, Optimizer
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
-from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.unit import unit_of
 from fsdp_compile.optim.matrix_exchange import Arriving, Ranges, Routes
-from fsdp_compile.optim.matrix_program import MatrixProgram, MatrixRecorder, run
+from fsdp_compile.optim.matrix_program import MatrixProgram, MatrixRecorder, options_of, run
 from fsdp_compile.optim.owner_plan import Matrix, OwnerPlan, plan_owners, stages_of
 from fsdp_compile.optim.owners import local_data, local_gradient
 from fsdp_compile.optim.program import NotRecordable
@@ -281,13 +279,11 @@ class MatrixUpdates:
         for stage in stages:
             stage.start()
 
-    def pending_flats(self) -> Iterator[FlatParam]:
-        """For each parameter whose update has started the flat parameter that it is of."""
+    def pending(self) -> Iterator[Tensor]:
+        """The parameters whose updates have started."""
         for stage in self._stages:
             for update in stage.updates:
-                managed = unit_of(update.param)  # type: ignore[arg-type]  # a parameter
-                if managed is not None:
-                    yield managed[0].in_flat(managed[1])[0]
+                yield update.param
 
     def drop(self) -> None:
         """Forget what is under way, after a failure."""
@@ -317,17 +313,16 @@ class MatrixUpdates:
     def _programs(self, optimizer: Optimizer) -> list[tuple[ShardedTensor, MatrixProgram]]:
         found = []
         for index, group in enumerate(optimizer.param_groups):
+            options = options_of(group)
             for param in group["params"]:
                 if not isinstance(param, ShardedTensor) or param.spec.tensor_parallel is not None:
                     continue
-                program = self._program(optimizer, index, group, param)
+                program = self._program(optimizer, index, options, param)
                 if program is not None:
                     found.append((param, program))
         return found
 
-    def _program(
-        self, optimizer: Optimizer, index: int, group: dict[str, Any], param: ShardedTensor
-    ) -> MatrixProgram | None:
+    def _program(self, optimizer: Optimizer, index: int, options: Any, param: ShardedTensor) -> MatrixProgram | None:
         state = optimizer.state.get(param) or {}
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim()}
         if any(type(each) is not ShardedTensor or not each.spec.same_ranges(param.spec) for each in tensors.values()):
@@ -339,7 +334,9 @@ class MatrixUpdates:
                 shape = tuple(param.shape)
                 self._recorders[key] = MatrixRecorder(shape, _matrix_shape(optimizer, shape), param.dtype, state)
             recorder = self._recorders[key]
-            return None if recorder is None else recorder.program(optimizer, group, state)
+            return (
+                None if recorder is None else recorder.program(optimizer, optimizer.param_groups[index], options, state)
+            )
         except NotRecordable:
             self._recorders[key] = None
             return None
