@@ -13,7 +13,8 @@ import pytest
 import fsdp_compile
 
 ROOT = Path(__file__).parents[2]
-RUN = ("quick_start", "debugging", "sharded_tensors", "whole_step", "checkpoints", "explain", "from_fsdp2")
+RUN = ("quick_start", "debugging", "sharded_tensors", "whole_step", "optimizers", "checkpoints", "explain",
+       "from_fsdp2")  # fmt: skip
 ALONE = ("explain",)  # its script needs one process
 # Each of their blocks runs or says why it does not.
 COMPLETE = ("reproducibility", "quick_start", "whole_step", "checkpoints", "explain", "debugging", "frameworks")
