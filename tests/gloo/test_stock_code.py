@@ -268,16 +268,21 @@ def test_forward_set_on_a_part_of_a_graph(two: Ranks, when: str, call: str) -> N
 
 
 def _own_forward_directly(rank: int, kind: str) -> None:
+    torch.manual_seed(0)
     part = nn.Linear(3, 2)
     expected = [param.detach().clone() for param in part.parameters()]
     fully_shard(part)
     part.set_gradient_divide_factor(1.0)
-    policy = {
-        "function": lambda x: 2 * nn.functional.linear(x, part.weight, part.bias),
-        "method": MethodType(lambda self, x: 2 * nn.functional.linear(x, self.weight, self.bias), part),
-        "partial": partial(lambda factor, x: factor * nn.functional.linear(x, part.weight, part.bias), 2),
+
+    def double(self: Any, x: Tensor) -> Tensor:
+        return 2 * nn.functional.linear(x, self.weight, self.bias)
+
+    of_kinds = {
+        "function": lambda x: double(part, x),
+        "method": MethodType(double, part),
+        "partial": partial(double, part),
     }
-    part.forward = policy[kind]  # type: ignore[assignment]  # what is tested
+    part.forward = of_kinds[kind]  # type: ignore[assignment]  # what is tested
     x = torch.full((1, 3), 1.0 + rank)
     out = part.forward(x)
     torch.testing.assert_close(out, 2 * nn.functional.linear(x, *expected))
