@@ -140,13 +140,13 @@ def _check_gathered(graph: torch.fx.GraphModule) -> None:
     leaving = set(map(_storage, _fakes(outputs)))
     again = False
     for node in _unshards(nodes):
-        storage = _storage(node.meta["example_value"])
+        storage, gathered = _storage(node.meta["example_value"]), node.meta.pop(_FLAT, None)  # the graph outlives units
         if _READ_AT in node.meta and (storage in written or storage in leaving):
             code, instruction = node.meta[_READ_AT]
             _READ_EAGERLY.setdefault(code, set()).add(instruction)
             again = True
-        elif _READ_AT not in node.meta and storage in written:
-            unit, flat = node.meta[_FLAT]
+        elif gathered is not None and storage in written:
+            unit, flat = gathered
             index = bisect_right(flat.layout.offsets, written[storage]) - 1
             unit.written, again = flat.names[index], True
     if again:
