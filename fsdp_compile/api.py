@@ -6,7 +6,7 @@ All but the first is in construct/. See Note [Nothing is changed on refusal] in 
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
 
@@ -40,10 +40,13 @@ from fsdp_compile.construct.arguments import (
 )
 from fsdp_compile.construct.prepare import check_other_dimensions, prepare_units
 from fsdp_compile.construct.units import check_module, connect, group_of, join_divided, make_unit
+from fsdp_compile.construct.wires import WireArgument, chosen_wires, set_wires
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units, collect_ignored
 from fsdp_compile.core.ops import call_before_tracing
 from fsdp_compile.core.settings import InitFn, PlacementFn, Settings, full_precision_in_eval, warn_caller
+from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.eager.accumulate import Accumulation, check_optimizers
+from fsdp_compile.eager.error_feedback import use_error_feedback
 from fsdp_compile.eager.prefetch import Prefetch
 from fsdp_compile.eager.runtime import Runtime
 from fsdp_compile.edits.own_writes import OwnWrites
@@ -112,6 +115,8 @@ def fully_shard(
     limit_all_gathers: bool = True,
     reduction_order: Literal["any", "tree"] = "any",
     find_unused_parameters: bool | None = None,
+    wire: WireArgument = None,
+    allow: Mapping[str, Sequence[str]] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
@@ -187,6 +192,12 @@ def fully_shard(
             all-reduce of a byte for each, so that `.grad` stays None where no rank has. None: after the first two, and
             then only if a rank had left some out; one that first does so later gets zeros, and a warning. False: never;
             unused parameters of a unit in use get zeros. The setting of the outermost call is in force.
+        wire: the format in which ranks send parameters and gradients, to send fewer bytes: "bf16", "fp8" or "int8", or
+            a `Wire`, which may choose one for gathers and one for reduces. A mapping has choices by patterns of
+            parameter names (the first that fits), a function returns one for each name; None: in full. Parameters of a
+            unit that are sent in different ways are flat parameters of their own. With "auto" the plan of a compiled
+            step chooses: see docs/wire.md.
+        allow: among which formats "auto" may choose: {"gather": [...], "reduce": [...]}, by default "bf16" for both.
         mp_policy: FSDP2's name of `mixed_precision`. Inputs of every unit are cast to `param_dtype`, unless
             `cast_forward_inputs` is False; floating outputs of `module` are cast to `output_dtype`, if it is given.
         offload_policy: FSDP2's name of `cpu_offload`; a `CPUOffloadPolicy` offloads.
@@ -249,22 +260,20 @@ def fully_shard(
         sync_module_states=sync_module_states,
         shard_placement_fn=shard_placement_fn,
     )
-    policy = None if is_list else auto_wrap_policy
-    chosen = choose_units(model, policy, ignored, precision)
+    chosen = choose_units(model, None if is_list else auto_wrap_policy, ignored, precision)
     prepared_units = prepare_units(model, chosen, settings, ignored)
     check_other_dimensions(prepared_units, beside)
+    wires = chosen_wires(wire, allow, prepared_units)
     # No argument is refused from here on, and modules change: Note [Nothing is changed on refusal].
     join_divided(model, FSDPModule)
+    set_wires(wires)
     for prepared in prepared_units:
         make_unit(model, prepared, ignored, FSDPModule)
-    casts_buffers = precision.buffer_dtype is not None  # joining units again would lose their digits
-    is_divided = auto_wrap_policy == "auto" and len(prepared_units) > 1 and not casts_buffers
+    # Joining units again would lose digits of buffers that are cast.
+    is_divided = auto_wrap_policy == "auto" and len(prepared_units) > 1 and precision.buffer_dtype is None
     connect(model, ignored, Runtime(settings, is_divided, LISTENERS), HasShardedParameters)
-    call_before_tracing(_install_passes)
-    watch_optimizers()
-    check_optimizers()
-    step_on_flat_shards()  # behind these: it gives the step a closure
-    _warn_of_untested_torch()
+    use_error_feedback(units_gathered_below(model))
+    _prepare_process()
     return list(modules) if is_list else model
 
 
@@ -376,6 +385,14 @@ def _check_environment() -> None:
             checked(config)
     except ValueError as error:
         raise ValueError(f"variables FSDP_COMPILE_* of the environment: {error}") from None
+
+
+def _prepare_process() -> None:
+    call_before_tracing(_install_passes)
+    watch_optimizers()
+    check_optimizers()
+    step_on_flat_shards()  # behind these: it gives the step a closure
+    _warn_of_untested_torch()
 
 
 @functools.cache

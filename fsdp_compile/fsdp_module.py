@@ -1,7 +1,7 @@
 """`FSDPModule`: what a sharded module can do beside what its own class does."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from types import MethodType
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile.comm.groups import separate_group
+from fsdp_compile.comm.hops import NamedGroup
 from fsdp_compile.core._torch import set_state_of_fully_shard
-from fsdp_compile.core.ops import NamedGroup
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharding import (
     ModuleSharding,
@@ -31,6 +31,7 @@ from fsdp_compile.core.unit import Unit, check_idle
 from fsdp_compile.eager.accumulate import check_reduced, settle
 from fsdp_compile.eager.casting import cast_buffers, computes_in_full_precision
 from fsdp_compile.eager.communication_hooks import compresses, reduce_by
+from fsdp_compile.eager.error_feedback import load_residuals, state_of_residuals
 from fsdp_compile.eager.forward import (
     CheckParams,
     compiled_forward,
@@ -314,11 +315,16 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module, torch.distributed
 
         Raises:
             AssertionError: this module is not the root, or a hook is registered already.
-            ValueError: `hook` is not callable, or reductions have an order, `reduction_order="tree"`.
+            ValueError: `hook` is not callable, reductions have an order, `reduction_order="tree"`, or a wire.
         """
         _check_root(self, "register_comm_hook", AssertionError)
         units = units_gathered_below(self)
         _check_any_order(units, "register_comm_hook")
+        for flat in (flat for unit in units for flat in unit.flats if flat.wire is not None and flat.wire.reduce):
+            raise ValueError(
+                f"register_comm_hook: the gradient of parameter {flat.names[0]} is sent as {flat.wire}, and a hook "
+                f"would send it in its own way; shard the model without a wire for reduces"
+            )
         for unit in units:
             if unit.comm_hook is not None:
                 name = getattr(unit.comm_hook[1], "__qualname__", repr(unit.comm_hook[1]))
@@ -327,6 +333,26 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module, torch.distributed
             raise ValueError(f"hook must be callable, not a {type(hook).__name__}; pass (state, hook), in this order")
         for unit in units:
             unit.set_comm_hook((state, hook), reduce_by, compresses(hook))
+
+    def error_feedback(self) -> dict[str, Tensor]:
+        """What rounding has taken from this rank's gradients so far, by parameter: float32, in the parameters' shapes.
+
+        Of a model with `Wire(..., error_feedback=True)`, from the first reduce on. Save it as a `checkpoint.PerRank`.
+        """
+        return state_of_residuals(units_gathered_below(self))
+
+    def load_error_feedback(self, states: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor] | None]) -> None:
+        """Go on with what `error_feedback` has returned on this rank, or with a list of it for each rank that saved.
+
+        With as many ranks as saved each has its own again, bit for bit. With another number, which needs the list, as
+        `checkpoint.PerRank.of_ranks` has it, the mean over ranks stays what it was. What does not fit the parameters is
+        dropped, with a warning.
+        """
+        units = units_gathered_below(self)
+        if isinstance(states, Mapping):
+            ranks = max((unit.data_parallel_size for unit in units), default=1)
+            states = [states] * ranks
+        load_residuals(units, states)
 
     # The `set_*` methods have FSDP2's names and meanings. Most are about the module's own units; with `recurse` also
     # about those of sharded modules below. What changes how gradients are reduced holds in compiled steps too: graphs

@@ -42,6 +42,7 @@ from torch.optim import Optimizer
 
 from fsdp_compile.comm.collectives import broadcast, broadcast_object, is_first
 from fsdp_compile.comm.groups import Groups, check_ranks_of_tree, divide, place, separate_group
+from fsdp_compile.comm.hops import NamedGroup
 from fsdp_compile.comm.membership import (
     Generation,
     Membership,
@@ -49,7 +50,6 @@ from fsdp_compile.comm.membership import (
     mark_replica_lost,
     store_of_generation,
 )
-from fsdp_compile.core.ops import NamedGroup
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.fsdp_module import FSDPModule

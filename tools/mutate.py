@@ -110,6 +110,7 @@ NEAREST = {
 _JOINT, _POST = "passes/joint", "passes/post_grad"
 BROKEN = {
     "insert_collectives": (f"{_JOINT}/insert_collectives.py", "in reversed(spec.groups):", "in spec.groups:"),
+    "choose_wires": (f"{_JOINT}/choose_wires.py", "_set(starts, chosen[slot])", '_set(starts, "")'),
     "smallest_gather": (f"{_JOINT}/smallest_gather.py", "capacity=size * len(values.values) + order", "capacity=order"),
     "keep_where_forward_ends": (f"{_JOINT}/reshard.py", "tagged_as in roots:", "tagged_as not in roots:"),
     "choose_activations": (f"{_JOINT}/choose_memory.py", "set_policy(self.stored, CheckpointPolicy.MUST_SAVE)", "pass"),
@@ -128,6 +129,11 @@ BROKEN = {
     "place_updates": (f"{_POST}/order.py", "if last > update:", "if last < update:"),
     "name_prefetched": (f"{_POST}/order.py", ".arrives is not None]", ".arrives is None]"),
     "record_times": (f"{_POST}/plan_pass.py", "record(stretch, 2 * index + 1)", "record(stretch, 2 * index)"),
+    "send_messages": (
+        f"{_POST}/messages.py",
+        "return encode(padded.view(ranks, numel)",
+        "return encode(padded.view(numel, ranks)",
+    ),
     "coalesce_launches": (
         f"{_POST}/lower_collectives.py",
         "            start.replace_all_uses_with(result)\n            graph.erase_node(start)\n",

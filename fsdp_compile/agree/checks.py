@@ -176,6 +176,7 @@ def _lines(units: dict[Unit, str], group: dist.ProcessGroup) -> Iterator[str]:
                 f"{path}: {flat.layout.numel} elements with padding, {_name(flat.shard.dtype)} gathered as "
                 f"{_name(unit.compute_dtype(flat))}, "
                 + (f"reduced as {_name(unit.reduce_dtype(flat))}" if flat.trains else "not trained")
+                + (f", sent as {flat.wire}" if flat.wire is not None else "")
             )
             for name, shape in zip(flat.layout.names, flat.full_shapes, strict=True):
                 yield f"{path}: {name} {shape}"

@@ -23,11 +23,12 @@ from fsdp_compile.agree.checks import groups_of, timeout_of_checks
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists, follow
+from fsdp_compile.comm.hops import NamedGroup
 from fsdp_compile.comm.waits import state_of
 from fsdp_compile.core.backward_pass import BackwardPass, running_backward
 from fsdp_compile.core.flat_collectives import all_gather_flat, dividing, start_average
 from fsdp_compile.core.flat_param import flat_param_at
-from fsdp_compile.core.ops import NamedGroup, UnshardSpec
+from fsdp_compile.core.ops import UnshardSpec
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fsdp_compile.comm.collectives import Filling, note_wait, profiled, start_all_gather, start_exchange
+from fsdp_compile.comm.hops import NamedGroup, Waitable, start_gather
 
 # Note [Where a prefetched buffer is taken]
 # An operator's body and the code that Inductor generates have the stored shard, as a tensor, and the group's name, and
@@ -57,7 +58,7 @@ class PrefetchedGather:
     """An all-gather of the stored `shard`, 1-D `[n]`, cast to `dtype`, whose result nothing has read yet.
 
     Args:
-        groups: names and sizes of the one or two groups that it goes through, in order.
+        groups: the one or two hops that it goes through, in order.
 
     Attributes:
         key: what it is looked up by.
@@ -65,11 +66,11 @@ class PrefetchedGather:
         is_taken: whether a forward has taken the result.
     """
 
-    def __init__(self, shard: Tensor, dtype: torch.dtype, groups: Sequence[tuple[str, int]]) -> None:
-        ((group, size), *self._later), self.dtype = groups, dtype
-        self.key = key_of(shard, group)
-        full = shard.new_empty(shard.numel() * size, dtype=dtype)
-        self._filling: Filling | None = start_all_gather(full, shard, group)
+    def __init__(self, shard: Tensor, dtype: torch.dtype, groups: Sequence[NamedGroup]) -> None:
+        (group, *self._later), self.dtype = groups, dtype
+        self.key = key_of(shard, group.name)
+        full = shard.new_empty(shard.numel() * group.size, dtype=dtype)
+        self._filling: Waitable | None = start_gather(full, shard, group)
         self.then: PrefetchedGather | None = None
         self.is_taken = False
 
@@ -80,7 +81,7 @@ class PrefetchedGather:
             self._filling = Filling(self._filling.full, ())
             self.then, self._later = PrefetchedGather(self._filling.full, self.dtype, self._later), []
 
-    def take(self) -> Filling:
+    def take(self) -> Waitable:
         """What is being filled; this object no longer refers to its memory."""
         assert self._filling is not None
         filling, self._filling, self.is_taken = self._filling, None, True
@@ -111,7 +112,7 @@ class Offer:
         self.asked: dict[Key, torch.dtype] = {}
         self.planned: set[int] | None = None
 
-    def take(self, shard: Tensor, dtype: torch.dtype, group: str) -> Filling | None:
+    def take(self, shard: Tensor, dtype: torch.dtype, group: str) -> Waitable | None:
         """The all-gather of `shard` if it may be taken."""
         key = key_of(shard, group)
         self.asked[key] = dtype
@@ -137,7 +138,7 @@ def offered(gathers: Mapping[PrefetchedGather, Callable[[], bool]]) -> Iterator[
         _offer.reset(token)
 
 
-def take(shard: Tensor, dtype: torch.dtype, group: str) -> Filling | None:
+def take(shard: Tensor, dtype: torch.dtype, group: str) -> Waitable | None:
     """Return the prefetched all-gather of the stored `shard` in `dtype`, or None. Call before starting one."""
     offer = _offer.get()
     return None if offer is None else offer.take(shard, dtype, group)
@@ -158,7 +159,7 @@ class DirectCollectives:
     """
 
     def __init__(self) -> None:
-        self._in_flight: dict[int, Filling] = {}
+        self._in_flight: dict[int, Waitable] = {}
 
     @property
     def at_start(self) -> "DirectCollectives":

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_compile.comm import collectives
+from fsdp_compile.comm import hops
 from fsdp_compile.comm.direct import take
-from fsdp_compile.core.ops import NamedGroup
+from fsdp_compile.comm.hops import NamedGroup
 
 
 def all_gather_flat(shard: Tensor, groups: Sequence[NamedGroup], dtype: torch.dtype | None = None) -> Tensor:
@@ -24,7 +24,7 @@ def all_gather_flat(shard: Tensor, groups: Sequence[NamedGroup], dtype: torch.dt
     for group in groups:
         prefetched = take(shard, dtype, group.name)
         if prefetched is None:
-            shard = collectives.all_gather(shard.to(dtype), group.size, group.name)
+            shard = hops.gather(shard.to(dtype), group)
         else:
             prefetched.wait()
             shard = prefetched.full
@@ -66,7 +66,7 @@ def start_average(
         mean, wait = packed, lambda: None
         for group in groups:
             if group.size > 1:
-                wait = collectives.start_all_reduce(packed, group.name, how.op).wait
+                wait = hops.start_all_reduce(packed, group, how.op)
     waits: list[Callable[[], None]] = []
 
     def start_over_replicas() -> bool:
@@ -74,10 +74,7 @@ def start_average(
         wait()
         goes_on = before_replicas is None or before_replicas(mean)
         if goes_on and replicas is not None:
-            if how.op == "tree":
-                waits.append(collectives.start_all_reduce_by_tree(mean, replicas.size, replicas.name))
-            else:
-                waits.append(collectives.start_all_reduce(mean, replicas.name, how.op).wait)
+            waits.append(hops.start_all_reduce(mean, replicas, how.op))
         return goes_on
 
     started = start_over_replicas() if at_once and replicas is not None else None
@@ -98,17 +95,17 @@ def _start_reduce_scatter(
 ) -> tuple[Tensor, Callable[[], None]]:
     """The second of two stages follows when the first is waited for: `at_once`, or when the mean is completed."""
     *peers, last = groups
-    part, wait = collectives.start_reduce_scatter(packed, last.size, last.name, op)
+    part, wait = hops.start_reduce_scatter(packed, last, op)
     if not peers:
         return part, wait
     if at_once:
         wait()
-        return collectives.start_reduce_scatter(part, peers[0].size, peers[0].name, op)
+        return hops.start_reduce_scatter(part, peers[0], op)
     reduced = part.new_empty(part.numel() // peers[0].size)
 
     def finish() -> None:
         wait()
-        reduced.copy_(collectives.reduce_scatter(part, peers[0].size, peers[0].name, op))
+        reduced.copy_(hops.reduce_scatter(part, peers[0], op))
 
     return reduced, finish
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fsdp_compile.comm.hops import wire_of
 from fsdp_compile.core._torch import (
     concatenate_flattened,
     keep_size_static,
@@ -67,6 +68,7 @@ class FlatParam:
         self.layout = layout = lay_out(shapes, ranks.size if is_sharded else 1, ranks.same_bits)
         self.params = [param for _, param in params]
         self.is_inner = is_inner(self.params[0])  # inner tensors of subclasses, which nothing casts
+        self.wire = wire_of(self.params[0])
         self.specs: tuple[ShardSpec, ...] = ()  # for each parameter how it is sharded; empty if it is not
         self.rank = rank = 0  # which slice is this rank's
         if is_sharded:
@@ -269,10 +271,10 @@ class FlatParam:
 
 
 def group_by_dtype(params: NamedParams) -> list[list[tuple[str, nn.Parameter]]]:
-    """Parameters of one dtype and `requires_grad` together, in order of first appearance; inner tensors apart."""
+    """Parameters of one dtype, `requires_grad` and wire together, in order of first appearance; inner tensors apart."""
     kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
     for name, param in params:
-        kinds.setdefault((param.dtype, param.requires_grad, is_inner(param)), []).append((name, param))
+        kinds.setdefault((param.dtype, param.requires_grad, is_inner(param), wire_of(param)), []).append((name, param))
     return list(kinds.values())
 
 

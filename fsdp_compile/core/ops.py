@@ -41,16 +41,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any, NamedTuple
-from urllib.parse import quote, unquote
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from fsdp_compile.comm.collectives import add_in_pairs
-from fsdp_compile.comm.groups import shared_name
+from fsdp_compile.comm.hops import NamedGroup, parse_hops, print_hops
 from fsdp_compile.core._torch import inductor_settings, without_dispatch_modes
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.traced_writes import note_gathered
@@ -290,18 +288,6 @@ def _first(grads: list[Tensor | None]) -> Tensor:
 # With shards in this order each stage concatenates what it gathers: nothing is moved, and no rank appears in a graph.
 
 
-class NamedGroup(NamedTuple):
-    """A process group by its shared name, equal on all ranks (comm/groups.py, Note [Names of groups])."""
-
-    name: str
-    size: int
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> "NamedGroup":
-        """The name and the size of `group`."""
-        return cls(shared_name(group), group.size())
-
-
 # Note [One string describes an unshard]
 # A traced graph must be the same program on every rank, Dynamo must guard on as little as possible at every call, and
 # AOTAutograd must be able to cache the graph. A string constant meets all three: it is compared once per flat
@@ -340,13 +326,13 @@ class UnshardSpec:
     def text(self) -> str:
         """The specification as a constant for compilers; `parse` reads it back.
 
-        Grammar: the layout's text, `groups=name:size[,name:size]`, `reshard=True|False|None`, and where they are not
-        the default `replicas=name:size`, `compute=dtype`, `reduce=dtype`, `order=tree`, `divisor=number`, `root=True`,
-        `update=True` and `part=True`; separated by blanks.
+        Grammar: the layout's text, `groups=` and one or two hops (comm/hops.py), `reshard=True|False|None`, and where
+        they are not the default `replicas=` and a hop, `compute=dtype`, `reduce=dtype`, `order=tree`, `divisor=number`,
+        `root=True`, `update=True` and `part=True`; separated by blanks.
         """
-        fields = [self.layout.text, f"groups={_print(self.groups)}", f"reshard={self.reshard_after_forward}"]
+        fields = [self.layout.text, f"groups={print_hops(self.groups)}", f"reshard={self.reshard_after_forward}"]
         if self.replicas is not None:
-            fields.append(f"replicas={_print([self.replicas])}")
+            fields.append(f"replicas={print_hops([self.replicas])}")
         for name, dtype in (("compute", self.compute_dtype), ("reduce", self.reduce_dtype)):
             if dtype is not None:
                 fields.append(f"{name}={str(dtype).removeprefix('torch.')}")
@@ -366,10 +352,10 @@ class UnshardSpec:
                 f"reshard=True|False|None [replicas=NAME:SIZE] [compute=DTYPE] [reduce=DTYPE] [order=tree] "
                 f"[divisor=NUMBER] [root=True] [update=True] [part=True]"
             )
-        replicas = _parse(fields.get("replicas", ""))
+        replicas = parse_hops(fields.get("replicas", ""))
         return UnshardSpec(
             FlatParamLayout.parse(layout),
-            _parse(fields["groups"]),
+            parse_hops(fields["groups"]),
             {"True": True, "False": False, "None": None}[fields["reshard"]],
             replicas[0] if replicas else None,
             getattr(torch, fields["compute"]) if "compute" in fields else None,
@@ -384,15 +370,6 @@ class UnshardSpec:
 
 _FIELDS = {"groups", "reshard", "replicas", "compute", "reduce", "order", "divisor", "root", "update", "part"}
 OF_ROOT, UPDATES = " root=True", " update=True"  # the end of a specification with `of_root`, `updates`
-
-
-def _print(groups: Sequence[NamedGroup]) -> str:
-    return ",".join(f"{quote(group.name, safe='')}:{group.size}" for group in groups)
-
-
-def _parse(text: str) -> tuple[NamedGroup, ...]:
-    pairs = (group.split(":") for group in text.split(",") if group)
-    return tuple(NamedGroup(unquote(name), int(size)) for name, size in pairs)
 
 
 def shard_order(groups: Sequence[NamedGroup]) -> tuple[int, ...]:

@@ -26,12 +26,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictSettings
 
 from fsdp_compile.comm.groups import Stages
+from fsdp_compile.comm.hops import NamedGroup, hops_of
 from fsdp_compile.core._torch import while_tracing, without_torch_function
 from fsdp_compile.core.autograd import GradientReduction
 from fsdp_compile.core.backward_pass import BackwardPass, running_backward
 from fsdp_compile.core.flat_param import FlatParam, NamedParams
 from fsdp_compile.core.layout import ShardRecord
-from fsdp_compile.core.ops import OF_ROOT, UNSHARD, UPDATES, VIEWS, NamedGroup, UnshardSpec, shard_order
+from fsdp_compile.core.ops import OF_ROOT, UNSHARD, UPDATES, VIEWS, UnshardSpec, shard_order
 from fsdp_compile.core.settings import Settings
 from fsdp_compile.core.traced_writes import check_finished_graph
 from fsdp_compile.tensors.shard_spec import ShardRanks, ShardSpec
@@ -245,18 +246,19 @@ class Unit:
         self.update_dtypes()
         self.link_params()
 
-    def _spec(
-        self, flat: FlatParam, compute: torch.dtype, reduce: torch.dtype, divisor: float | None
-    ) -> tuple[str, str]:
+    def _spec(self, flat: FlatParam, full_precision: bool) -> tuple[str, str]:
+        """As constants for compilers; read outside of the unit's forward it is in full precision, and the mean."""
+        stages, replicas = hops_of(flat.wire, self.stages, self.replica_group, full_precision)
+        compute, reduce = self.compute_dtype(flat, full_precision), self.sent_dtype(flat, full_precision)
         spec = UnshardSpec(
             flat.layout,
-            self.stages,
+            stages,
             reshard_after_forward=self.reshard_after_forward,
-            replicas=self.replica_group,
+            replicas=replicas,
             compute_dtype=compute if compute != flat.shard.dtype else None,
             reduce_dtype=reduce if reduce != compute else None,
             same_bits=self.settings.same_bits,
-            divisor=divisor,
+            divisor=None if full_precision else self.divisor,
         )
         return spec.text, flat.layout.text
 
@@ -384,7 +386,7 @@ class Unit:
 
     def _take_groups(self, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None, stages: Stages | None) -> None:
         self.group, self.replicas = group, replicas  # the latter of hybrid sharding, else None
-        self.group_name, self.group_size = NamedGroup.of(group)
+        self.group_name, self.group_size, *_ = NamedGroup.of(group)
         self.replica_group = None if replicas is None else NamedGroup.of(replicas)
         self.stages = tuple(map(NamedGroup.of, stages or (group,)))  # that all-gathers go through, in order
 
@@ -554,16 +556,12 @@ class Unit:
 
     def update_dtypes(self) -> None:
         """Update what follows from the dtypes of shards and gradients, `reshard_after_forward` and `divisor`."""
-        self._traced = [
-            self._spec(flat, self.compute_dtype(flat), self.sent_dtype(flat), self.divisor) for flat in self.flats
-        ]
+        self._traced = [self._spec(flat, full_precision=False) for flat in self.flats]
         unsharded = [replace(flat.layout, world_size=1) for flat in self.flats]  # nothing is left to gather
         reshards, is_part = self.reshard_after_forward is not False, len(unsharded) > 1
         specs = [UnshardSpec(layout, (), reshards, is_part=is_part) for layout in unsharded]
         self._gathered = [(spec.text, spec.layout.text) for spec in specs]
-        self._traced_in_full_precision = [  # read outside of the unit's forward: the mean, as of eager reads
-            self._spec(flat, flat.shard.dtype, flat.shard.dtype, None) for flat in self.flats
-        ]
+        self._traced_in_full_precision = [self._spec(flat, full_precision=True) for flat in self.flats]
         if self.settings.precision.keep_low_precision_grads:
             for flat in self.flats:
                 flat.reduction.grad_dtype = self.reduce_dtype(flat)

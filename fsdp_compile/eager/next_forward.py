@@ -32,6 +32,7 @@ import torch.distributed as dist
 from fsdp_compile.comm import collectives, direct
 from fsdp_compile.comm.direct import PrefetchedGather
 from fsdp_compile.comm.groups import host_group
+from fsdp_compile.comm.hops import hops_of
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.unit import Unit, VersionCounters
 
@@ -86,7 +87,7 @@ class NextForward:
             if dtype is None or host_group(unit.group, may_make=False) is None:
                 continue
             if unit.is_sharded and unit.device == flat.shard.device:
-                gather = PrefetchedGather(flat.shard, dtype, unit.stages)
+                gather = PrefetchedGather(flat.shard, dtype, hops_of(flat.wire, unit.stages)[0])
                 self._started.append(_Started(unit, weakref.ref(unit.group), unit.version_counters(), gather))
 
     def start_next_stages(self) -> None:

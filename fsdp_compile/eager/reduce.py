@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fsdp_compile.comm.collectives import waiting_for
+from fsdp_compile.comm.hops import hops_of
 from fsdp_compile.core.autograd import check_first_order
 from fsdp_compile.core.backward_pass import at_end_of_backward
 from fsdp_compile.core.flat_collectives import dividing, start_average
@@ -225,8 +226,9 @@ def _start_reduce(
     unit: Unit, flat: FlatParam, packed: Tensor, at_once: bool = False
 ) -> tuple[Tensor, Callable[[], None]]:
     """Start to average `packed`; return where the average will be, and what waits for it (`start_average`)."""
-    replicas, options = unit.replica_group, unit.options
-    same_bits = unit.settings.same_bits
+    options, same_bits = unit.options, unit.settings.same_bits
+    groups = options.reduce_groups or unit.stages
+    groups, replicas = hops_of(flat.wire, groups, unit.replica_group, flat.reduction.full_precision)
     how = dividing(packed.dtype, unit.divisor, same_bits)
     sums_wait = replicas is not None and options.has_deferred
     before_replicas = partial(_add_deferred, weakref.ref(flat), options.all_reduces) if sums_wait else None
@@ -234,7 +236,6 @@ def _start_reduce(
     if unit.comm_hook is not None and unit.reduce_by is not None:
         reduced = unit.reduce_by(unit, flat, *unit.comm_hook, packed)
         return start(reduced, (), False, replicas, None, before_replicas)  # over replicas (E-HOOK-7)
-    groups = options.reduce_groups or unit.stages
     return start(packed, groups, unit.is_sharded, replicas, how, before_replicas)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from fsdp_compile.comm import collectives
+from fsdp_compile.comm import collectives, hops
 from fsdp_compile.comm.direct import take
 from fsdp_compile.core._torch import set_version_counters
 from fsdp_compile.core.flat_param import FlatParam
@@ -176,8 +176,10 @@ class UnshardedBuffer:
     Note [Freeing buffers that autograd has saved].
     """
 
-    def __init__(self, unit: Unit, flat: FlatParam, dtype: torch.dtype) -> None:
+    def __init__(self, unit: Unit, flat: FlatParam, full_precision: bool) -> None:
         self.unit, self.flat = unit, flat
+        dtype = unit.compute_dtype(flat, full_precision)
+        self._hops, _ = hops.hops_of(flat.wire, unit.stages, full_precision=full_precision)
         self.is_sharded = unit.is_sharded
         self.is_shard = not self.is_sharded and dtype == flat.shard.dtype and unit.device == flat.shard.device
         self.full = (
@@ -190,7 +192,7 @@ class UnshardedBuffer:
         self._shared: Tensor | None = None  # the tensor whose version counter plain views share, once there are any
         self._others: list[weakref.ref[Tensor]] = []  # views with counters of their own
         self._refuses_reads = False
-        self._gather: collectives.Filling | None = None
+        self._gather: hops.Waitable | None = None
 
     def start(self) -> None:
         """Begin to fill it from the shards."""
@@ -204,8 +206,8 @@ class UnshardedBuffer:
             self.filling = True
             return
         stored = sent = self.flat.shard
-        *first, last = self.unit.stages
-        for group in self.unit.stages if first and self.slice is None else (last,):
+        *first, last = self._hops
+        for group in self._hops if first and self.slice is None else (last,):
             full = self.full
             if group is not last:
                 full = self.slice = self.full.new_empty(self.full.numel() // last.size)
@@ -213,7 +215,7 @@ class UnshardedBuffer:
                 sent = self.slice
             self._gather = take(sent, full.dtype, group.name)  # Note [Where a prefetched buffer is taken]
             if self._gather is None:
-                self._gather = collectives.start_all_gather(full, self._shard() if sent is stored else sent, group.name)
+                self._gather = hops.start_gather(full, self._shard() if sent is stored else sent, group)
             else:
                 full.set_(self._gather.full.untyped_storage(), 0, full.shape, (1,))
             if full is not self.full:

@@ -197,9 +197,7 @@ class UnshardedUnit:
             return
         self.streams.limit()
         with torch.no_grad(), self.streams.unsharding(), collectives.profiled("all_gather", unit.path):
-            self.buffers = [
-                UnshardedBuffer(unit, flat, unit.compute_dtype(flat, full_precision)) for flat in unit.flats
-            ]
+            self.buffers = [UnshardedBuffer(unit, flat, full_precision) for flat in unit.flats]
             for buffer in self.buffers:
                 buffer.start()
 

@@ -183,8 +183,8 @@ def choices_of(model: nn.Module, inputs: Sequence[object], config: CompileConfig
         found.append(_Read(choices, setting, flops, costs.levels if costs else ("network", "network")))
         raise _GraphRead
 
-    insert = next(each for each in PASSES if each.name == "insert_collectives")
-    backend = partial(compile_with, passes=(insert, Pass("read_graph", "joint", read_graph)), config=config)
+    before = tuple(each for each in PASSES if each.name in ("insert_collectives", "choose_wires"))
+    backend = partial(compile_with, passes=(*before, Pass("read_graph", "joint", read_graph)), config=config)
     reset_dynamo()
     try:
         torch.compile(model, backend=backend, fullgraph=True)(*inputs)

@@ -59,6 +59,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor import custom_graph_pass
 from torch._inductor import ir as _ir
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.exc import InductorError
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
@@ -89,6 +90,7 @@ __all__ = [
     "preserve_node_ordering",
     "register_lowering",
     "reset_dynamo",
+    "select_decomp_table",
     "tree_leaves",
     "without_dispatch_modes",
 ]

@@ -34,15 +34,19 @@ from fsdp_compile.passes.graph.costs import hardware_at
 from fsdp_compile.passes.graph.nodes import is_ours
 from fsdp_compile.passes.hooks import CORE_PASSES, OURS, CompileNotice, OtherShardings, Refused, pipelines
 from fsdp_compile.passes.joint.choose_memory import choose_activations
+from fsdp_compile.passes.joint.choose_wires import choose_wires
 from fsdp_compile.passes.joint.smallest_gather import smallest_gather
 from fsdp_compile.passes.measure import NoLink, NotMeasured, measured_link, measured_speed
 from fsdp_compile.passes.pipeline import Pass, check_passes, enabled, log, placed
 from fsdp_compile.passes.post_grad.foreign import Sent, communicated, reshard_after_forward, tag_collectives
+from fsdp_compile.passes.post_grad.messages import send_messages
 from fsdp_compile.passes.post_grad.plan_pass import plans_in_file
 
 EXTRA_PASSES = (
+    Pass("choose_wires", "joint", choose_wires, needs=("insert_collectives",), after="insert_collectives"),
     Pass("smallest_gather", "joint", smallest_gather, needs=("insert_collectives",), after="insert_collectives"),
     Pass("choose_activations", "joint", choose_activations, after="keep_where_forward_ends"),
+    Pass("send_messages", "post_grad", send_messages, after="record_times"),
 )
 PASSES = placed(CORE_PASSES, EXTRA_PASSES)
 """What is done to a graph, in order, which docs/compiling.md explains."""

@@ -34,6 +34,7 @@ def test_passes_are_printed_with_their_names(graphs: dict[str, str]) -> None:
         "\n".join(graphs),
         """\
 joint after insert_collectives
+joint after choose_wires
 joint after smallest_gather
 joint after keep_where_forward_ends
 joint after choose_activations
@@ -52,6 +53,7 @@ forward after check_order
 forward after place_updates
 forward after name_prefetched
 forward after record_times
+forward after send_messages
 forward after coalesce_launches
 forward after reduce_scatter_by_all_to_all
 forward after all_gather_into_buffer
@@ -72,6 +74,7 @@ backward after check_order
 backward after place_updates
 backward after name_prefetched
 backward after record_times
+backward after send_messages
 backward after coalesce_launches
 backward after reduce_scatter_by_all_to_all
 backward after all_gather_into_buffer

@@ -23,7 +23,7 @@ from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import PACK_GRADS
 from fsdp_compile.passes._torch import is_tangent
 from fsdp_compile.passes.cost.roofline import measured_update
-from fsdp_compile.passes.graph.costs import Costs, size_of
+from fsdp_compile.passes.graph.costs import Costs, message_size, size_of
 from fsdp_compile.passes.graph.lifetimes import Lifetime, lifetimes, live_bytes
 from fsdp_compile.passes.graph.nodes import (
     CAST,
@@ -366,14 +366,15 @@ def _unit(
     before = [node for node in prologue if node.target in STARTS]
     further = [node for node in (*reduce.wait, *reduce.end) if node.target in STARTS] if reduce else []
     nodes = [*gather.first, *gather.start] if gather else []
+    held = [node for node in nodes if node.target is not WAIT and not is_view(node)]
     sent = [*before, *(node for node in nodes if node.target in STARTS)]
     reshards = tag_of(gather.start[-1]).reshard if gather else True
     return UnitCost(
         name,
         gather=sum(map(costs.collective, sent)) + len(before) * costs.latency if costs and gather else 0.0,
         reduce=costs.collective(reduce.start[-1]) if costs and reduce else 0.0,
-        gathered=sum(size_of(node) for node in nodes if node.target is not WAIT and not is_view(node)),
-        packed=size_of(reduce.start[-1].all_input_nodes[0]) if reduce else 0,
+        gathered=sum(size_of(node) + message_size(node) for node in held),
+        packed=size_of(reduce.start[-1].all_input_nodes[0]) + 2 * message_size(reduce.start[-1]) if reduce else 0,
         replicate=sum(map(costs.collective, further)) if costs else 0.0,
         keep_unsharded=None if reshards is None else not reshards,
         module=(tag_of(gather.start[-1]).path or "root") if gather else "",
@@ -387,10 +388,10 @@ def stored_shard(gather: Gather) -> fx.Node | None:
     Such a gather may be started before the graph runs (eager/next_forward.py).
     """
     moved = [node for node in (*gather.first, *gather.start) if node.target not in (*STARTS, WAIT)]
-    (*others, _), sources = gather.starts, {source for source in gather.inputs if source.op == "placeholder"}
-    if others or len(sources) != 1 or any((tag := get_tag(node)) is None or tag.kind != "cast" for node in moved):
-        return None
-    return sources.pop()
+    (*others, last), sources = gather.starts, {source for source in gather.inputs if source.op == "placeholder"}
+    is_message = bool(tag_of(last).wire)
+    is_cast = all((tag := get_tag(node)) is not None and tag.kind == "cast" for node in moved)
+    return sources.pop() if len(sources) == 1 and is_cast and not others and not is_message else None
 
 
 # --- what is alive ----------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from torch import Tensor, fx
 
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, GROUP_ARGUMENT
+from fsdp_compile.comm.formats import FORMATS, ratio
 from fsdp_compile.comm.groups import shared_name
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes._torch import largest_size, size_hint, tree_leaves
@@ -41,12 +42,14 @@ from fsdp_compile.passes.cost.roofline import (
 from fsdp_compile.passes.graph.nodes import (
     aten,
     flop_formula,
+    get_tag,
     is_loop,
     is_passed_on,
     is_scalar,
     packet_of,
     source_of,
     stays_in_loops,
+    tag_of,
     tagged,
     value_readers,
 )
@@ -284,12 +287,14 @@ def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
     latency = min(launch_seconds(group.size(), used) for group, used in groups.items())
 
     def of_collective(start: fx.Node) -> float:
-        group = _group_of(start)
-        if start.target in _ALL_REDUCES:
-            return max(0.0, all_reduce_seconds(size_of(start), group.size(), groups[group]) - latency)
+        group, wire = _group_of(start), tag_of(start).wire
         full = max(size_of(start), size_of(start.args[0]))  # type: ignore[arg-type]  # fx arguments are untyped
+        sent = full * ratio(wire, start.meta["val"].dtype)
+        coding = chain_seconds(full + sent, True, computer) if wire in FORMATS else 0.0
+        if start.target in _ALL_REDUCES:
+            return max(0.0, all_reduce_seconds(sent, group.size(), groups[group]) - latency) + coding
         launch = launch_seconds(group.size(), groups[group])
-        return transfer_seconds(full, group.size(), groups[group]) + launch - latency
+        return transfer_seconds(sent, group.size(), groups[group]) + launch - latency + coding
 
     def level(over_replicas: bool) -> Level:
         those = {_group_of(start) for start in starts if (start.target in _ALL_REDUCES) == over_replicas}
@@ -333,6 +338,12 @@ def relative_costs(graph: fx.Graph) -> Costs:
         return work.flops + flops_per_byte * work.moved_bytes
 
     return Costs(of_node, lambda start: 0.0, memory=False)
+
+
+def message_size(start: fx.Node) -> int:
+    """Bytes that a gather or reduce holds beside what it fills or sends, while it is under way: its messages."""
+    tag, full = get_tag(start), max(map(size_of, (start, *start.all_input_nodes)))
+    return int(full * ratio(tag.wire, start.meta["val"].dtype)) if tag is not None and tag.wire in FORMATS else 0
 
 
 def group_size(start: fx.Node) -> int:

@@ -52,6 +52,7 @@ class Tag:
         launch: which coalesced launch of the plan a gather or reduce belongs to; None: it is launched alone.
         arrives: if the step before launches the gather: seconds into the forward at which it ends, by the plan of the
             whole step; None: the forward launches it itself.
+        wire: in which format a gather or reduce sends values (comm/formats.py); empty: as they are.
     """
 
     kind: Kind
@@ -60,9 +61,10 @@ class Tag:
     reshard: bool | None
     launch: int | None = None
     arrives: float | None = None
+    wire: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.path or 'root'}"
+        return f"{self.kind} {self.path or 'root'} {self.wire}".rstrip()
 
 
 def set_tag(node: fx.Node, tag: Tag) -> None:

@@ -114,11 +114,11 @@ def smallest_gather(context: GraphContext) -> None:
 
 
 def _units(graph: fx.Graph, specs: Mapping[int, UnshardSpec]) -> list[GatheredUnit]:
-    """Find the units whose gathered buffer is read only through views of parameters."""
+    """Find the units whose gathered buffer is read only through views of parameters, and sent as it is."""
     units: list[GatheredUnit] = []
     for start in tagged(graph, "gather"):
         (wait,) = start.users  # of the first of two stages the second all-gather reads it
-        if all(user.target is aten.slice.Tensor for user in wait.users):
+        if all(user.target is aten.slice.Tensor for user in wait.users) and not tag_of(start).wire:
             spec, starts = specs[tag_of(start).unit], (start,)
             if len(spec.groups) > 1:
                 starts = (start.args[0].args[0], start)  # type: ignore[union-attr,assignment]  # fx arguments are untyped

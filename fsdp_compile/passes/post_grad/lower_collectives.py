@@ -105,7 +105,7 @@ def reduce_scatter_by_all_to_all(context: GraphContext) -> None:
         rows.meta = {"val": received.view(ranks, part)}
         reduce.target, reduce.args = collectives.ALL_TO_ALL, (packed, [part] * ranks, [part] * ranks, group)
         reduce.meta["val"] = wait.meta["val"] = received
-        _call_directly(reduce)
+        call_directly(reduce)
 
 
 # --- all-gather into a buffer -----------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def all_gather_into_buffer(context: GraphContext) -> None:
             buffer.meta["val"] = full
             gather.target, gather.kwargs = collectives.ALL_GATHER_INTO, {"out": buffer}
             _mark_sent(graph, gather)
-            _call_directly(gather)
+            call_directly(gather)
 
 
 def _mark_sent(graph: fx.Graph, gather: fx.Node) -> None:
@@ -168,7 +168,7 @@ def _lower_send_as(shard: Any, dtype: torch.dtype) -> Any:
 _DIRECT = {collectives.ALL_GATHER_INTO: "all_gather", collectives.ALL_TO_ALL: "all_to_all"}  # of DirectCollectives
 
 
-def _call_directly(start: fx.Node) -> None:
+def call_directly(start: fx.Node) -> None:
     """Let generated code call the process group for `start`, an all-gather with an `out` or an all-to-all."""
     (wait,) = (user for user in start.users if user.target is collectives.WAIT)
     wait.target, wait.args = WAIT_COLLECTIVE, (start, start.args[0])

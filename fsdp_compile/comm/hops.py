@@ -1,0 +1,237 @@
+"""Hops: the process groups that a gather or a reduce goes through, one after the other, and in which format.
+
+    hop           a group by its name and size; the format in which it carries parameters, and that of gradients
+    Wire          what a user asks for: the formats, and which hops have them
+    start_gather, start_reduce_scatter, start_all_reduce
+                  run a hop; a plain one is a collective, one with a format sends messages (formats.py):
+
+    gather            encode  ->  all-gather                      ->  decode
+    reduce-scatter    encode  ->  all-to-all                      ->  add up in float32
+    all-reduce        encode  ->  all-to-all  ->  add up, encode  ->  all-gather  ->  decode
+
+Each rank reads its own part from messages too, so that all ranks have equal values. Graph passes make the same of the
+collectives that hops with formats become (passes/post_grad/messages.py).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import quote, unquote
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_compile.comm import collectives
+from fsdp_compile.comm.formats import FORMATS, add_up, decode, encode
+from fsdp_compile.comm.groups import shared_name
+
+
+class NamedGroup(NamedTuple):
+    """A process group by its shared name, equal on all ranks (groups.py, Note [Names of groups]): a hop."""
+
+    name: str
+    size: int
+    gather: str = ""  # the format of parameters; empty: as they are
+    reduce: str = ""  # that of gradients
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> "NamedGroup":
+        """The name and the size of `group`."""
+        return cls(shared_name(group), group.size())
+
+
+def print_hops(hops: Sequence[NamedGroup]) -> str:
+    """`hops` as text: `name:size`, and where there is a format `name:size:gather:reduce`; separated by commas."""
+    formats = [f":{each.gather}:{each.reduce}" if each.gather or each.reduce else "" for each in hops]
+    return ",".join(f"{quote(each.name, safe='')}:{each.size}{own}" for each, own in zip(hops, formats, strict=True))
+
+
+def parse_hops(text: str) -> tuple[NamedGroup, ...]:
+    """The hops that `print_hops` has written."""
+    fields = (hop.split(":") for hop in text.split(",") if hop)
+    return tuple(NamedGroup(unquote(name), int(size), *formats) for name, size, *formats in fields)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """In which formats ranks send parameters and gradients; docs/wire.md has what each costs.
+
+    Args:
+        gather: of parameters, "bf16", "fp8" or "int8"; None: in the dtype in which they compute.
+        reduce: of gradients, likewise; they are added up in float32, in the order of the ranks.
+        between_nodes_only: whether only those hops have formats that cross nodes: of a two-stage gather and reduce the
+            first and the last, and the average over replicas.
+        error_feedback: whether what is rounded away of a gradient is added to the next one: 4 bytes for each element of
+            the unsharded parameters, on each rank.
+
+    Raises:
+        TypeError: an argument has another type.
+        ValueError: a format is unknown, or neither is given.
+    """
+
+    gather: str | None = None
+    reduce: str | None = None
+    between_nodes_only: bool = False
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        for name, format in (("gather", self.gather), ("reduce", self.reduce)):
+            if format is not None and not isinstance(format, str):
+                raise TypeError(f"wire: {name} must be a str or None, not a {type(format).__name__}")
+            if format is not None and format not in FORMATS:
+                raise ValueError(f"wire: {name} must be one of {', '.join(FORMATS)} or None, not {format!r}")
+        for name in ("between_nodes_only", "error_feedback"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"wire: {name} must be a bool, not a {type(value).__name__}")
+        if self.gather is None and self.reduce is None:
+            raise ValueError("wire: give a format for gather, for reduce or for both, or pass wire=None")
+        if self.error_feedback and (self.reduce is None or self.between_nodes_only):
+            raise ValueError(
+                "wire: error_feedback is of a reduce that has a format in the group that shards; give reduce a format, "
+                "and leave between_nodes_only False"
+            )
+
+    def hops(
+        self, stages: Sequence[NamedGroup], replicas: NamedGroup | None
+    ) -> tuple[tuple[NamedGroup, ...], NamedGroup | None]:
+        """`stages`, those of a gather in order, and `replicas`, with formats."""
+        crossing = len(stages) - 1 if self.between_nodes_only else len(stages)  # so many of them, the first ones
+        formats = self.gather or "", self.reduce or ""
+        return (*_carrying(stages[:crossing], *formats), *stages[crossing:]), _one(replicas, *formats)
+
+
+class OpenWire(NamedTuple):
+    """`wire="auto"`: the plan of a compiled step chooses among formats; an eager step sends all in full."""
+
+    gather: str
+    reduce: str
+    error_feedback: bool = False
+    between_nodes_only: bool = False
+
+    def hops(
+        self, stages: Sequence[NamedGroup], replicas: NamedGroup | None
+    ) -> tuple[tuple[NamedGroup, ...], NamedGroup | None]:
+        """As `Wire.hops`."""
+        return _carrying(stages, self.gather, self.reduce), _one(replicas, self.gather, self.reduce)
+
+
+def _carrying(hops: Sequence[NamedGroup], gather: str, reduce: str) -> tuple[NamedGroup, ...]:
+    """`hops` with these formats; one rank alone sends nothing."""
+    return tuple(each._replace(gather=gather, reduce=reduce) if each.size > 1 else each for each in hops)
+
+
+def _one(hop: NamedGroup | None, gather: str, reduce: str) -> NamedGroup | None:
+    return None if hop is None else _carrying((hop,), gather, reduce)[0]
+
+
+_ATTRIBUTE = "_fsdp_wire"
+
+
+def set_wire(param: nn.Parameter, wire: Wire | OpenWire | None) -> None:
+    """Note how `param` is sent, for the flat parameter that it will be part of."""
+    vars(param)[_ATTRIBUTE] = wire
+
+
+def wire_of(param: nn.Parameter) -> Any:
+    """The `Wire` of `param`, or None."""
+    return vars(param).get(_ATTRIBUTE)
+
+
+def hops_of(
+    wire: Any, stages: tuple[NamedGroup, ...], replicas: NamedGroup | None = None, full_precision: bool = False
+) -> tuple[tuple[NamedGroup, ...], NamedGroup | None]:
+    """`stages`, of a gather in order, and `replicas` with the formats of `wire`; None: without."""
+    return (stages, replicas) if wire is None or full_precision else wire.hops(stages, replicas)
+
+
+# --- running a hop ----------------------------------------------------------------------------------------------------
+
+
+class Waitable(Protocol):
+    """What fills `full`."""
+
+    @property
+    def full(self) -> Tensor:
+        """What is filled: read it after `wait`."""
+
+    @property
+    def kind(self) -> str:
+        """The collective, for errors."""
+
+    def wait(self) -> None:
+        """Order what follows after it."""
+
+
+class Decoding(NamedTuple):
+    """A tensor, 1-D, that is decoded from messages when they have arrived."""
+
+    full: Tensor
+    messages: Any  # a `Filling`
+    format: str
+    ranks: int
+    kind: str = "all-gather"
+
+    def wait(self) -> None:
+        """Order what follows after the messages, and decode them."""
+        self.messages.wait()
+        rows = self.messages.full.view(self.ranks, -1)
+        numel = self.full.numel() // self.ranks
+        self.full.view(self.ranks, numel).copy_(decode(rows, numel, self.format, self.full.dtype))
+
+
+def start_gather(full: Tensor, shard: Tensor, hop: NamedGroup) -> Any:
+    """Begin to gather `shard`, 1-D `[n]`, cast to the dtype of `full`, into `full`, 1-D `[n * hop.size]`."""
+    if hop.gather not in FORMATS:
+        return collectives.start_all_gather(full, shard, hop.name)
+    message = encode(shard.to(full.dtype)[None], hop.gather)[0]
+    messages = message.new_empty(len(message) * hop.size)
+    return Decoding(full, collectives.start_all_gather(messages, message, hop.name), hop.gather, hop.size)
+
+
+def gather(shard: Tensor, hop: NamedGroup) -> Tensor:
+    """Concatenate every rank's `shard`, 1-D `[n]`, into a new 1-D tensor `[n * hop.size]` of the same dtype."""
+    full = shard.new_empty(shard.numel() * hop.size)
+    start_gather(full, shard, hop).wait()
+    return full
+
+
+def start_reduce_scatter(packed: Tensor, hop: NamedGroup, op: str) -> tuple[Tensor, Callable[[], None]]:
+    """Begin to reduce `packed`, 1-D `[n * hop.size]`; return this rank's slice, 1-D `[n]`, and what completes it.
+    `op`: "sum", "avg", or "tree" for a sum that is a binary tree over the ranks, where there is no format.
+    """
+    if hop.reduce not in FORMATS:
+        return collectives.start_reduce_scatter(packed, hop.size, hop.name, op)
+    numel = packed.numel() // hop.size
+    exchange = collectives.start_exchange(encode(packed.view(hop.size, numel), hop.reduce).view(-1), hop.name)
+    reduced = packed.new_empty(numel)
+
+    def finish() -> None:
+        exchange.wait()
+        reduced.copy_(add_up(exchange.full.view(hop.size, -1), numel, hop.reduce, op, packed.dtype))
+
+    return reduced, finish
+
+
+def reduce_scatter(packed: Tensor, hop: NamedGroup, op: str) -> Tensor:
+    """Reduce `packed`, 1-D `[n * hop.size]`; return this rank's slice, 1-D `[n]`."""
+    reduced, finish = start_reduce_scatter(packed, hop, op)
+    finish()
+    return reduced
+
+
+def start_all_reduce(full: Tensor, hop: NamedGroup, op: str) -> Callable[[], None]:
+    """Begin to reduce `full`, 1-D, in place; return what completes it. `op` as for `start_reduce_scatter`."""
+    if op == "tree":
+        return collectives.start_all_reduce_by_tree(full, hop.size, hop.name)
+    if hop.reduce not in FORMATS:
+        return collectives.start_all_reduce(full, hop.name, op).wait
+    missing = -full.numel() % hop.size
+    padded = torch.nn.functional.pad(full, (0, missing)) if missing else full
+    part, wait = start_reduce_scatter(padded, hop, op)
+
+    def finish() -> None:
+        wait()
+        full.copy_(gather(part, hop._replace(gather=hop.reduce))[: full.numel()])
+
+    return finish

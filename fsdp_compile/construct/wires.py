@@ -1,0 +1,131 @@
+"""The argument `wire` of `fully_shard`: in which formats each parameter is sent, checked before anything changes."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+
+from fsdp_compile.comm.formats import FORMATS, SENDABLE, allowed_formats, open_format
+from fsdp_compile.comm.hops import OpenWire, Wire, set_wire
+from fsdp_compile.construct.prepare import PreparedUnit
+
+Choice = str | Wire | None
+AnyWire = Wire | OpenWire | None
+WireArgument = Choice | Mapping[str, Choice] | Callable[[str], Choice]
+
+
+def chosen_wires(
+    wire: WireArgument, allow: Mapping[str, Sequence[str]] | None, units: Iterable[PreparedUnit]
+) -> list[tuple[nn.Parameter, AnyWire]]:
+    """The wire of each parameter of `units`.
+
+    Args:
+        wire: as `fully_shard` takes it.
+        allow: likewise.
+        units: with their parameters, which stay as they are.
+
+    Raises:
+        TypeError: the argument or what it returns has another type.
+        ValueError: a format is unknown, a parameter cannot be sent in its format, a pattern names no parameter, or the
+            other options of the unit do not go with the wire.
+    """
+    open_wire = _open_wire(allow)
+    if wire is None:  # of an earlier call they stay, as the units do that it divided
+        return []
+    units = list(units)
+    named = [(unit, f"{unit.path}.{name}".lstrip("."), param) for unit in units for name, param in unit.params]
+    choose = _chooser(wire, [name for _, name, _ in named])
+    found = [(unit, name, param, _wire(choose(name), open_wire)) for unit, name, param in named]
+    for unit, name, param, chosen in found:
+        if chosen is not None:
+            _check(unit, name, param, chosen)
+    return [(param, chosen) for _, _, param, chosen in found]
+
+
+def _open_wire(allow: Mapping[str, Sequence[str]] | None) -> OpenWire:
+    chosen = {"gather": ("bf16",), "reduce": ("bf16",)} if allow is None else dict(allow)
+    if not isinstance(allow, Mapping | None) or not chosen or not chosen.keys() <= {"gather", "reduce"}:
+        raise ValueError(f"allow: expected a mapping of 'gather', 'reduce' or both to formats, found {allow!r}")
+    for name, formats in chosen.items():
+        if isinstance(formats, str) or not all(each in FORMATS for each in formats):
+            raise ValueError(f"allow: {name}: expected a list of {', '.join(FORMATS)}, found {formats!r}")
+    return OpenWire(open_format(chosen.get("gather", ())), open_format(chosen.get("reduce", ())))
+
+
+def set_wires(wires: Iterable[tuple[nn.Parameter, AnyWire]]) -> None:
+    """Note the wires on the parameters, for the units that will be made of them."""
+    for param, wire in wires:
+        set_wire(param, wire)
+
+
+def _chooser(wire: WireArgument, names: list[str]) -> Callable[[str], Choice]:
+    if isinstance(wire, Mapping):
+        patterns = dict(wire)
+        for pattern in patterns:
+            if not isinstance(pattern, str):
+                raise TypeError(f"wire: expected patterns of parameter names as keys, found a {type(pattern).__name__}")
+            if not any(fnmatchcase(name, pattern) for name in names):
+                some = ", ".join(names[:3])
+                raise ValueError(f"wire: {pattern!r} names no parameter; names are such as {some}")
+        return lambda name: next((choice for pattern, choice in patterns.items() if fnmatchcase(name, pattern)), None)
+    if callable(wire):
+        return wire
+    return lambda _: wire
+
+
+def _wire(choice: Any, open_wire: OpenWire) -> AnyWire:
+    if choice is None or isinstance(choice, Wire):
+        return choice
+    if isinstance(choice, str):
+        return open_wire if choice == "auto" else Wire(choice, choice)
+    raise TypeError(f"wire: expected a format, a Wire or None, found a {type(choice).__name__}")
+
+
+def _check(unit: PreparedUnit, name: str, param: nn.Parameter, wire: Wire | OpenWire) -> None:
+    """Raise ValueError if `param`, called `name`, cannot be sent as `wire` says."""
+    settings, precision = unit.settings, unit.settings.precision
+    computed = precision.param_dtype or param.dtype
+    dtypes = [param.dtype, computed, precision.reduce_dtype or computed]
+    for dtype in dtypes:
+        if dtype not in SENDABLE:
+            known = ", ".join(str(each).removeprefix("torch.") for each in SENDABLE)
+            raise ValueError(
+                f"wire: parameter {name} is {str(dtype).removeprefix('torch.')}, and formats are of {known}; leave it "
+                f"out: wire=lambda name: None if name == {name!r} else ..."
+            )
+    if settings.same_bits and (wire.reduce is not None or wire.gather != "bf16"):
+        raise ValueError(
+            f"wire: parameter {name}: reduction_order='tree' gives the same bits on any number of ranks, and what is "
+            f"rounded by blocks or before a sum depends on it; only Wire(gather='bf16') goes with it"
+        )
+    placement = settings.placement
+    if wire.between_nodes_only and placement.replicate is None and len(placement.stages or ()) < 2:
+        raise ValueError(
+            f"wire: between_nodes_only, and the unit of parameter {name} is sharded over one group; pass a 2-D mesh of "
+            f"(nodes, ranks of a node), or the ranks of a node as reshard_after_forward"
+        )
+    if wire.error_feedback and (settings.strategy is ShardingStrategy.NO_SHARD or len(placement.stages or ()) > 1):
+        raise ValueError(
+            f"wire: error_feedback is of reduces over one group, and the unit of parameter {name} has none or two; "
+            f"shard it with reshard_after_forward True or False"
+        )
+    for format in _formats(wire):
+        _check_device(format, name, unit.device)
+
+
+def _formats(wire: Wire | OpenWire) -> Iterator[str]:
+    for each in filter(None, (wire.gather, wire.reduce)):
+        yield from allowed_formats(each) or (each,)
+
+
+def _check_device(format: str, name: str, device: torch.device) -> None:
+    if format == "fp8" and device.type == "cuda" and torch.version.cuda is not None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 9):
+            raise ValueError(
+                f"wire: parameter {name} is on {device}, whose compute capability "
+                f"{'.'.join(map(str, capability))} has no float8_e4m3fn (8.9 and later have); use int8"
+            )

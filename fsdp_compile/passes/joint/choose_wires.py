@@ -1,0 +1,161 @@
+"""Choose the formats of `wire="auto"`: for each gather and reduce the widest that costs the step next to nothing.
+
+    1. all in their narrowest formats: the shortest step that is predicted
+    2. one by one, or many at once where that is as good, in full, or in the next wider format, as long as the step that
+       is predicted stays within 1 % of that
+
+So nothing loses precision that communicates while others compute anyway. Each step is planned anew for its prices.
+Without a link nothing is known of seconds, and all is sent in full.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import fx
+
+from fsdp_compile.comm.formats import allowed_formats, ratio
+from fsdp_compile.passes.agreement import decide_together, shape_of
+from fsdp_compile.passes.graph.analyze import analyze
+from fsdp_compile.passes.graph.costs import Costs, costs_of, size_of
+from fsdp_compile.passes.graph.nodes import set_tag, tag_of, tagged
+from fsdp_compile.passes.pipeline import GraphContext, log
+from fsdp_compile.passes.plan.plan import PlanError
+from fsdp_compile.passes.plan.safe import safe_plan
+from fsdp_compile.passes.plan.workload import Workload
+
+WORTH = 0.01  # of a step, for which precision is given up
+
+Slot = tuple[Literal["gather", "reduce"], int]
+"""The gather or the reduce of a unit, by its number in tags."""
+
+
+def choose_wires(context: GraphContext) -> None:
+    """Give the collectives of units that leave it open a format, or none."""
+    graph = context.graph
+    is_open = [start for start in tagged(graph, "gather", "reduce") if allowed_formats(tag_of(start).wire)]
+    slots: dict[Slot, list[fx.Node]] = {}
+    for start in is_open:
+        slots.setdefault(_slot_of(start), []).append(start)
+    if slots:
+        allowed = {slot: ("", *allowed_formats(tag_of(starts[0]).wire)) for slot, starts in slots.items()}
+        costs = costs_of(graph, context.config)
+        chosen = dict.fromkeys(slots, "") if costs is None else _decided(context, costs, slots, allowed)
+        for slot, starts in slots.items():
+            _set(starts, chosen[slot])
+    _tell(graph)
+
+
+def _slot_of(start: fx.Node) -> Slot:
+    tag = tag_of(start)
+    return ("gather" if tag.kind == "gather" else "reduce"), tag.unit
+
+
+def _set(starts: Sequence[fx.Node], wire: str) -> None:
+    for start in starts:
+        set_tag(start, replace(tag_of(start), wire=wire))
+
+
+def _decided(
+    context: GraphContext, costs: Costs, slots: Mapping[Slot, Sequence[fx.Node]], allowed: Mapping[Slot, Sequence[str]]
+) -> dict[Slot, str]:
+    """The formats on which ranks agree: those that the first of them chooses."""
+    prices = _Prices(context.graph, costs, slots, allowed)
+
+    def make() -> dict[str, Any]:
+        found = _widest(allowed, lambda chosen: _seconds(prices.workload(chosen), context.config.budget))
+        return {f"{kind} {unit}": format for (kind, unit), format in found.items()}
+
+    def read(table: dict[str, Any]) -> dict[Slot, str]:
+        found = {slot: table["{} {}".format(*slot)] for slot in allowed}
+        for slot, format in found.items():
+            if format not in allowed[slot]:
+                raise ValueError(f"{slot}: expected one of {allowed[slot]}, found {format!r}")
+        return found
+
+    key = shape_of(prices.workload(dict.fromkeys(allowed, "")), context.config, "wires", *sorted(allowed.items()))
+    return decide_together(key, make, read)
+
+
+class _Prices:
+    """The workload of the joint graph for any choice of formats."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        costs: Costs,
+        slots: Mapping[Slot, Sequence[fx.Node]],
+        allowed: Mapping[Slot, Sequence[str]],
+    ) -> None:
+        self.units: dict[str, int] = {}  # numbers in tags by name
+        self.by_format: dict[str, Workload] = {}
+        for format in dict.fromkeys(each for formats in allowed.values() for each in formats):
+            for slot, starts in slots.items():
+                _set(starts, format if format in allowed[slot] else "")
+            info = analyze(graph, costs, joint=True)
+            self.by_format[format] = info.workload
+            for name, gather in info.gathers.items():
+                self.units[name] = tag_of(gather.start[-1]).unit
+            for name, reduce in info.reduces.items():
+                self.units.setdefault(name, tag_of(reduce.start[-1]).unit)
+
+    def workload(self, chosen: Mapping[Slot, str]) -> Workload:
+        """With the seconds of the chosen formats."""
+        units = []
+        for at, unit in enumerate(self.by_format[""].units):
+            number = self.units.get(unit.name, -1)
+            gather = self.by_format[chosen.get(("gather", number), "")].units[at]
+            reduce = self.by_format[chosen.get(("reduce", number), "")].units[at]
+            units.append(replace(unit, gather=gather.gather, reduce=reduce.reduce, replicate=reduce.replicate))
+        return replace(self.by_format[""], units=tuple(units))
+
+
+def _seconds(workload: Workload, budget: int | None) -> float:
+    try:
+        return safe_plan(workload, budget).seconds
+    except PlanError:  # the bound of memory is too high here, or the graph's own plan will say it
+        return safe_plan(workload).seconds
+
+
+def _widest(allowed: Mapping[Slot, Sequence[str]], seconds: Callable[[Mapping[Slot, str]], float]) -> dict[Slot, str]:
+    """For each slot the widest of its formats with which the step stays within `WORTH` of the shortest."""
+    chosen = {slot: formats[-1] for slot, formats in allowed.items()}
+    limit = seconds(chosen) * (1 + WORTH)
+
+    def widen(slots: Sequence[Slot], level: int) -> None:
+        """Give `slots` the format `level` places before their narrowest, or as many as can have it."""
+        trial = {slot: allowed[slot][max(0, level)] for slot in slots}
+        if not slots or seconds({**chosen, **trial}) <= limit:
+            chosen.update(trial)
+        elif len(slots) > 1:
+            half = len(slots) // 2
+            widen(slots[:half], level)
+            widen(slots[half:], level)
+
+    for level in range(max(map(len, allowed.values())) - 1):
+        widen([slot for slot, formats in allowed.items() if level < formats.index(chosen[slot])], level)
+    return chosen
+
+
+def _tell(graph: fx.Graph) -> None:
+    """Log which formats the graph has, and how many bytes they leave."""
+    counted: Counter[tuple[str, str]] = Counter()
+    full: Counter[tuple[str, str]] = Counter()
+    for start in tagged(graph, "gather", "reduce"):
+        what = tag_of(start).kind, tag_of(start).wire
+        counted[what] += 1
+        full[what] += max(size_of(start), size_of(start.all_input_nodes[0]))
+    if not any(format for _, format in counted):
+        return
+    for (kind, format), count in sorted(counted.items()):
+        name = "all-gathers" if kind == "gather" else "reduces"
+        dtype = next(each.meta["val"].dtype for each in tagged(graph, "gather", "reduce")
+                     if (tag_of(each).kind, tag_of(each).wire) == (kind, format))  # fmt: skip
+        size = full[kind, format] / 1e6
+        sent = (
+            f"{format}: {size * ratio(format, dtype):.1f} MB in place of {size:.1f}"
+            if format
+            else f"full: {size:.1f} MB"
+        )
+        log.info("wire: %d %s in %s", count, name, sent)

@@ -1,0 +1,168 @@
+"""Wires on a fake group: what is refused, which formats "auto" chooses, and the code that sends messages."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from cuda_code import as_for_cuda
+from generated import Program, programs
+from models import mlp, squared_error
+from refusing import refused
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecision
+
+from fsdp_compile import Wire, fully_shard
+from fsdp_compile.core.unit import unit_of
+from fsdp_compile.passes import Pass, backend
+from fsdp_compile.passes.graph.nodes import tag_of, tagged
+from fsdp_compile.passes.inductor import PASSES
+from fsdp_compile.passes.pipeline import GraphContext
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+class _Mixed(nn.Module):
+    """Parameters that train, and one that does not: whole numbers, or of another dtype."""
+
+    def __init__(self, other: torch.Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.other = nn.Parameter(other, requires_grad=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.float64])
+def test_dtypes_without_formats(dtype: torch.dtype) -> None:
+    """A parameter that no format can send is refused by name, and may be left out."""
+    name = str(dtype).removeprefix("torch.")
+    refused(_Mixed(torch.ones(8).to(dtype)), ValueError, rf"parameter other is {name}.*leave it out", wire="fp8")
+    model = fully_shard(_Mixed(torch.ones(8).to(dtype)), wire=lambda name: None if name == "other" else "fp8")
+    unit, index = unit_of(model.other)
+    assert unit.in_flat(index)[0].wire is None
+    assert unit.in_flat(unit_of(model.linear.weight)[1])[0].wire == Wire("fp8", "fp8")
+
+
+@pytest.mark.parametrize(
+    ("wire", "error", "message", "others"),
+    [
+        ("fp4", ValueError, "gather must be one of bf16, fp8, int8 or None, not 'fp4'", {}),
+        (3, TypeError, "wire: expected a format, a Wire or None, found a int", {}),
+        ({"nothing.*": "fp8"}, ValueError, r"'nothing\.\*' names no parameter", {}),
+        ({1: "fp8"}, TypeError, "expected patterns of parameter names", {}),
+        (lambda name: 2.0, TypeError, "found a float", {}),
+        ("fp8", ValueError, "only Wire.gather='bf16'. goes with it", {"reduction_order": "tree"}),
+        (Wire("fp8", between_nodes_only=True), ValueError, "sharded over one group", {}),
+        (Wire(reduce="fp8", error_feedback=True), ValueError, "reduces over one group", {"reshard_after_forward": 2}),
+        ("auto", ValueError, "allow: expected a mapping", {"allow": {"scatter": ["fp8"]}}),
+        ("auto", ValueError, "allow: gather: expected a list", {"allow": {"gather": "fp8"}}),
+        ("auto", ValueError, "allow: reduce: expected a list", {"allow": {"reduce": ["fp4"]}}),
+    ],
+)
+def test_refused_arguments(wire: Any, error: type[Exception], message: str, others: dict[str, Any]) -> None:
+    """Errors name the argument or the parameter and say what to do, and the model is as it was."""
+    refused(mlp(1), error, message, wire=wire, **others)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((), ValueError, "give a format"),
+        ((8,), TypeError, "gather must be a str"),
+        (("fp8", None, 1), TypeError, "between_nodes_only must be a bool"),
+        (("fp8", None, False, True), ValueError, "error_feedback is of a reduce"),
+    ],
+)
+def test_refused_wires(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    """A `Wire` that means nothing is refused where it is made."""
+    with pytest.raises(error, match=message):
+        Wire(*arguments)
+
+
+def test_mixed_precision_that_has_no_format() -> None:
+    """What counts is the dtype in which parameters are gathered and gradients are reduced."""
+    precision = MixedPrecision(reduce_dtype=torch.float64)
+    refused(mlp(1), ValueError, "is float64", wire="bf16", mixed_precision=precision)
+
+
+def test_hooks_do_not_go_with_wires() -> None:
+    """A communication hook would send gradients in its own way: refused where the wire has a format for them."""
+    model = fully_shard(mlp(1), wire="bf16")
+    with pytest.raises(ValueError, match="is sent as Wire"):
+        model.register_comm_hook(None, lambda state, grads, output: None)
+    fully_shard(mlp(1), wire=Wire(gather="bf16")).register_comm_hook(None, lambda state, grads, output: None)
+
+
+def test_wires_by_name() -> None:
+    """A mapping's first pattern that fits counts; parameters that differ are flat parameters of their own."""
+    model = fully_shard(mlp(2), wire={"*bias": None, "*": "int8"})
+    for name, param in model.named_parameters():
+        unit, index = unit_of(param)
+        assert unit.in_flat(index)[0].wire == (None if name.endswith("bias") else Wire("int8", "int8"))
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+def _formats(wire: Any, link: str | None, model: nn.Module | None = None, **options: Any) -> list[tuple[str, str]]:
+    """Kind and format of each collective of the joint graph, as it is partitioned."""
+    found: list[tuple[str, str]] = []
+
+    def look(context: GraphContext) -> None:
+        found.extend((tag_of(each).kind, tag_of(each).wire) for each in tagged(context.graph, "gather", "reduce"))
+
+    passes = (*PASSES, Pass("look", "joint", look, version="1"))
+    run = torch.compile(
+        fully_shard(model or mlp(2), wire=wire, **options), fullgraph=True, backend=backend(passes, link=link)
+    )
+    squared_error(run, (torch.rand(8, 7), torch.rand(8, 5))).backward()
+    return found
+
+
+def test_open_formats() -> None:
+    """`wire="auto"` sends all in full where no link is known or communication is hidden, and in the narrowest of what
+    is allowed where it takes nearly all of the time.
+    """
+    allow = {"gather": ["fp8", "bf16"], "reduce": ["bf16"]}
+    for link in (None, "custom:1e-9,1e15"):
+        assert {format for _, format in _formats("auto", link, allow=allow)} == {""}
+    assert set(_formats("auto", "custom:1e-9,1e3", allow=allow)) == {("gather", "fp8"), ("reduce", "bf16")}
+
+
+def test_hybrid_formats() -> None:
+    """Between nodes only, the average over replicas has a format, and what is within a node has none."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    found = _formats(Wire("fp8", "bf16", between_nodes_only=True), None, mesh=mesh)
+    assert {format for kind, format in found if kind == "gather"} == {""}
+    reduces = [format for kind, format in found if kind == "reduce"]
+    assert reduces.count("bf16") == reduces.count("") == len(reduces) / 2
+
+
+def _programs(wire: Any, on_cuda: bool) -> tuple[Program, Program]:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(2)]
+    run = torch.compile(fully_shard(nn.Sequential(*blocks), wire=wire), fullgraph=True)
+    x = torch.rand(8, 64)
+    if not on_cuda:
+        return programs(lambda: run(x).square().mean())
+    with as_for_cuda():
+        return programs(lambda: run(x).square().mean())
+
+
+@pytest.mark.parametrize("on_cuda", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.parametrize("format", ["fp8", pytest.param("int8", marks=pytest.mark.nightly)])
+def test_kernels(format: str, on_cuda: bool) -> None:
+    """Each flat parameter is encoded by one kernel and decoded by one, each message summed up by one, and no bytes are
+    copied beside these.
+    """
+    forward, backward = _programs(format, on_cuda)
+    gathers = [step for step in forward.steps if step.function.endswith("all_gather")]
+    assert len(gathers) == 4
+    for program in (forward, backward):
+        assert not [step for step in program.steps if re.search(r"aten\.(cat|view|copy)", step.function)]
+        waits = [at for at, step in enumerate(program.steps) if step.function.endswith(".wait")]
+        for at in waits:
+            assert program.steps[at + 1].function in program.kernels or program.steps[at + 1].function.endswith(".run")
+    text = forward.code + backward.code
+    if on_cuda:
+        assert ("tl.float8e4nv" in text) == (format == "fp8")
