@@ -22,8 +22,10 @@ from bench import systems
 from bench.models import gpt
 from bench.pictures import IMAGES, STYLE, plt
 from bench.report import Found, commit, parser, today, write
+from bench.systems.ours import WIRES as WIRES_OF_OURS
 
 SYSTEMS = dict(fsdp2="FSDP2", ours="ours, eager", ours_compiled="ours, compiled", ours_step="ours, compile_step")
+WIRES = {f"ours:{name}": f"wire {name}" for name in WIRES_OF_OURS}
 SEEDS, RANKS, WINDOW = 3, 2, 50
 Curves = dict[str, Tensor]
 SHAPE = dict(batch=8, context=64, layers=2, heads=4, dim=64)
@@ -38,7 +40,8 @@ def _train(rank: int, system: str, world: int, bf16: bool, seed: int, steps: int
     model = workload.build()
     prepared = systems.Prepared(model, model)
     if system != "one process":
-        setup = systems.Setup(torch.device("cpu"), init_device_mesh("cpu", (world,)), bf16)
+        mesh, option = init_device_mesh("cpu", (world,)), system.partition(":")[2]
+        setup = systems.Setup(torch.device("cpu"), mesh, bf16, option=option)
         prepared = systems.prepare(system, model, workload.blocks(model), setup)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     whole = prepared.whole_step(optimizer)
@@ -104,7 +107,7 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=1000)
     args = arguments.parse_args()
     runs = [(f"one process, seed {seed}", "one process", seed) for seed in range(SEEDS)]
-    runs += [(title, system, 0) for system, title in SYSTEMS.items()]
+    runs += [(title, system, 0) for system, title in (SYSTEMS | WIRES).items()]
     found: dict[str, Curves] = {}
     for precision in ("fp32", "bf16"):
         found[precision] = {name: curve(way, precision == "bf16", seed, args.steps) for name, way, seed in runs}

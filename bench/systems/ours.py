@@ -14,7 +14,7 @@ from bench.link import FREE, LINK
 from bench.models import in_float8
 from bench.systems import Prepared, Setup, layers_of
 from bench.systems.replicated import autocast
-from fsdp_compile import FSDPModule, MixedPrecision, compile_step, fully_shard, profile_step
+from fsdp_compile import FSDPModule, MixedPrecision, Wire, compile_step, fully_shard, profile_step
 from fsdp_compile.comm.waits import state_of
 from fsdp_compile.passes.agreement import cache_folder
 from fsdp_compile.passes.measure import measured_link
@@ -33,9 +33,19 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup, **options
     return model
 
 
+WIRES = {
+    "fp8 and bf16": Wire("fp8", "bf16"),
+    "int8 and fp8": Wire("int8", "fp8"),
+    "int8 and fp8 with feedback": Wire("int8", "fp8", error_feedback=True),
+}
+"""By option, in which formats parameters and gradients are sent."""
+
+
 def eager(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
-    """The option `auto` keeps the last block unsharded, with which backward begins."""
-    chosen = {"reshard_after_forward": "auto"} if setup.option == "auto" else {}
+    """The option `auto` keeps the last block unsharded, with which backward begins; others name a wire."""
+    chosen: dict[str, Any] = {"reshard_after_forward": "auto"} if setup.option == "auto" else {}
+    if setup.option in WIRES:
+        chosen = {"wire": WIRES[setup.option]}
     return Prepared(model, shard(model, blocks, setup, **chosen))
 
 
