@@ -76,6 +76,7 @@ def main() -> int:
     parser.add_argument("--how", default="eager", choices=sorted(LIMITS))
     parser.add_argument("--order", default="any", choices=("any", "tree"), help="reduction_order; with tree the bits "
                         "of one rank are expected")  # fmt: skip
+    parser.add_argument("--wires", action="store_true", help="parameters and gradients are sent in formats")
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--write", type=Path, metavar="FILE", help="also write the first failure as a test; later ones "
                         "go to files of the same name with their seeds")  # fmt: skip
@@ -84,7 +85,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         fuzzer = Fuzzer(Path(folder), asked.world, asked.how)
         for seed in range(asked.seed, asked.seed + asked.cases):
-            case = draw(seed, asked.how, asked.world, asked.order)
+            case = draw(seed, asked.how, asked.world, asked.order, asked.wires)
             failure = fuzzer.failure(case)
             if failure is not None:
                 failures += 1

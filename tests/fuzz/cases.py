@@ -106,6 +106,7 @@ class Case(Printed):
     input_grads: bool = False
     optimizer: str = "sgd"
     order: str = "any"  # reduction_order
+    wire: tuple[str, ...] = ()  # the formats of gathers and reduces, "" for none; "with feedback" behind them
     steps: tuple[Step, ...] = (Step(),)
     caller: str = ""  # what is compiled: "" the model, a "module" that holds it, or a "function" that calls it
     seed: int = 0
@@ -138,12 +139,25 @@ NEWEST_EDITS = ("part", "frozen save")  # drawn with `newest`
 CHANGES = ("mul", "data", "row", "foreach")
 
 
-def draw(seed: int, how: str = "eager", world_size: int = 2, order: str = "any") -> Case:
-    """The case of this seed."""
+WIRES = (("fp8", "bf16"), ("int8", "fp8"), ("bf16", "int8"), ("", "fp8"), ("fp8", ""), ("int8", "fp8", "with feedback"))
+
+
+def draw(seed: int, how: str = "eager", world_size: int = 2, order: str = "any", wires: bool = False) -> Case:
+    """The case of this seed; with `wires` its parameters and gradients are sent in some format."""
     case = _with_later_draws(_draw(seed, how, world_size), random.Random(f"later {seed}"), how)
     case = _with_latest_draws(case, random.Random(f"latest {seed}"))
     case = _with_newest_draws(case, random.Random(f"newest {seed}"))
+    if wires:
+        return _with_wire(case, random.Random(f"wire {seed}"))
     return case if order == "any" else _in_order(case, how)
+
+
+def _with_wire(case: Case, rng: random.Random) -> Case:
+    """The case in float32, for which there are formats."""
+    wire = rng.choice(WIRES)
+    if "with feedback" in wire and (case.strategy == "NO_SHARD" or case.reshard):
+        wire = wire[:2]
+    return replace(case, dtype="float32", wire=wire)
 
 
 def _in_order(case: Case, how: str) -> Case:

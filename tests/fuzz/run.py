@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from fsdp_compile import ModuleWrapPolicy, fully_shard
+from fsdp_compile import ModuleWrapPolicy, Wire, fully_shard
 
 from .cases import Case, Step, nodes_of
 from .edits import EDITS, is_quantized
@@ -29,6 +29,7 @@ from .models import Caller, Model, Nest, build, loss_of, play_rank
 # Relative to the largest value. Rounding differs only in the order in which ranks are summed, but grows with the steps.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 5e-4, torch.bfloat16: 5e-2}
 AUTOCAST = 2e-3  # where both models round the same values; Inductor leaves out casts within a kernel
+WIRE = 0.5  # of a format: values are rounded by a 16th, and updates may have another sign
 CLIP = 0.05
 INVALID = "the unsharded model raises too"
 
@@ -84,6 +85,8 @@ def _shard(case: Case, model: Model, group: dist.ProcessGroup | None = None) -> 
         "mixed_precision": _precision(case),
         "sharding_strategy": ShardingStrategy[case.strategy],
     }
+    if case.wire:
+        options["wire"] = _wire(case, model)
     if case.reshard and group is None:
         options |= {"reshard_after_forward": case.reshard, "sharding_strategy": None}
     if case.replicas > 1 and group is None:
@@ -94,6 +97,19 @@ def _shard(case: Case, model: Model, group: dist.ProcessGroup | None = None) -> 
     for module in model.to_shard if case.wrap == "units" else ():
         fully_shard(module, auto_wrap_policy=None, **options)
     return fully_shard(model, auto_wrap_policy=policies[case.wrap], **options)
+
+
+def _wire(case: Case, model: Model) -> Callable[[str], Wire | None]:
+    """The wire of the case, for what trains or is not whole."""
+    gather, reduce, *rest = case.wire
+    wire = Wire(gather or None, reduce or None, error_feedback=bool(rest))
+    sent = (torch.float32, torch.bfloat16, torch.float16)
+
+    def choose(name: str) -> Wire | None:
+        return wire if any(param.dtype in sent for other, param in model.named_parameters(remove_duplicate=False)
+                           if f".{other}".endswith(f".{name}")) else None  # fmt: skip
+
+    return choose
 
 
 @functools.cache
@@ -144,6 +160,8 @@ class Comparison:
         used |= {getattr(torch, node.dtype) for node in nodes_of(case.nodes) if node.dtype}
         used |= {torch.bfloat16} if case.autocast and how == "inductor" else set()
         self.tolerance = max([AUTOCAST * case.autocast, *(TOLERANCES[dtype] for dtype in used)])
+        if case.wire:
+            self.tolerance = WIRE
         self.is_exact = case.order == "tree"
         if self.is_exact:
             self.tolerance = 0.0
