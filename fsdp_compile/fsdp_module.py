@@ -51,6 +51,7 @@ from fsdp_compile.reproducibility import fingerprint_of
 from fsdp_compile.state_dict import model as model_state
 from fsdp_compile.tensors.sharded_rules import multiply
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor, gradients
+from fsdp_compile.tensors.tensor_parallel import is_dtensor
 
 
 class HasShardedParameters(nn.Module):
@@ -65,6 +66,11 @@ class HasShardedParameters(nn.Module):
         return model_state.collect(self, super().state_dict, *args, **kwargs)
 
     get_parameter = get_parameter
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if is_dtensor(value) and _took_values(self, name, value):
+            return
+        super().__setattr__(name, value)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         _refresh_own_units(self)
@@ -99,6 +105,20 @@ class HasShardedParameters(nn.Module):
         assign = rest[0].get("assign_to_params_buffers", False)  # rest[0]: metadata of the module
         model_state.load(self, state_dict, prefix, assign, errors=rest[-1])
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _took_values(module: nn.Module, name: str, value: Tensor) -> bool:
+    """Whether `module` has a sharded parameter of that name and shape, which stays and has the values of `value`.
+
+    Loaders put a DTensor into the place of each parameter. All ranks gather it, and each keeps what it stores.
+    """
+    own: Any = stored_parameters(module).get(name)
+    if type(own) is not ShardedTensor or own.shape != value.shape:
+        return False
+    own.data = value.detach()
+    vars(own).update(vars(value))
+    own.requires_grad_(value.requires_grad)
+    return True
 
 
 def _refresh_own_units(module: Any) -> None:

@@ -24,3 +24,8 @@ def reads_fields_of_dtensors() -> bool:
     """
     name: str = sys._getframe(2).f_globals.get("__name__", "")
     return name.startswith(_READERS)
+
+
+def called_by(modules: tuple[str, ...]) -> bool:
+    """Whether code of one of `modules` calls the caller."""
+    return sys._getframe(2).f_globals.get("__name__") in modules

@@ -9,8 +9,8 @@ param.device_mesh, param.placements      a mesh, and a `FlatShard` for the ranks
 # Frameworks ask `isinstance(param, DTensor)` and then compute with `to_local()`, reduce over `device_mesh`, or gather
 # with `full_tensor()`. What they do with other tensors is meant for a model that is not sharded: a local norm that is
 # summed over ranks would count all elements on each of them. So the answer is yes, by a property `__class__`, without
-# DTensor as a base class, whose operators act on placements. tests/gloo/test_call_sites.py runs 34 call sites of torch
-# and of frameworks beside FSDP2, and docs/frameworks.md has the table. Measured both ways on two ranks:
+# DTensor as a base class, whose operators act on placements. tests/gloo/test_call_sites.py runs 36 call sites of torch
+# and of frameworks beside FSDP2, and docs/frameworks.md has the table. 34 were measured both ways on two ranks:
 #
 #                          as FSDP2    refused by name    another error    ends the process    silently something else
 #     with the property          27                  7                0                   0                          0
@@ -28,13 +28,21 @@ param.device_mesh, param.placements      a mesh, and a `FlatShard` for the ranks
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_compile.tensors._torch import makes_dtensor_spec, reads_fields_of_dtensors
+from fsdp_compile.core._torch import local_shape_and_offset
+from fsdp_compile.tensors._torch import called_by, makes_dtensor_spec, reads_fields_of_dtensors
 from fsdp_compile.tensors.shard_spec import ShardSpec
+
+# Code that reads rows of a file and puts a DTensor of them into the place of each parameter. It is shown the placements
+# and the shape of rows, and the values are taken over (`HasShardedParameters.__setattr__`).
+LOADERS_OF_ROWS = (
+    "transformers.core_model_loading", "transformers.modeling_utils", "transformers.distributed.sharding_utils"
+)  # fmt: skip
 
 
 class FlatShard(Shard):
@@ -101,7 +109,8 @@ class AsDTensor:
     @property
     def placements(self) -> tuple[Placement, ...]:
         """A placement for each dimension of `device_mesh`: see `FlatShard`."""
-        return self.spec.placements(FlatShard(self.spec.ranges), self.device_mesh)
+        shard = Shard(0) if called_by(LOADERS_OF_ROWS) else FlatShard(self.spec.ranges)
+        return self.spec.placements(shard, self.device_mesh)
 
     def addends(self, grad_placements: Sequence[Placement] | None) -> int:
         """Of how many ranks gradients are summed up; 1 if the mean is wanted. See `full_tensor`."""
@@ -126,6 +135,10 @@ class AsDTensor:
 
     @property
     def _local_tensor(self) -> Any:
+        if called_by(LOADERS_OF_ROWS):
+            mesh = self.device_mesh
+            shape, _ = local_shape_and_offset(self.spec.shape, mesh, self.spec.placements(Shard(0), mesh))
+            return torch.empty(shape, device="meta")
         raise AttributeError(
             f"_local_tensor: a rank stores a range of the flattened elements of {self.spec.named()}, and no rows: call "
             f"to_local(), which is 1-D, or full_tensor()"

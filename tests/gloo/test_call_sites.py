@@ -6,6 +6,7 @@ FSDP2, or refused by an error that says what to do. docs/frameworks.md has them 
 
 from collections.abc import Callable, Iterable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -151,6 +152,41 @@ def load_distributed(model: nn.Module, assign: bool = False) -> Any:
 
 def assign_distributed(model: nn.Module) -> Any:
     return load_distributed(model, assign=True)
+
+
+def put_in_place(model: nn.Module) -> Any:
+    full = values()
+    for path, module in model.named_children():
+        for name, param in list(module.named_parameters()):
+            value = full[f"{path}.{name}"]
+            if isinstance(param, DTensor):
+                value = distribute_tensor(value, param.device_mesh, param.placements)
+            setattr(module, name, nn.Parameter(value))
+    return shown(model.state_dict().values())
+
+
+LOADER = """
+def rows_in_place(model, full):
+    for path, module in model.named_children():
+        for name, param in list(module.named_parameters()):
+            rank, ranks = param.device_mesh.get_local_rank(), param.device_mesh.size()
+            rows = full[f"{path}.{name}"].chunk(ranks)
+            mine = rows[rank] if rank < len(rows) else rows[0][:0]
+            assert mine.shape == param._local_tensor.shape
+            options = dict(run_check=False, shape=param.shape, stride=param.stride())
+            value = nn.Parameter(DTensor.from_local(mine, param.device_mesh, param.placements, **options))
+            value.is_loaded = True
+            setattr(module, name, value)
+"""
+
+
+def rows_in_place(model: nn.Module) -> Any:
+    params = list(model.parameters())
+    scope = {"__name__": "transformers.core_model_loading", "nn": nn, "DTensor": DTensor}
+    exec(LOADER, scope)  # transformers' loader is known by its name
+    scope["rows_in_place"](model, values())  # type: ignore[operator]  # a function
+    assert all(one is other and one.is_loaded for one, other in zip(model.parameters(), params, strict=True))
+    return shown(model.state_dict().values())
 
 
 def set_full(model: nn.Module) -> Any:
@@ -343,6 +379,8 @@ SITES = [
     Site(copy_into_data, "VeOmni: the same into `.data`"),
     Site(load_distributed, "torch: a state dict of distributed tensors"),
     Site(assign_distributed, "accelerate: the same with assign=True"),
+    Site(put_in_place, "peft, transformers: a DTensor in the place of a parameter"),
+    Site(rows_in_place, "transformers: from_pretrained(distributed_config=), rows of a file"),
     Site(set_full, "torch, Automodel: set_model_state_dict of full values"),
     Site(set_from_first_rank, "verl: the same, sent by the first rank"),
     Site(copy_local_rows, "Automodel: rows of a redistributed tensor, copied into local ones", "use distribute_tensor"),
@@ -371,7 +409,8 @@ SITES = [
 ]
 
 
-LOADS = (copy_distributed, copy_into_data, load_distributed, assign_distributed, set_full, set_from_first_rank)
+LOADS = (copy_distributed, copy_into_data, load_distributed, assign_distributed, put_in_place, rows_in_place, set_full,
+         set_from_first_rank)  # fmt: skip
 
 
 def _found(site: Site, fsdp: Any, mesh: DeviceMesh | None) -> tuple[Any, str]:
@@ -411,7 +450,8 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 ALL = [site.run.__name__ for site in SITES]
-OF_TWO_MESHES = [norm_by_mesh, *LOADS, stream_weights, gather_state_dict, full_state_dict, is_sharded_at_all]
+LOADS_OF_TWO = [each for each in LOADS if each is not rows_in_place]
+OF_TWO_MESHES = [norm_by_mesh, stream_weights, gather_state_dict, full_state_dict, is_sharded_at_all, *LOADS_OF_TWO]
 
 
 def test_beside_fsdp2(two: Ranks) -> None:
@@ -423,7 +463,8 @@ def test_beside_fsdp2(two: Ranks) -> None:
 @pytest.mark.nightly
 def test_with_replicas(four: Ranks) -> None:
     """The same on two replicas of two ranks each."""
-    for found in four.run(_beside_fsdp2, ALL, ("replicate", "shard")):
+    of_replicas = [each for each in ALL if each != "rows_in_place"]
+    for found in four.run(_beside_fsdp2, of_replicas, ("replicate", "shard")):
         assert not any(found), "\n".join(filter(None, found))
 
 
@@ -460,3 +501,38 @@ def _answers(rank: int) -> None:
 def test_who_is_a_dtensor(two: Ranks) -> None:
     """Sharded parameters, gradients and results of operators; not views, gradients under no_sync, summoned ones."""
     two.run(_answers)
+
+
+def _from_pretrained(rank: int, folder: str) -> None:
+    import transformers.distributed.fsdp as loader
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=24, intermediate_size=36, num_attention_heads=4, num_key_value_heads=2)
+    reference = LlamaForCausalLM(LlamaConfig(vocab_size=101, num_hidden_layers=2, **sizes))
+    if rank == 0:
+        reference.save_pretrained(folder)
+    dist.barrier()
+    loader.fully_shard, before = fsdp_compile.fully_shard, loader.fully_shard
+    try:
+        config = DistributedConfig(fsdp_size=dist.get_world_size())
+        model = LlamaForCausalLM.from_pretrained(folder, distributed_config=config)
+    finally:
+        loader.fully_shard = before
+    stored = sum(param.to_local().numel() for param in model.parameters())
+    assert stored <= 0.51 * sum(param.numel() for param in reference.parameters())
+    tokens = torch.arange(20).view(2, 10)
+    for each in (model, reference):
+        each(input_ids=tokens, labels=tokens).loss.backward()
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), other)
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+
+
+@pytest.mark.nightly
+def test_from_pretrained(two: Ranks, tmp_path: Path) -> None:
+    """transformers' `from_pretrained(distributed_config=)` loads what this package shards, each rank its part."""
+    pytest.importorskip("transformers", "5.20")
+    pytest.importorskip("accelerate")  # which its loader asks for
+    two.run(_from_pretrained, str(tmp_path))
