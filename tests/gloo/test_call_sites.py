@@ -536,3 +536,29 @@ def test_from_pretrained(two: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("transformers", "5.20")
     pytest.importorskip("accelerate")  # which its loader asks for
     two.run(_from_pretrained, str(tmp_path))
+
+
+def _two_meshes(rank: int) -> None:
+    whole = init_device_mesh("cpu", (2,))
+    halves = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "efsdp"))["efsdp"]  # of one rank each
+    model = Net()
+    with pytest.raises(ValueError, match=r"parameter 0\.weight.*call fully_shard on it with that one"):
+        fsdp_compile.fully_shard(model, mesh=whole, shard_placement_fn=lambda param: (Shard(0), halves))
+    fsdp_compile.fully_shard(model[0], mesh=halves)
+    fsdp_compile.fully_shard(model, mesh=whole)
+    reference = Net()
+    inputs = [torch.randn(3, WIDTHS[0], generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    model(inputs[rank]).square().sum().backward()
+    reference(inputs[rank]).square().sum().backward()
+    own = [each.grad.clone() for each in reference[0].parameters()]  # of this rank's data alone
+    reference(inputs[1 - rank]).square().sum().backward()
+    for one, other in zip(shown(each.grad for each in model[0].parameters()), own, strict=True):
+        torch.testing.assert_close(one, other)
+    rest = [each.grad / 2 for each in list(reference.parameters())[2:]]
+    for one, other in zip(shown(each.grad for each in list(model.parameters())[2:]), rest, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_parameters_on_two_meshes(two: Ranks) -> None:
+    """A unit has one mesh, and says how several are done: a module with a mesh of its own is a unit of its own."""
+    two.run(_two_meshes)
