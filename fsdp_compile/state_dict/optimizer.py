@@ -398,7 +398,7 @@ def optim_state_dict_to_load(
     if units and getattr(settings_of(units[0]).optim_state_dict_config, "rank0_only", False):
         optim_state_dict = _received(units[0], model, optim_state_dict)
     _check_alike(model, optim_state_dict["state"])
-    loaded = _to_load(model, optim, optim_state_dict, named=is_named_optimizer)
+    loaded = _to_load(model, optim, optim_state_dict, named=is_named_optimizer, as_saved=True)
     if load_directly:
         optim.load_state_dict(loaded)
     return loaded
@@ -420,8 +420,11 @@ def _to_load(
     state_dict: StateDict,
     optim_input: Params | None = None,
     named: bool = False,
+    as_saved: bool = False,
 ) -> StateDict:
-    """`state_dict`, by names, with the keys and groups of `optim`; ValueError where they do not fit."""
+    """`state_dict`, by names, with the keys and groups of `optim`; ValueError where they do not fit.
+    `as_saved`: with values as in the state dict of an optimizer that is watched, and not as optimizers have them.
+    """
     names, saved = clean_names(model), state_dict.get("param_groups")
     if saved is None:  # the optimizer's settings stay
         own_groups = _groups_of(optim, model.parameters() if optim_input is None else optim_input)
@@ -454,7 +457,7 @@ def _to_load(
     for param, name in names.items():  # in the same order on all ranks, as some state may have to be gathered
         state = local_state(param, state_dict["state"].get(name, {})) if param in wanted else {}
         if state:
-            states[keys[param]] = state
+            states[keys[param]] = _saved(param, state) if as_saved else state
     return {"state": states, "param_groups": matched}
 
 

@@ -296,7 +296,7 @@ def _with_latest_draws(case: Case, rng: random.Random) -> Case:
     case = replace(case, steps=tuple(steps))
     if any(node.checkpoint for node in nodes_of(case.nodes)):  # what it recomputes is left aside again, with a graph
         return case
-    return replace(case, nodes=tuple(_with_aside(node, rng) for node in case.nodes))
+    return replace(case, nodes=tuple(_with_aside(node, rng, case.wrap != "auto") for node in case.nodes))
 
 
 def _with_newest_draws(case: Case, rng: random.Random) -> Case:
@@ -311,9 +311,14 @@ def _with_newest_draws(case: Case, rng: random.Random) -> Case:
     return replace(case, nodes=tuple(map(of_node, case.nodes)), optimizer=optimizer, steps=steps)
 
 
-def _with_aside(node: Node, rng: random.Random) -> Node:
+def _with_aside(node: Node, rng: random.Random, hides: bool) -> Node:
+    """`hides`: whether a nest may leave a tensor where no hook finds it. Units that are chosen automatically have outputs
+    behind it that nothing uses, which is a limit (docs/limits.md).
+    """
     aside = rng.choice(("attribute", "list", "elsewhere")) if node.kind == "nest" and rng.random() < 0.5 else ""
-    return replace(node, children=tuple(_with_aside(child, rng) for child in node.children), aside=aside)
+    aside = "attribute" if aside == "elsewhere" and not hides else aside
+    children = tuple(_with_aside(child, rng, hides) for child in node.children)
+    return replace(node, children=children, aside=aside)
 
 
 def _changing(node: Node, rng: random.Random) -> Node:

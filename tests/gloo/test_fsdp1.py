@@ -145,6 +145,8 @@ def _optimizer_state(rank: int, folder: Path) -> None:
     fresh = OPTIMIZERS["adamw"](model.parameters())
     fresh.load_state_dict(cls.optim_state_dict_to_load(model, fresh, {"state": full["state"]}))
     assert_known(model, fresh)
+    given = cls.optim_state_dict_to_load(model, optimizer, full)["state"]
+    torch.testing.assert_close(given, optimizer.state_dict()["state"])  # which takes no two types beside each other
     with cls.state_dict_type(model, SHARDED):  # two biases of one shape: a rank would get the other one's values
         uneven = cls.optim_state_dict(model, optimizer)
     for states in (uneven["state"], full["state"]):  # without a mesh torch's ShardedTensors, and plain tensors
