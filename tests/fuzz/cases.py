@@ -312,8 +312,8 @@ def _with_newest_draws(case: Case, rng: random.Random) -> Case:
 
 
 def _with_aside(node: Node, rng: random.Random, hides: bool) -> Node:
-    """`hides`: whether a nest may leave a tensor where no hook finds it. Units that are chosen automatically have outputs
-    behind it that nothing uses, which is a limit (docs/limits.md).
+    """`hides`: whether a nest may leave a tensor where no hook finds it. Units that are chosen automatically have
+    outputs behind it that nothing uses, which is a limit (docs/limits.md).
     """
     aside = rng.choice(("attribute", "list", "elsewhere")) if node.kind == "nest" and rng.random() < 0.5 else ""
     aside = "attribute" if aside == "elsewhere" and not hides else aside
