@@ -73,6 +73,11 @@ NEAREST = {
                            "tests/gloo/test_quantized.py",
     "state_dict/optimizer.py": f"{_STATES} tests/gloo/test_optimizers.py tests/gloo/test_resume.py "
                                "tests/gloo/test_by_owner.py tests/gloo/test_fsdp1.py",
+    "optim/joint.py": "tests/gloo/test_matrix_optimizers.py",
+    "optim/matrix_exchange.py": "tests/gloo/test_matrix_optimizers.py",
+    "optim/matrix_program.py": "tests/gloo/test_matrix_optimizers.py",
+    "optim/matrix_step.py": "tests/gloo/test_matrix_optimizers.py",
+    "optim/owner_plan.py": "tests/unit/test_owner_plan.py",
     "core/autograd.py": f"tests/fake/test_states.py {_RUNTIME} tests/gloo/test_update_in_backward.py "
                         "tests/gloo/test_read_guard.py tests/gloo/test_precision.py tests/gloo/test_flat_gradients.py "
                         "tests/gloo/test_same_bits.py",

@@ -8,6 +8,7 @@ Owners are planned as a step plans them, from shapes: no rank, memory or GPU is 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import nn
 from torch.optim import Optimizer
@@ -25,7 +26,7 @@ from fsdp_compile.passes.cost.roofline import launch_seconds, product_seconds
 
 @dataclass(frozen=True)
 class MatrixCosts:
-    """The part of a step that computes with complete matrices; seconds are those of the slowest rank of each stage.
+    """The part of a step that computes with complete matrices; seconds are those of the slowest rank.
 
     Attributes:
         plan: who owns what.
@@ -98,15 +99,16 @@ def explain_matrices(
 
 def costs_of_plan(plan: OwnerPlan, width: int, link: Link, hardware: Hardware) -> MatrixCosts:
     """Price a plan; `width`: bytes of an element that is exchanged, each way."""
-    stages = sorted({matrix.stage for matrix in plan.matrices})
-    computing = {stage: [0.0] * plan.size for stage in stages}
-    sent = {stage: [0] * plan.size for stage in stages}
-    received = {stage: [0] * plan.size for stage in stages}
-    total = 0.0
+    stages, ranks = sorted({matrix.stage for matrix in plan.matrices}), range(plan.size)
+    computing = {rank: dict.fromkeys(stages, 0.0) for rank in ranks}
+    at_home = dict.fromkeys(ranks, 0.0)
+    sent, received = ({stage: [0] * plan.size for stage in stages} for _ in range(2))
     for matrix, owner in zip(plan.matrices, plan.owners, strict=True):
         seconds = product_seconds(matrix.cost, 0, min(matrix.shape[-2:]), "bfloat16", hardware)
-        computing[matrix.stage][owner] += seconds
-        total += seconds
+        if all(rank == owner for rank, _ in matrix.stored):
+            at_home[owner] += seconds
+        else:
+            computing[owner][matrix.stage] += seconds
         for rank, numel in matrix.stored:
             if rank != owner:
                 sent[matrix.stage][rank] += width * numel
@@ -114,19 +116,22 @@ def costs_of_plan(plan: OwnerPlan, width: int, link: Link, hardware: Hardware) -
     moved = [max(*sent[stage], *received[stage]) for stage in stages]
     launch = launch_seconds(plan.size, link)
     exchange = [launch + nbytes / link.bandwidth if nbytes else 0.0 for nbytes in moved]
-    compute = [max(computing[stage]) for stage in stages]
-    return MatrixCosts(
-        plan, sum(compute), sum(exchange), sum(exchange), sum(moved), sum(moved), _exposed(compute, exchange), total
-    )
+    by_rank = [(at_home[rank], [computing[rank][stage] for stage in stages]) for rank in ranks]
+    loads = [home + sum(of_stages) for home, of_stages in by_rank]
+    exposed = max(_exposed(home, of_stages, exchange) for home, of_stages in by_rank)
+    return MatrixCosts(plan, max(loads), sum(exchange), sum(exchange), sum(moved), sum(moved), exposed, sum(loads))
 
 
-def _exposed(compute: list[float], exchange: list[float]) -> float:
-    """Seconds of waits, where all stages are sent at once, and each is updated behind the computing of the next one."""
-    arrive, at = [], 0.0
-    for seconds in exchange:
-        at += seconds
-        arrive.append(at)
-    link_free, now, waited, back = at, 0.0, 0.0, list[float]()
+def _exposed(at_home: float, compute: list[float], exchange: list[float]) -> float:
+    """Seconds in which a rank waits: all stages are sent at once, and updated behind the computing of the next one.
+
+    Args:
+        at_home: seconds that it computes with matrices that lie on it, before all else.
+        compute: seconds of each stage.
+        exchange: seconds of each stage on its way, and on the way back.
+    """
+    arrive = list(accumulate(exchange))
+    link_free, now, waited, back = sum(exchange), at_home, 0.0, list[float]()
     for index, seconds in enumerate(compute):
         waited += max(0.0, arrive[index] - now)
         now = max(now, arrive[index]) + seconds

@@ -55,6 +55,8 @@ class Routes:
         self.ranks, self._ranges = ranks, ranges
         here, everyone = ranks.rank, range(ranks.size)
         self.owned = [index for index, owner in enumerate(owners) if owner == here]
+        away = [sum(numel for rank, (_, numel) in enumerate(ranges[index]) if rank != here) for index in self.owned]
+        self.at_home = [at for at, numel in enumerate(away) if not numel]  # those of `owned` that lie here, by position
         others = [[index for index, owner in enumerate(owners) if owner == rank != here] for rank in everyone]
         self._sent = [index for of_rank in others for index in of_rank if self._ranges[index][here][1]]
         self._to_send = [sum(self._ranges[index][here][1] for index in of_rank) for of_rank in others]

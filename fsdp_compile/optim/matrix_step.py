@@ -15,7 +15,7 @@ State is the optimizer's own, sharded as the parameters are. No rank has a compl
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar, Protocol
@@ -27,7 +27,7 @@ from torch.optim import Muon, Optimizer
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
-from fsdp_compile.optim.matrix_exchange import Arriving, Ranges, Routes
+from fsdp_compile.optim.matrix_exchange import Arriving, Part, Ranges, Routes
 from fsdp_compile.optim.matrix_program import MatrixProgram, MatrixRecorder, options_of, run
 from fsdp_compile.optim.owner_plan import Matrix, OwnerPlan, plan_owners, stages_of
 from fsdp_compile.optim.owners import local_data, local_gradient
@@ -120,6 +120,8 @@ class _Stage:
     def __init__(self, updates: Sequence[_Update], routes: Routes, name: str) -> None:
         self.updates, self._routes, self._name = updates, routes, name
         self._arriving: list[Arriving] = []  # for each value that is exchanged
+        self._at_home: list[dict[int, list[Part]]] = []  # for each value the matrices that lie here
+        self._results: dict[int, list[Tensor]] = {}  # of those of `routes.owned` that are computed, by position
 
     def start(self) -> None:
         """Compute what owners need, and begin to send it."""
@@ -130,31 +132,41 @@ class _Stage:
             pairs = zip(self.updates, positions, strict=True)
             parts = [part for update, at in pairs for part in update.parts(update.values[at])]
             self._arriving.append(self._routes.to_owners(parts, f"{self._name}, value {number}"))
+            self._at_home.append({at: [(0, parts[self._routes.owned[at]])] for at in self._routes.at_home})
         for update in self.updates:
             update.values = {at: update.values[at] for at in update.program.kept}
 
+    def compute_at_home(self) -> None:
+        """Compute with the matrices that lie on this rank, while others are on the way."""
+        at_home, self._at_home = self._at_home, []
+        self._compute_all(self._routes.at_home, at_home)
+
     def compute(self) -> None:
-        """Compute with the matrices that this rank owns, and begin to send the results."""
-        arrived = [each.wait() for each in self._arriving]
-        programs = [update.program for update in self.updates for _ in update.place.ranges]
-        results: list[list[Tensor]] = [[] for _ in self._routes.owned]
-        alike: dict[MatrixProgram, list[int]] = {}
-        for index, matrix in enumerate(self._routes.owned):
-            alike.setdefault(programs[matrix], []).append(index)
-        for program, indices in alike.items():
-            size = max(1, _BATCH // max(1, _nbytes(program)))
-            for batch in (indices[at : at + size] for at in range(0, len(indices), size)):
-                found = self._compute(program, [[of_value[index] for index in batch] for of_value in arrived])
-                for at, index in enumerate(batch):
-                    results[index] = [value[at].reshape(-1) for value in found]
+        """Compute with the other matrices that this rank owns, and begin to send the results."""
+        arrived = [dict(enumerate(each.wait())) for each in self._arriving]
+        owned = range(len(self._routes.owned))
+        self._compute_all([at for at in owned if at not in self._results], arrived)
+        results, self._results, self._arriving = [self._results[at] for at in owned], {}, []
         first = self.updates[0]
-        self._arriving = []
         for number, position in enumerate(first.program.returned):
             like = first.gradient.new_empty(0, dtype=first.program.dtypes[position])
             mine = [of_matrix[number] for of_matrix in results]
             self._arriving.append(self._routes.to_ranks(mine, like, f"{self._name}, result {number}"))
 
-    def _compute(self, program: MatrixProgram, arrived: Sequence[Sequence[Any]]) -> list[Tensor]:
+    def _compute_all(self, chosen: Sequence[int], parts: Sequence[Mapping[int, list[Part]]]) -> None:
+        """Compute with some of `routes.owned`, of which `parts` has each value; those of one program together."""
+        programs = [update.program for update in self.updates for _ in update.place.ranges]
+        alike: dict[MatrixProgram, list[int]] = {}
+        for at in chosen:
+            alike.setdefault(programs[self._routes.owned[at]], []).append(at)
+        for program, positions in alike.items():
+            size = max(1, _BATCH // max(1, _nbytes(program)))
+            for batch in (positions[begin : begin + size] for begin in range(0, len(positions), size)):
+                found = self._compute(program, [[of_value[at] for at in batch] for of_value in parts])
+                for index, at in enumerate(batch):
+                    self._results[at] = [value[index].reshape(-1) for value in found]
+
+    def _compute(self, program: MatrixProgram, arrived: Sequence[Sequence[list[Part]]]) -> list[Tensor]:
         """The results of matrices of one program, each `[n, *shape]`."""
         values: dict[int, Tensor] = {}
         for position, of_matrices in zip(program.sent, arrived, strict=True):
@@ -294,6 +306,8 @@ class MatrixUpdates:
         """Compute and update; the parameters, each as soon as it is updated."""
         stages, self._stages = self._stages, []
         before: _Stage | None = None
+        for stage in stages:
+            stage.compute_at_home()
         for stage in stages:
             stage.compute()
             if before is not None:
