@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.explain._torch import fake_tensors
 from fsdp_compile.explain.sharded import process_group
-from fsdp_compile.optim.matrix_step import MatrixUpdates
+from fsdp_compile.optim.matrix_step import LAG, MatrixUpdates
 from fsdp_compile.optim.owner_plan import OwnerPlan
 from fsdp_compile.passes.cost.hardware import Hardware, Link
 from fsdp_compile.passes.cost.hardware import device as device_named
@@ -123,7 +123,7 @@ def costs_of_plan(plan: OwnerPlan, width: int, link: Link, hardware: Hardware) -
 
 
 def _exposed(at_home: float, compute: list[float], exchange: list[float]) -> float:
-    """Seconds in which a rank waits: all stages are sent at once, and updated behind the computing of the next one.
+    """Seconds in which a rank waits: all stages are sent at once, and updated behind the computing of the next ones.
 
     Args:
         at_home: seconds that it computes with matrices that lie on it, before all else.
@@ -137,7 +137,7 @@ def _exposed(at_home: float, compute: list[float], exchange: list[float]) -> flo
         now = max(now, arrive[index]) + seconds
         link_free = max(link_free, now) + exchange[index]
         back.append(link_free)
-        if index:
-            waited += max(0.0, back[index - 1] - now)
-            now = max(now, back[index - 1])
+        if index >= LAG:
+            waited += max(0.0, back[index - LAG] - now)
+            now = max(now, back[index - LAG])
     return waited + (max(0.0, back[-1] - now) if back else 0.0)

@@ -35,6 +35,9 @@ from fsdp_compile.optim.program import NotRecordable
 from fsdp_compile.tensors.shard_spec import ShardRanks
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
+LAG = 2
+"""How many stages are computed before the results of one are waited for: other ranks may compute later than this."""
+
 _BATCH = 1 << 27  # bytes of the matrices of one shape that are computed at once
 
 
@@ -305,16 +308,14 @@ class MatrixUpdates:
     def finish(self) -> Iterator[Tensor]:
         """Compute and update; the parameters, each as soon as it is updated."""
         stages, self._stages = self._stages, []
-        before: _Stage | None = None
         for stage in stages:
             stage.compute_at_home()
-        for stage in stages:
+        for index, stage in enumerate(stages):
             stage.compute()
-            if before is not None:
-                yield from self._finish(before)
-            before = stage
-        if before is not None:
-            yield from self._finish(before)
+            if index >= LAG:
+                yield from self._finish(stages[index - LAG])
+        for stage in stages[-LAG:]:
+            yield from self._finish(stage)
 
     @staticmethod
     def _finish(stage: _Stage) -> Iterator[Tensor]:
