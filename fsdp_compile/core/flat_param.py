@@ -139,10 +139,8 @@ class FlatParam:
         parts: list[Any] = [*grads]
         if set(map(type, grads)) != {Tensor} or set(map(_LAYOUT, parts)) != {torch.strided}:
             sizes, zeros = self.layout.numels, partial(torch.zeros, dtype=dtype, device=device)
-            parts = [
-                zeros(n) if part is None else part.to_dense() if part.is_sparse else part
-                for n, part in zip(sizes, parts, strict=True)
-            ]
+            parts = [zeros(n) if part is None else part for n, part in zip(sizes, parts, strict=True)]
+            parts = [part.to_dense() if part.is_sparse else part for part in parts]
         segments = self.layout.segments
         if not len(segments) == len(self._windows[1]) == len(parts):
             if (dtype, device) not in self._paddings:  # made once: their only reader is the stream that first packs

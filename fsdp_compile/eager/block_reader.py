@@ -103,8 +103,7 @@ class BlockReader:
 
 
 def _reader_of(full: Tensor) -> BlockReader | None:
-    reader: BlockReader | None = vars(full.untyped_storage()).get("reader", lambda: None)()
-    return reader
+    return vars(full.untyped_storage()).get("reader", lambda: None)()
 
 
 @torch.library.impl("fsdp_flat::await_gather", "default")

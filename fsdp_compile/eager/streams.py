@@ -205,17 +205,20 @@ class UnshardedBuffer:
             self.full.copy_(self._shard())
             self.filling = True
             return
-        stored = sent = self.flat.shard
         *first, last = self._hops
         for group in self._hops if first and self.slice is None else (last,):
-            full = self.full
+            full, sent = self.full, self.flat.shard
             if group is not last:
                 full = self.slice = self.full.new_empty(self.full.numel() // last.size)
             elif self.slice is not None:
                 sent = self.slice
             self._gather = take(sent, full.dtype, group.name)  # Note [Where a prefetched buffer is taken]
             if self._gather is None:
-                self._gather = hops.start_gather(full, self._shard() if sent is stored else sent, group)
+                sent = sent if sent is self.slice else self._shard()
+                if group.gather:
+                    self._gather = hops.start_gather(full, sent, group)
+                else:
+                    self._gather = collectives.start_all_gather(full, sent, group.name)
             else:
                 full.set_(self._gather.full.untyped_storage(), 0, full.shape, (1,))
             if full is not self.full:

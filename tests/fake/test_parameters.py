@@ -413,10 +413,6 @@ def _replace_by_float64(model: Any, x: Tensor) -> None:
     model(x)
 
 
-def _run_alone(model: Any, x: Tensor) -> None:
-    model.blocks[1].up(torch.ones(3, 11))
-
-
 def _step_without_reduce(model: Any, x: Tensor) -> None:
     with model.no_sync():
         model(x).sum().backward()
@@ -447,8 +443,7 @@ def _part_to_meta(model: Any, x: Tensor) -> None:
     model._apply(lambda tensor: tensor.to("meta") if tensor is moved else tensor)
 
 
-NAMED = (_replace_by_float64, _run_alone, _step_without_reduce, _change_between, _replace_between, _second_order,
-         _part_to_meta)  # fmt: skip
+NAMED = (_replace_by_float64, _step_without_reduce, _change_between, _replace_between, _second_order, _part_to_meta)
 
 
 @all_strategies
@@ -456,8 +451,6 @@ NAMED = (_replace_by_float64, _run_alone, _step_without_reduce, _change_between,
 def test_errors_name_parameters_as_the_root_does(strategy: str, by_hand: bool) -> None:
     """Whatever is wrong with a parameter of a unit below, the error has its name in the root, of copies as well."""
     for act in NAMED:
-        if strategy == "NO_SHARD" and act is _run_alone:  # which is no error
-            continue
         model: Any = mlp()
         options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy]}
         for block in model.blocks if by_hand else ():

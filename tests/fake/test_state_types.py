@@ -36,7 +36,7 @@ from fsdp_compile import (
     state_dict_type,
     summon_full_params,
 )
-from fsdp_compile.comm import collectives
+from fsdp_compile.comm import hops
 
 FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
 DEFAULTS = {
@@ -131,15 +131,15 @@ def test_full_values_are_gathered_unit_by_unit() -> None:
     model = fully_shard(mlp(blocks=4))
     gathered: list[StorageWeakRef] = []
     alive: list[int] = []
-    all_gather = collectives.all_gather
+    gather = hops.gather
 
     def watch(*args: object) -> torch.Tensor:
         alive.append(sum(not each.expired() for each in gathered))
-        full = all_gather(*args)
+        full = gather(*args)
         gathered.append(StorageWeakRef(full.untyped_storage()))
         return full
 
-    with mock.patch.object(collectives, "all_gather", watch), state_dict_type(model, FULL):
+    with mock.patch.object(hops, "gather", watch), state_dict_type(model, FULL):
         found = model.state_dict()
     assert alive == [0] * 5
     assert all(value.untyped_storage().nbytes() == value.nbytes for value in found.values())

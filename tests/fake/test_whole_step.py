@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.direct import PrefetchedGather, offered, take
+from fsdp_compile.comm.hops import NamedGroup
 from fsdp_compile.optim.flat import gradient_norm
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
@@ -92,7 +93,7 @@ def test_the_norm_stays_on_the_device() -> None:
 def test_threads_take_their_own() -> None:
     """What one thread offers to its forward is taken there alone, whatever another thread does meanwhile."""
     shard = torch.zeros(16)
-    gather = PrefetchedGather(shard, shard.dtype, [(dist.group.WORLD.group_name, 4)])
+    gather = PrefetchedGather(shard, shard.dtype, [NamedGroup(dist.group.WORLD.group_name, 4)])
     entered, ended = Event(), Event()
 
     def other() -> None:
