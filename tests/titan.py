@@ -101,7 +101,7 @@ def run(cell: Cell) -> Result:
 BARS = {  # feature: of losses, of norms; where weights are tied, norms of fp32 round, and clipping acts by them
     "bf16": (1e-4, 1e-3),
     "tied": (2.0**-21, 2.0**-19),
-    "moe": (2.0**-21, 2.0**-17),  # the first step has the same numbers; routers make more of how the next ones round
+    "moe": (2.0**-21, 2.0**-17),  # the first step has the same numbers; why later ones differ is not known
 }
 INDUCTOR = {"float8": (1e-5, 1e-4)}  # a product that rounds otherwise may become the next number of float8
 

@@ -124,7 +124,8 @@ def test_figures_are_the_same_on_all_ranks(four: Ranks, two: Ranks) -> None:
     too late leaves all of them without, and they say so.
     """
     found, speeds, seconds = zip(*four.run(_figures), strict=True)
-    assert all(each == found[0] for each in found) and len({*speeds}) == 1
+    assert all(each == found[0] for each in found), found
+    assert len({*speeds}) == 1, speeds
     assert all(latency >= 0 and bandwidth > 0 for latency, bandwidth in found[0].values())
     assert sorted(name[:8] for name in found[0]) == ["0", "fsdp.2x1", "fsdp.2x2"] and max(seconds) < 30
     reason = "a rank has not compiled a sharded model within 0.5 s"
