@@ -234,7 +234,7 @@ def _follow(rank: int, name: str, steps: int, options: dict[str, Any], backend: 
         ("wide", {"clip_norm": 0.5}, "any"),
         ("gpt", {"update_in_backward": True}, "any"),
         pytest.param("gpt", {"clip_norm": 0.5}, "tree", marks=NIGHTLY),
-        pytest.param("wide", {"regional": True, "update_in_backward": True}, "tree", marks=NIGHTLY),
+        pytest.param("mlp", {"regional": True, "update_in_backward": True}, "tree", marks=NIGHTLY),
         pytest.param("experts", {"accumulate": 1}, "tree", marks=NIGHTLY),
     ],
 )
