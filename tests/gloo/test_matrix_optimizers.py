@@ -243,6 +243,30 @@ def test_compile_step(two: Ranks, name: str, options: dict[str, Any], order: str
     two.run(_follow, name, 4, options, "aot_eager", order)
 
 
+def _with_inductor(rank: int, options: dict[str, Any]) -> None:
+    models = [shard(CASES["mlp"]) for _ in range(2)]
+    stepping = [optimizers(model) for model in models]
+    step: Any = compile_step(models[0], stepping[0], loss_of, **options)
+    for number in range(3):
+        inputs, target = mine(CASES["mlp"], number)
+        step(inputs, target=target)
+        loss_of(models[1](inputs), target).backward()
+        if "clip_norm" in options:
+            nn.utils.clip_grad_norm_(models[1].parameters(), options["clip_norm"])
+        for each in stepping[1]:
+            each.step()
+            each.zero_grad()
+        for param, other in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(local(param), local(other), rtol=0, atol=1e-3)  # bfloat16 amplifies rounding
+
+
+@NIGHTLY
+@pytest.mark.parametrize("options", [{"clip_norm": 0.05}, {"update_in_backward": True}])
+def test_with_inductor(two: Ranks, options: dict[str, Any]) -> None:
+    """Where Inductor compiles the model and the elementwise updates, results are those of the loop up to rounding."""
+    two.run(_with_inductor, options)
+
+
 # --- ranks ------------------------------------------------------------------------------------------------------------
 
 
