@@ -7,11 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_compile.comm.formats import FORMATS
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.ops import OF_ROOT, UPDATES, NamedGroup, UnshardSpec
 
 LAYOUT = FlatParamLayout.build([("weight", (5, 3)), ("bias", (5,))], 4)
-GROUPS = st.builds(NamedGroup, st.text(min_size=1, max_size=8), st.integers(1, 64))
+CARRIED = st.sampled_from(["", *FORMATS])
+GROUPS = st.builds(NamedGroup, st.text(min_size=1, max_size=8), st.integers(1, 64), CARRIED, CARRIED)
 DTYPES = st.sampled_from([None, torch.float16, torch.bfloat16, torch.float32])
 SPECS = st.builds(
     UnshardSpec,
