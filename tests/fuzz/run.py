@@ -85,8 +85,6 @@ def _shard(case: Case, model: Model, group: dist.ProcessGroup | None = None) -> 
         "mixed_precision": _precision(case),
         "sharding_strategy": ShardingStrategy[case.strategy],
     }
-    if case.wire:
-        options["wire"] = _wire(case, model)
     if case.reshard and group is None:
         options |= {"reshard_after_forward": case.reshard, "sharding_strategy": None}
     if case.replicas > 1 and group is None:
@@ -95,21 +93,19 @@ def _shard(case: Case, model: Model, group: dist.ProcessGroup | None = None) -> 
     if case.wrap == "policy":
         policies["policy"] = ModuleWrapPolicy({type(module) for module in model.to_shard})
     for module in model.to_shard if case.wrap == "units" else ():
-        fully_shard(module, auto_wrap_policy=None, **options)
-    return fully_shard(model, auto_wrap_policy=policies[case.wrap], **options)
+        fully_shard(module, auto_wrap_policy=None, **options, **_wire(case, module))
+    return fully_shard(model, auto_wrap_policy=policies[case.wrap], **options, **_wire(case, model))
 
 
-def _wire(case: Case, model: Model) -> Callable[[str], Wire | None]:
-    """The wire of the case, for what trains or is not whole."""
+def _wire(case: Case, module: nn.Module) -> dict[str, Any]:
+    """The wire of the case, for the parameters of `module` that have a format."""
+    if not case.wire:
+        return {}
     gather, reduce, *rest = case.wire
     wire = Wire(gather or None, reduce or None, error_feedback=bool(rest))
     sent = (torch.float32, torch.bfloat16, torch.float16)
-
-    def choose(name: str) -> Wire | None:
-        return wire if any(param.dtype in sent for other, param in model.named_parameters(remove_duplicate=False)
-                           if f".{other}".endswith(f".{name}")) else None  # fmt: skip
-
-    return choose
+    names = {name for name, param in module.named_parameters(remove_duplicate=False) if param.dtype in sent}
+    return {"wire": lambda name: wire if name in names else None}
 
 
 @functools.cache
