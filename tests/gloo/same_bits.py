@@ -191,4 +191,6 @@ def of_ranks(rank: int, function: Callable[[Any], Any], worlds: Iterable[int] = 
         if rank < world:
             found.append(function(group))
         dist.barrier()
+        if rank < world and group is not dist.group.WORLD:
+            dist.destroy_process_group(group)  # its name, which other ranks have free, is free here too
     assert all(each == found[0] for each in found), found
