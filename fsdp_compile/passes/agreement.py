@@ -19,7 +19,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from fsdp_compile.comm.comparison import exists
@@ -95,24 +94,21 @@ def _path(key: str) -> Path:
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def plan_together(
-    workload: Workload, config: CompileConfig, what: str, device: torch.device
-) -> tuple[Plan, tuple[str, ...]]:
+def plan_together(workload: Workload, config: CompileConfig, what: str) -> tuple[Plan, tuple[str, ...]]:
     """A plan that ranks with the same units, tasks and link follow together, and the units that it keeps unsharded.
 
-    Without a budget, a plan for a measured link on an accelerator needs no more memory than the rule: what is free
-    there is not known when a model is compiled.
+    Without a budget, a plan for a measured link needs no more memory than the rule: what is free is not known when a
+    model is compiled.
 
     Args:
         workload: with seconds and bytes, which may differ between ranks.
         config: with a link.
         what: is planned, for the log.
-        device: that computes.
 
     Raises:
         PlanError: no plan fits into the budget.
     """
-    is_lean = _is_lean(config, device)
+    is_lean = _is_lean(config)
 
     def make() -> Table:
         found = safe_plan(workload, config.budget, is_lean=is_lean)
@@ -129,16 +125,16 @@ def plan_together(
     return plan, kept_units
 
 
-def _is_lean(config: CompileConfig, device: torch.device) -> bool:
-    return config.budget is None and (config.link or "").startswith(MEASURED) and device.type != "cpu"
+def _is_lean(config: CompileConfig) -> bool:
+    return config.budget is None and (config.link or "").startswith(MEASURED)
 
 
-def log_worth(step: Workload, config: CompileConfig, device: torch.device) -> None:
+def log_worth(step: Workload, config: CompileConfig) -> None:
     """Log what the plan of a step is worth, and what `reshard_after_forward="auto"` would give beside it."""
     units = (replace(unit, keep_unsharded=unit.keep_unsharded or None) for unit in step.units)
     try:
         steps = step, replace(step, units=tuple(units))
-        found, free = (safe_plan(each, config.budget, is_lean=_is_lean(config, device)) for each in steps)
+        found, free = (safe_plan(each, config.budget, is_lean=_is_lean(config)) for each in steps)
     except PlanError:  # the bound of memory is too high, or the graphs' own plans will say it
         return
     exposed = simulate(step, found.plan).exposed

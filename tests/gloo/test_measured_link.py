@@ -366,12 +366,12 @@ def test_a_damaged_plan_is_made_again(tmp_path: Path, monkeypatch: pytest.Monkey
     config = CompileConfig(link="custom:1e-3,1e9")
     units = (UnitCost("a", 1.0, 0.0, 8, 0), UnitCost("b", 1.0, 0.0, 8, 0))
     step = Workload((Task("0", 2.0, reads=(0,)), Task("1", 2.0, reads=(1,))), 2, units)
-    plan, _ = agreement.plan_together(step, config, "forward", CPU)
+    plan, _ = agreement.plan_together(step, config, "forward")
     late = Plan.parse("at 0 gather a\nat 0 wait a\nat 1 free a\nat 1 gather b\nat 1 wait b\nat 2 free b\n")
     assert plan != late
     (path,) = tmp_path.rglob("*.kept")
     path.write_text(json.dumps({"keep": [], "plan": str(late)}))
-    assert agreement.plan_together(step, config, "forward", CPU)[0] == late
+    assert agreement.plan_together(step, config, "forward")[0] == late
     for damaged in (
         "",
         "{",
@@ -382,7 +382,7 @@ def test_a_damaged_plan_is_made_again(tmp_path: Path, monkeypatch: pytest.Monkey
         '{"keep": []}',
     ):
         path.write_text(damaged)
-        assert agreement.plan_together(step, config, "forward", CPU)[0] == plan, damaged
+        assert agreement.plan_together(step, config, "forward")[0] == plan, damaged
 
 
 def _agree(rank: int) -> str:

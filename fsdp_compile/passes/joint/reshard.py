@@ -85,13 +85,13 @@ def choose_reshard(context: GraphContext) -> None:
         if config.profile is not None:
             step = step_with_profile(step, stretches_of(info.tasks), config.profile)
         update = update_cost(info, costs, config) if has_update else None
-        step, device = step if update is None else with_update(step, update), gathers[0].meta["val"].device
+        step = step if update is None else with_update(step, update)
         if is_told:
-            log_worth(step, config, device)
+            log_worth(step, config)
         if not (is_open or has_update):
             return
         estimated = replace(config, budget=budget_of_step(step, config.budget))
-        plan, names = plan_together(step, estimated, "step", device)
+        plan, names = plan_together(step, estimated, "step")
         note_arrivals(info, step, plan)
     else:
         by_first_read = sorted(step.may_keep, key=lambda unit: step.reads_in_backward[unit])

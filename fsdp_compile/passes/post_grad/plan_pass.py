@@ -77,10 +77,9 @@ def choose_plan(context: GraphContext) -> None:
             raise PlanError(f"plan: expected {config.plan} to have a plan under '{context.direction}:', found "
                             f"{', '.join(map(reprlib.repr, plans))}")  # fmt: skip
         plan = plans[context.direction]
-    elif config.link is not None and (sent := tagged(context.graph, "gather", "reduce")):  # else nothing is planned
+    elif config.link is not None and tagged(context.graph, "gather", "reduce"):  # else nothing is planned
         try:
-            device = sent[0].meta["val"].device
-            plan, _ = plan_together(workload, config, context.direction, device)
+            plan, _ = plan_together(workload, config, context.direction)
         except PlanError as error:
             if config.activations == "keep":
                 raise
