@@ -42,7 +42,7 @@ class Operation(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As torch has it, without the `_` of operators in place."""
+        """The operator's name without namespace and overload, and without the `_` of one that works in place."""
         return operator_name(self.function)
 
 
@@ -256,9 +256,9 @@ class MatrixRecorder(TorchDispatchMode):
         pairs = zip((*args, *kwargs.values()), (*earlier_args, *earlier_kwargs.values()), strict=True)
         if all(_alike(one, other) for one, other in pairs):
             result = self._known[at].operation.result
-            return (
-                self._tensors[result] if result < len(self._tensors) else returned.detach()
-            )  # autograd wants new ones
+            if result < len(self._tensors):
+                return self._tensors[result]
+            return returned.detach()  # autograd wants a new object
         self._known = []  # from here on
         return None
 

@@ -32,7 +32,7 @@ from fsdp_compile.optim.matrix_program import MatrixProgram, MatrixRecorder, opt
 from fsdp_compile.optim.owner_plan import Matrix, OwnerPlan, plan_owners, stages_of
 from fsdp_compile.optim.owners import local_data, local_gradient
 from fsdp_compile.optim.program import NotRecordable
-from fsdp_compile.tensors.shard_spec import ShardRanks
+from fsdp_compile.tensors.shard_spec import ShardRanks, ShardSpec
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 LAG = 2
@@ -230,7 +230,7 @@ class MatrixUpdates:
 
     def __init__(self) -> None:
         self.plans: dict[ShardRanks, OwnerPlan] = {}
-        self._key: Any = None  # which parameters were planned, and how they were sharded
+        self._planned: list[tuple[ShardedTensor, ShardSpec]] = []  # parameters, and how they were sharded: alive here
         self._places: dict[int, _Place] = {}  # for each parameter, by its id
         self._recorders: dict[Any, MatrixRecorder | None] = {}
         self._routes: dict[Any, Routes] = {}
@@ -349,17 +349,18 @@ class MatrixUpdates:
                 shape = tuple(param.shape)
                 self._recorders[key] = MatrixRecorder(shape, _matrix_shape(optimizer, shape), param.dtype, state)
             recorder = self._recorders[key]
-            return (
-                None if recorder is None else recorder.program(optimizer, optimizer.param_groups[index], options, state)
-            )
+            if recorder is None:
+                return None
+            return recorder.program(optimizer, optimizer.param_groups[index], options, state)
         except NotRecordable:
             self._recorders[key] = None
             return None
 
     def _plan(self, programs: Sequence[tuple[ShardedTensor, MatrixProgram]], compares: bool) -> None:
         """Plan who owns which matrix, where parameters or ranks are new; all ranks compare that."""
-        key = [(id(param), id(param.spec)) for param, _ in programs]
-        if key == self._key:
+        given = [(param, param.spec) for param, _ in programs]
+        pairs = zip(given, self._planned, strict=False)
+        if len(given) == len(self._planned) and all(a is b and mine is its for (a, mine), (b, its) in pairs):
             return
         self._places, self.plans, self._routes = {}, {}, {}
         by_ranks: dict[ShardRanks, list[tuple[ShardedTensor, MatrixProgram]]] = {}
@@ -377,7 +378,7 @@ class MatrixUpdates:
                 _compare(plan, ranks)
             for (param, _), ranges, at in zip(some, split, begins, strict=True):
                 self._places[id(param)] = _Place(ranges, plan.owners[at : at + len(ranges)], stages[at])
-        self._key = key
+        self._planned = given
 
     def _update(self, optimizer: Optimizer, param: ShardedTensor, program: MatrixProgram) -> _Update:
         state = optimizer.state[param]

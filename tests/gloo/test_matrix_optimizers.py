@@ -223,9 +223,9 @@ def _follow(rank: int, name: str, steps: int, options: dict[str, Any], backend: 
             each.zero_grad()
         assert_bitwise(*models, f"{name}, step {number}")
         for one, other in zip(*stepping, strict=True):
-            for param, twin in zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
+            for param, match in zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
                 for key, value in one.state[param].items():
-                    assert torch.equal(local(value), local(other.state[twin][key])), (name, key, number)
+                    assert torch.equal(local(value), local(other.state[match][key])), (name, key, number)
 
 
 @pytest.mark.parametrize(

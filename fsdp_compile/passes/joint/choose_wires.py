@@ -153,9 +153,7 @@ def _tell(graph: fx.Graph) -> None:
         dtype = next(each.meta["val"].dtype for each in tagged(graph, "gather", "reduce")
                      if (tag_of(each).kind, tag_of(each).wire) == (kind, format))  # fmt: skip
         size = full[kind, format] / 1e6
-        sent = (
-            f"{format}: {size * ratio(format, dtype):.1f} MB in place of {size:.1f}"
-            if format
-            else f"full: {size:.1f} MB"
-        )
+        sent = f"full: {size:.1f} MB"
+        if format:
+            sent = f"{format}: {size * ratio(format, dtype):.1f} MB in place of {size:.1f}"
         log.info("wire: %d %s in %s", count, name, sent)
