@@ -144,7 +144,7 @@ class GradientReduction:
     # Updates the parameters by their reduced gradient, 1-D, which does not reach autograd then. Who sets it resets it
     # after the pass.
     update: Callable[[Tensor], None] | None = None
-    unused: UnusedParameters = field(default_factory=UnusedParameters)
+    unused: UnusedParameters = field(default_factory=partial(UnusedParameters, running_backward))
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def begin_in_backward(self) -> bool:

@@ -6,8 +6,6 @@ from itertools import repeat
 
 from torch import Tensor
 
-from fsdp_compile.comm._torch import current_backward
-
 Indices = Set[int]
 NONE: Indices = frozenset()
 
@@ -39,22 +37,26 @@ class UnusedParameters:
 
     Each backward pass has notes of its own: a reentrant checkpoint runs one within another one, of the same parameters.
 
+    Args:
+        running: returns an object for the running backward pass, another one for each; None outside of any.
+
     Attributes:
         leave_out: given the reduced gradient and indices that this rank has not used, returns those that the pass is to
             give no gradient; None: zeros are given to all.
         is_asked: whether it is called where this rank has used all, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, running: Callable[[], object]) -> None:
+        self._running = running
         self.leave_out: Callable[[Tensor, Indices], Indices] | None = None
         self.is_asked = True
-        self._unused: dict[int, Indices] = {}  # by backward pass
-        self._of_graphs: dict[int, list[Tensor]] = {}  # gradients of the shard that have been noted
+        self._unused: dict[object, Indices] = {}  # by backward pass
+        self._of_graphs: dict[object, list[Tensor]] = {}  # gradients of the shard that have been noted
 
     @property
     def so_far(self) -> Indices:
         """The indices in what the running pass has added up."""
-        return self._unused.get(current_backward(), NONE)
+        return self._unused.get(self._running(), NONE)
 
     def note(self, unused: Iterable[int], grad: Tensor | None = None) -> None:
         """Note what a part of the next gradient has not used; `grad`: of the shard, 1-D, as a graph returns it.
@@ -63,10 +65,10 @@ class UnusedParameters:
         """
         if self.leave_out is None:
             return
-        number, others = current_backward(), frozenset(unused)
-        self._unused[number] = self._unused.get(number, others) & others
+        backward, others = self._running(), frozenset(unused)
+        self._unused[backward] = self._unused.get(backward, others) & others
         if grad is not None:
-            self._of_graphs.setdefault(number, []).append(grad)
+            self._of_graphs.setdefault(backward, []).append(grad)
 
     def take(self, of_graphs: Tensor | None, total: Tensor, split: Callable[[Tensor], Sequence[Tensor]]) -> Indices:
         """What nothing on this rank has used in `total`, `[shard_numel]`, from now on of the gradient after it.
@@ -74,7 +76,7 @@ class UnusedParameters:
         `of_graphs`: what is in it of graphs that reduce, which note nothing where they use all. If it is the sum of
         several, those parameters are used that have other values than zeros.
         """
-        unused, noted = self.take_noted(), self._of_graphs.pop(current_backward(), [])
+        unused, noted = self.take_noted(), self._of_graphs.pop(self._running(), [])
         if of_graphs is not None and (marked := unused_in(of_graphs)):  # by what has begun this pass
             return frozenset(marked)
         if of_graphs is None or not unused or [each.data_ptr() for each in noted] == [of_graphs.data_ptr()]:
@@ -84,7 +86,7 @@ class UnusedParameters:
 
     def take_noted(self) -> Indices:
         """What nothing on this rank has used in what was added up, which is none of the next gradient any more."""
-        return self._unused.pop(current_backward(), NONE)
+        return self._unused.pop(self._running(), NONE)
 
     def left_out(self, grad: Tensor, unused: Indices) -> Indices:
         """Which parameters the running pass is to give no gradient, of those that this rank has not used in `grad`."""
