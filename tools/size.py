@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
-STORY_LINES = 13_836
+STORY_LINES = 13_553
 """The limit of the story. A commit that makes the story smaller lowers it; nothing raises it."""
 
 STORY = tuple(
@@ -33,7 +33,7 @@ STORY = tuple(
         "passes/joint": "insert_collectives reshard __init__",
         "passes/graph": "nodes costs analyze lifetimes __init__",
         "passes/cost": "hardware roofline __init__",
-        "passes/plan": "workload plan schedule memory __init__",
+        "passes/plan": "workload plan schedule __init__",
         "passes/post_grad": "plan_pass order in_place_grads lower_collectives __init__",
     }.items()
     for name in names.split()
