@@ -131,8 +131,8 @@ BROKEN = {
     "verify_plan": ("passes/plan/plan.py", "if reduces[name].at <= ready:", "if reduces[name].at < ready:"),
     "order": (f"{_POST}/order.py", "[info.gathers[name].first + ahead.get(name, [])", "[info.gathers[name].first"),
     "check_order": (f"{_POST}/order.py", "if actual != planned:", "if len(actual) != len(planned):"),
-    "place_updates": (f"{_POST}/order.py", "if last > update:", "if last < update:"),
-    "name_prefetched": (f"{_POST}/order.py", ".arrives is not None]", ".arrives is None]"),
+    "place_updates": (f"{_POST}/updates.py", "if last > update:", "if last < update:"),
+    "name_prefetched": (f"{_POST}/updates.py", ".arrives is not None]", ".arrives is None]"),
     "record_times": (f"{_POST}/plan_pass.py", "record(stretch, 2 * index + 1)", "record(stretch, 2 * index)"),
     "send_messages": (
         f"{_POST}/messages.py",
@@ -150,7 +150,7 @@ BROKEN = {
         "gather)\n            _call_directly(gather)",
         "gather)",
     ),
-    "check_ranks": (f"{_POST}/order.py", "value.numel() * value.element_size()", "value.numel()"),
+    "check_ranks": (f"{_POST}/check_ranks.py", "value.numel() * value.element_size()", "value.numel()"),
     "pin_order": (f"{_POST}/order.py", "    return is_product(node) and not any", "    return False and not any"),
 }
 _PAGE = "tests/fake/test_passes_page.py::test_the_graphs_are_those_of_today"

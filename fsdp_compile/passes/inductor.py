@@ -38,6 +38,8 @@ from fsdp_compile.passes.joint.choose_wires import choose_wires
 from fsdp_compile.passes.joint.smallest_gather import smallest_gather
 from fsdp_compile.passes.measure import NoLink, NotMeasured, measured_link, measured_speed
 from fsdp_compile.passes.pipeline import Pass, check_passes, enabled, log, placed
+from fsdp_compile.passes.post_grad import blocks, updates
+from fsdp_compile.passes.post_grad.check_ranks import check_ranks
 from fsdp_compile.passes.post_grad.foreign import Sent, communicated, reshard_after_forward, tag_collectives
 from fsdp_compile.passes.post_grad.messages import send_messages
 from fsdp_compile.passes.post_grad.plan_pass import plans_in_file
@@ -46,7 +48,12 @@ EXTRA_PASSES = (
     Pass("choose_wires", "joint", choose_wires, needs=("insert_collectives",), after="insert_collectives"),
     Pass("smallest_gather", "joint", smallest_gather, needs=("insert_collectives",), after="insert_collectives"),
     Pass("choose_activations", "joint", choose_activations, after="keep_where_forward_ends"),
+    Pass("place_updates", "post_grad", updates.place_updates, after="check_order"),
+    Pass("name_prefetched", "post_grad", updates.name_prefetched, needs=("read_graph",), after="check_order"),
     Pass("send_messages", "post_grad", send_messages, after="record_times"),
+    Pass("check_ranks", "post_grad", check_ranks, after="all_gather_into_buffer"),
+    Pass("start_reduces", "post_grad", blocks.start_reduces, after="all_gather_into_buffer"),
+    Pass("await_gathers", "post_grad", blocks.await_gathers, after="all_gather_into_buffer"),
 )
 PASSES = placed(CORE_PASSES, EXTRA_PASSES)
 """What is done to a graph, in order, which docs/compiling.md explains."""

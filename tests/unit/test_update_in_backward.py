@@ -26,7 +26,7 @@ from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import PlanError, verify
 from fsdp_compile.passes.plan.schedule import alternating, prefetch, search_plan
 from fsdp_compile.passes.plan.workload import UpdateCost, Workload, updating_in_backward, with_update
-from fsdp_compile.passes.post_grad.order import place_updates
+from fsdp_compile.passes.post_grad.updates import place_updates
 
 pytestmark = pytest.mark.usefixtures("emulated")
 LATE = pytest.mark.nightly

@@ -49,6 +49,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import FROM_HOST, TO_HOST, WAIT_COPY
+from fsdp_compile.passes._torch import V, WaitKernel, register_lowering
 from fsdp_compile.passes.agreement import decide_together, read_plan, shape_of
 from fsdp_compile.passes.graph.analyze import GraphInfo, analyze, keep_unsharded, note_arrivals, set_policy, update_cost
 from fsdp_compile.passes.graph.costs import Costs, costs_of, size_of
@@ -417,3 +418,15 @@ class _Policies:
             part = sum(map(self.costs.node, members)) / seconds if seconds else 0.0
             first, last = self.starts[task], self.starts[task] + len(self.info.tasks[task])
             yield Repeat(task, part, held + max(live[max(0, first - begin) : last - begin], default=0))
+
+
+# --- lowering ---------------------------------------------------------------------------------------------------------
+
+
+@register_lowering(WAIT_COPY, type_promotion_kind=None)
+def _lower_wait_copy(copy: Any, source: Any) -> Any:
+    """Keep the source alive until the wait: see Note [What keeps a copied tensor alive]."""
+    WaitKernel.create_wait(WAIT_COPY, copy)
+    if source.get_name() in V.graph.name_to_buffer:
+        V.graph.additional_star_deps[V.graph.operations[-1].get_operation_name()].add(source.get_name())
+    return copy

@@ -31,7 +31,6 @@ from fsdp_compile.core.ops import (
     ADD_ACCUMULATED_,
     DEFER_REDUCE,
     PACK_GRADS,
-    START_REDUCE_,
     UPDATE_SHARD,
 )
 from fsdp_compile.passes._torch import V, WaitKernel, bounds, fallback_handler, ir, ops, register_lowering, tree_leaves
@@ -450,12 +449,6 @@ def _lower_defer_reduce(packed: Any, flat_param_id: Any, layout: str, owned: boo
     packed.realize()
     V.graph.never_reuse_buffers.add(packed.get_name())
     return ir.TensorBox.create(_OwningCall.create(DEFER_REDUCE, packed, flat_param_id, layout, True, unused=unused))
-
-
-@register_lowering(START_REDUCE_, type_promotion_kind=None)
-def _lower_start_reduce(packed: Any, full: Any) -> None:
-    packed.realize()
-    ir.FallbackKernel.create(START_REDUCE_, packed, full)
 
 
 register_lowering(UPDATE_SHARD, type_promotion_kind=None)(fallback_handler(UPDATE_SHARD, add_to_fallback_set=False))

@@ -17,13 +17,10 @@ from torch import fx
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.ops import (
-    AWAIT_GATHER,
     SEND_BUFFER,
     SEND_BUFFER_AS,
-    START_REDUCE_,
     SUM_IN_PAIRS,
     WAIT_COLLECTIVE,
-    WAIT_COPY,
 )
 from fsdp_compile.passes._torch import V, WaitKernel, ir, join_sums, register_lowering, restore_dependencies
 from fsdp_compile.passes.graph.analyze import can_coalesce
@@ -199,25 +196,6 @@ def _lower_wait(full: Any, sent: Any) -> Any:
     start.python_kernel_name = f"{caller}.{_DIRECT[start.op_overload]}"
     wait.python_kernel_name = "fsdp_collectives.wait"
     return full
-
-
-@register_lowering(AWAIT_GATHER, type_promotion_kind=None)
-def _lower_await(full: Any) -> Any:
-    """Wait after the reduces that have been started: loops of two flat parameters would be fused beyond them."""
-    WaitKernel.create_wait(AWAIT_GATHER, full)
-    *before, wait = V.graph.operations
-    started = {each.get_name() for each in before if getattr(each, "op_overload", None) is START_REDUCE_}
-    V.graph.additional_buffer_deps[wait.get_operation_name()].update(started)
-    return full
-
-
-@register_lowering(WAIT_COPY, type_promotion_kind=None)
-def _lower_wait_copy(copy: Any, source: Any) -> Any:
-    """Keep the source alive until the wait, as `_lower_wait` does: see Note [What keeps a copied tensor alive]."""
-    WaitKernel.create_wait(WAIT_COPY, copy)
-    if source.get_name() in V.graph.name_to_buffer:
-        V.graph.additional_star_deps[V.graph.operations[-1].get_operation_name()].add(source.get_name())
-    return copy
 
 
 # --- after fusion -----------------------------------------------------------------------------------------------------
