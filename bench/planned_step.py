@@ -35,7 +35,8 @@ from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.passes.cost.roofline import measured_update
 from fsdp_compile.passes.plan.plan import Plan, Step, Timeline, simulate, verify
 from fsdp_compile.passes.plan.workload import Task, UpdateCost, Workload, lower_bound, with_update
-from fsdp_compile.passes.post_grad.plan_pass import TaskProfile, plan_log
+from fsdp_compile.passes.post_grad.plan_pass import plan_log
+from fsdp_compile.passes.post_grad.record_times import TaskProfile
 
 UNITS: dict[str, Any] = {"blocks": "auto", "layers": {nn.Linear}}  # by these policies
 PROFILED = 7  # steps

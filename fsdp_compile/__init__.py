@@ -61,7 +61,7 @@ if TYPE_CHECKING:  # each name `as` itself: for type checkers it is exported
     from fsdp_compile.fsdp_module import FSDPModule as FSDPModule
     from fsdp_compile.fsdp_module import register_fsdp_forward_method as register_fsdp_forward_method
     from fsdp_compile.fsdp_module import share_comm_ctx as share_comm_ctx
-    from fsdp_compile.passes.post_grad.plan_pass import profile_step as profile_step
+    from fsdp_compile.passes.post_grad.record_times import profile_step as profile_step
     from fsdp_compile.reproducibility import mean_over_ranks as mean_over_ranks
     from fsdp_compile.reproducibility import microbatch_seed as microbatch_seed
     from fsdp_compile.state_dict.model import get_state_dict_type as get_state_dict_type
@@ -90,7 +90,7 @@ _NAMES = {
     "fsdp_compile.edits.summon": "summon_full_params",
     "fsdp_compile.eager.unsharded": "UnshardHandle",
     "fsdp_compile.fsdp_module": "FSDPModule register_fsdp_forward_method share_comm_ctx",
-    "fsdp_compile.passes.post_grad.plan_pass": "profile_step",
+    "fsdp_compile.passes.post_grad.record_times": "profile_step",
     "fsdp_compile.reproducibility": "mean_over_ranks microbatch_seed",
     "fsdp_compile.state_dict.model": "get_state_dict_type set_state_dict_type state_dict_type",
     "fsdp_compile.state_dict.optimizer": "optim_state_dict optim_state_dict_to_load rekey_optim_state_dict",

@@ -43,6 +43,7 @@ from fsdp_compile.passes.post_grad.check_ranks import check_ranks
 from fsdp_compile.passes.post_grad.foreign import Sent, communicated, reshard_after_forward, tag_collectives
 from fsdp_compile.passes.post_grad.messages import send_messages
 from fsdp_compile.passes.post_grad.plan_pass import plans_in_file
+from fsdp_compile.passes.post_grad.record_times import record_times
 
 EXTRA_PASSES = (
     Pass("choose_wires", "joint", choose_wires, needs=("insert_collectives",), after="insert_collectives"),
@@ -50,7 +51,8 @@ EXTRA_PASSES = (
     Pass("choose_activations", "joint", choose_activations, after="keep_where_forward_ends"),
     Pass("place_updates", "post_grad", updates.place_updates, after="check_order"),
     Pass("name_prefetched", "post_grad", updates.name_prefetched, needs=("read_graph",), after="check_order"),
-    Pass("send_messages", "post_grad", send_messages, after="record_times"),
+    Pass("record_times", "post_grad", record_times, needs=("read_graph",), after="check_order"),
+    Pass("send_messages", "post_grad", send_messages, after="check_order"),
     Pass("check_ranks", "post_grad", check_ranks, after="all_gather_into_buffer"),
     Pass("start_reduces", "post_grad", blocks.start_reduces, after="all_gather_into_buffer"),
     Pass("await_gathers", "post_grad", blocks.await_gathers, after="all_gather_into_buffer"),

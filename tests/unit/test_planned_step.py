@@ -16,7 +16,7 @@ from fsdp_compile.config import CompileConfig, StepUpdate
 from fsdp_compile.core.ops import RECORD_TIME
 from fsdp_compile.passes.cost.roofline import measured_update
 from fsdp_compile.passes.plan.plan import PlanError
-from fsdp_compile.passes.post_grad.plan_pass import TaskProfile
+from fsdp_compile.passes.post_grad.record_times import TaskProfile
 
 pytestmark = pytest.mark.usefixtures("emulated")
 LATE = pytest.mark.nightly

@@ -152,7 +152,7 @@ def update_seconds(moved_bytes: float, hardware: Hardware) -> float:
 
 # --- profile ----------------------------------------------------------------------------------------------------------
 
-# A profile has the seconds of each stretch of a graph, as post_grad/plan_pass.py recorded them. A stretch is everything
+# A profile has the seconds of each stretch of a graph, as post_grad/record_times.py recorded them. A stretch is all
 # from one matrix product to the next. Plans cut stretches into tasks at different places, but none changes the
 # stretches, so a profile measured under one plan serves another. The tasks of a stretch share its seconds in proportion
 # to their estimates.
