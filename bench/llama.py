@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from bench.runs.transformers import Run, Transformer, work_of
 from fsdp_compile.passes.cost.hardware import Hardware, Link
 from fsdp_compile.passes.cost.roofline import launch_seconds, transfer_seconds
-from fsdp_compile.passes.graph.costs import Work
+from fsdp_compile.passes.graph.costs import work_seconds
+from fsdp_compile.passes.graph.work import Work
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 SEQUENCE = 8192
@@ -48,7 +49,7 @@ def workload(shape: Shape, batch: int, world: int, link: Link, device: Hardware,
     def task(number: int, direction: str, kernels: Sequence[Work], live: int) -> Task:
         backward = direction == "backward"
         reads = () if backward and number == 0 else (number,)  # the gradient of an embedding does not read it
-        seconds = sum(each.seconds(device) for each in kernels)
+        seconds = sum(work_seconds(each, device) for each in kernels)
         return Task(f"{units[number].name} {direction}", seconds, live, reads, (number,) if backward else ())
 
     units = tuple(cost(*each) for each in shape.units.items())

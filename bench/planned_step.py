@@ -34,7 +34,8 @@ from bench.report import parser, write
 from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.passes.cost.roofline import measured_update
 from fsdp_compile.passes.plan.plan import Plan, Step, Timeline, simulate, verify
-from fsdp_compile.passes.plan.workload import Task, UpdateCost, Workload, lower_bound, with_update
+from fsdp_compile.passes.plan.whole_step import UpdateCost, with_update
+from fsdp_compile.passes.plan.workload import Task, Workload, lower_bound
 from fsdp_compile.passes.post_grad.plan_pass import plan_log
 from fsdp_compile.passes.post_grad.record_times import TaskProfile
 

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
-STORY_LINES = 13_223
+STORY_LINES = 12_088
 """The limit of the story. A commit that makes the story smaller lowers it; nothing raises it."""
 
 STORY = tuple(
@@ -31,8 +31,7 @@ STORY = tuple(
         "eager": "forward forward_pass runtime unsharded block_reader streams reduce casting __init__",
         "passes": "pipeline hooks _torch",
         "passes/joint": "insert_collectives reshard __init__",
-        "passes/graph": "nodes costs analyze lifetimes __init__",
-        "passes/cost": "hardware roofline __init__",
+        "passes/graph": "nodes work analyze lifetimes __init__",
         "passes/plan": "workload plan schedule __init__",
         "passes/post_grad": "plan_pass order in_place_grads lower_collectives __init__",
     }.items()

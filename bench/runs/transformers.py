@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from fsdp_compile.explain.work import StepWork, UnitWork
-from fsdp_compile.passes.graph.costs import Kind, Work
+from fsdp_compile.passes.graph.work import Kind, Work
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from bench.systems import Prepared, Setup
 from bench.systems.ours import measure
 from fsdp_compile.comm.collectives import STARTS
 from fsdp_compile.passes.cost.hardware import device
-from fsdp_compile.passes.graph.costs import attention_flops, group_size, node_seconds, size_of
+from fsdp_compile.passes.graph.costs import group_size, node_seconds
+from fsdp_compile.passes.graph.work import attention_flops, size_of
 
 BUCKETS, OVERLAP = "transformer_block_bucketing", "overlap"
 _DISTRIBUTED = "aten_distributed_optimizations"

@@ -30,6 +30,7 @@ from fsdp_compile.passes.cost.roofline import (
     transfer_seconds,
     update_seconds,
 )
+from fsdp_compile.passes.graph.costs import work_seconds
 from fsdp_compile.passes.plan.plan import Plan
 from fsdp_compile.passes.plan.schedule import alternating, prefetch
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
@@ -112,7 +113,7 @@ class Priced:
 
     def _seconds(self, unit: UnitWork, backward: bool) -> float:
         """Seconds of a unit's forward or backward; a block is slowed down by collectives beside it."""
-        computing = sum(each.seconds(self.hardware) for each in (unit.backward if backward else unit.forward))
+        computing = sum(work_seconds(each, self.hardware) for each in (unit.backward if backward else unit.forward))
         if unit is self.work.begin or unit is self.work.end:
             return computing
         cost = self._cost(unit.parameters)

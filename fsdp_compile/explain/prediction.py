@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from fsdp_compile.passes.cost.hardware import Hardware, Origin
 from fsdp_compile.passes.cost.roofline import Level
-from fsdp_compile.passes.plan.plan import Plan, Span, Step, Timeline, held_units, prefetched, simulate
+from fsdp_compile.passes.plan.plan import Plan, Span, Step, Timeline, held_units, simulate
+from fsdp_compile.passes.plan.whole_step import prefetched
 from fsdp_compile.passes.plan.workload import Workload, lower_bound
 
 FORMAT = 1

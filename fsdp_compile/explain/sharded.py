@@ -27,15 +27,17 @@ from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import fake_store, reset_dynamo
 from fsdp_compile.passes.cost.hardware import device
 from fsdp_compile.passes.cost.roofline import Level
-from fsdp_compile.passes.graph.costs import costs_of, group_size, node_work
+from fsdp_compile.passes.graph.costs import costs_of, group_size
 from fsdp_compile.passes.graph.nodes import tagged
+from fsdp_compile.passes.graph.work import node_work
 from fsdp_compile.passes.inductor import compile_with
 from fsdp_compile.passes.joint.choose_memory import choose_policies, read_blocks
 from fsdp_compile.passes.pipeline import GraphContext, Pass
 from fsdp_compile.passes.plan.memory import KEEP, Options
 from fsdp_compile.passes.plan.plan import Plan, verify
 from fsdp_compile.passes.plan.safe import safe_plan
-from fsdp_compile.passes.plan.workload import Workload, budget_of_step
+from fsdp_compile.passes.plan.whole_step import budget_of_step
+from fsdp_compile.passes.plan.workload import Workload
 
 
 def update_of(optimizer: str | None, clip: bool) -> StepUpdate | None:

@@ -32,9 +32,9 @@ from fsdp_compile.explain.batch import Inputs, batch_of, loss_of
 from fsdp_compile.explain.prediction import Setting
 from fsdp_compile.explain.work import BATCHES, Kernels, NotAffine, StepWork, UnitWork, at_batch
 from fsdp_compile.passes._torch import is_tangent
-from fsdp_compile.passes.graph.costs import SCATTERS, Work, node_work
 from fsdp_compile.passes.graph.lifetimes import Lifetime, inlined, last_uses_of, lifetimes, live_bytes
 from fsdp_compile.passes.graph.nodes import is_product, packet_of, source_of
+from fsdp_compile.passes.graph.work import SCATTERS, Work, node_work
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "amp_fp16": torch.float16}  # all others: bfloat16
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from fsdp_compile.passes.graph.costs import Work
+from fsdp_compile.passes.graph.work import Work
 
 Kernels = tuple[Work, ...]
 

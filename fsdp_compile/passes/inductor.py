@@ -33,22 +33,26 @@ from fsdp_compile.passes.cost.roofline import read_profile
 from fsdp_compile.passes.graph.costs import hardware_at
 from fsdp_compile.passes.graph.nodes import is_ours
 from fsdp_compile.passes.hooks import CORE_PASSES, OURS, CompileNotice, OtherShardings, Refused, pipelines
+from fsdp_compile.passes.joint import plan_step
 from fsdp_compile.passes.joint.choose_memory import choose_activations
 from fsdp_compile.passes.joint.choose_wires import choose_wires
 from fsdp_compile.passes.joint.smallest_gather import smallest_gather
 from fsdp_compile.passes.measure import NoLink, NotMeasured, measured_link, measured_speed
 from fsdp_compile.passes.pipeline import Pass, check_passes, enabled, log, placed
-from fsdp_compile.passes.post_grad import blocks, updates
+from fsdp_compile.passes.post_grad import blocks, plan_by_cost, updates
 from fsdp_compile.passes.post_grad.check_ranks import check_ranks
 from fsdp_compile.passes.post_grad.foreign import Sent, communicated, reshard_after_forward, tag_collectives
 from fsdp_compile.passes.post_grad.messages import send_messages
-from fsdp_compile.passes.post_grad.plan_pass import plans_in_file
+from fsdp_compile.passes.post_grad.plan_by_cost import plans_in_file
 from fsdp_compile.passes.post_grad.record_times import record_times
 
 EXTRA_PASSES = (
     Pass("choose_wires", "joint", choose_wires, needs=("insert_collectives",), after="insert_collectives"),
     Pass("smallest_gather", "joint", smallest_gather, needs=("insert_collectives",), after="insert_collectives"),
     Pass("choose_activations", "joint", choose_activations, after="keep_where_forward_ends"),
+    Pass("choose_reshard", "joint", plan_step.choose_reshard),
+    Pass("read_graph", "post_grad", plan_by_cost.read_graph),
+    Pass("choose_plan", "post_grad", plan_by_cost.choose_plan, needs=("read_graph",)),
     Pass("place_updates", "post_grad", updates.place_updates, after="check_order"),
     Pass("name_prefetched", "post_grad", updates.name_prefetched, needs=("read_graph",), after="check_order"),
     Pass("record_times", "post_grad", record_times, needs=("read_graph",), after="check_order"),

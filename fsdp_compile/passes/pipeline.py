@@ -47,7 +47,7 @@ class GraphContext:
         graph_index: the index that AOTAutograd gave to the graph; its joint graph, forward and backward share it.
         specs: in a joint graph, how each unit is gathered, by its number in tags.
         info: tasks, units and the nodes of their collectives; set by `read_graph`, as is
-        workload: the same as numbers for the planner, with measured seconds if the configuration names a profile.
+        workload: the same as numbers for the planner.
         plan: the plan that the graph follows; set by `choose_plan`.
     """
 
@@ -73,7 +73,7 @@ class Pass:
         version: what stands for the pass in the keys of the compile caches, beside its name. Change it whenever `run`
             would edit graphs in another way. None: a hash of the file that defines `run`, if that is a plain function
             without closure and default arguments; otherwise nothing that runs this pass is cached.
-        after: of a pass of a layer, the pass behind which it runs.
+        after: of a pass of a layer, the pass behind which it runs; one that has the name of a pass takes its place.
     """
 
     name: str
@@ -111,11 +111,21 @@ def hash_of_sources() -> str:
 
 
 def placed(passes: Sequence[Pass], extra: Sequence[Pass]) -> tuple[Pass, ...]:
-    """`passes` with `extra`, each behind the pass that its `after` names; ValueError if there is none."""
+    """`passes` with `extra`: each in place of the pass of its name, or behind the pass that its `after` names.
+
+    Raises:
+        ValueError: there is no such pass.
+    """
     names = {each.name for each in passes}
-    if unplaced := [one for one in extra if one.after not in names]:
+    instead = {one.name: one for one in extra if one.name in names}
+    added = [one for one in extra if one.name not in names]
+    if unplaced := [one for one in added if one.after not in names]:
         raise ValueError(f"passes: {unplaced[0].name!r} runs after {unplaced[0].after!r}, which does not exist")
-    return tuple(each for own in passes for each in (own, *(one for one in extra if one.after == own.name)))
+    return tuple(
+        each
+        for own in passes
+        for each in (instead.get(own.name, own), *(one for one in added if one.after == own.name))
+    )
 
 
 def check_passes(passes: Sequence[Pass]) -> None:

@@ -31,7 +31,7 @@ from fsdp_compile.passes.cost.roofline import (
     product_seconds,
     transfer_seconds,
 )
-from fsdp_compile.passes.graph.costs import Work, node_work
+from fsdp_compile.passes.graph.work import Work, node_work
 
 RING = Link("ring", latency=10.0, bandwidth=4.0, source="this test", hop=1.0)
 FAR = Link("far", latency=5.0, bandwidth=1.0, source="this test", hop=2.0)

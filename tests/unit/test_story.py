@@ -15,8 +15,6 @@ GROUND = ("fsdp_compile/comm/", "fsdp_compile/tensors/", "fsdp_compile/config.py
 
 ARROWS = {
     ("eager/reduce.py", "eager/accumulate.py"),
-    ("passes/joint/reshard.py", "passes/agreement.py"),
-    ("passes/post_grad/plan_pass.py", "passes/agreement.py"),
 }
 """From files of the story to layers that they name: fewer with time, and never more."""
 

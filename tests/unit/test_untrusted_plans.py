@@ -13,7 +13,7 @@ from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes.cost.hardware import Hardware, Link, link
 from fsdp_compile.passes.cost.roofline import step_with_profile, with_profile
 from fsdp_compile.passes.plan.plan import PlanError
-from fsdp_compile.passes.post_grad.plan_pass import plans_in_file
+from fsdp_compile.passes.post_grad.plan_by_cost import plans_in_file
 
 GRAPH = "forward of 1 products"
 SECONDS = re.escape("expected seconds from 0 to 1,000,000, found ")

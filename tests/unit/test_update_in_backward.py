@@ -25,7 +25,8 @@ from fsdp_compile.passes.graph.nodes import Tag, set_tag
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import PlanError, verify
 from fsdp_compile.passes.plan.schedule import alternating, prefetch, search_plan
-from fsdp_compile.passes.plan.workload import UpdateCost, Workload, updating_in_backward, with_update
+from fsdp_compile.passes.plan.whole_step import UpdateCost, updating_in_backward, with_update
+from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.updates import place_updates
 
 pytestmark = pytest.mark.usefixtures("emulated")

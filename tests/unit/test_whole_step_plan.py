@@ -9,8 +9,9 @@ from expecttest import assert_expected_inline
 from workloads import blocks, random_workload, updated
 
 from fsdp_compile.explain.sharded import report
-from fsdp_compile.passes.plan.plan import Plan, PlanError, held_units, prefetched, simulate, verify
+from fsdp_compile.passes.plan.plan import Plan, PlanError, held_units, simulate, verify
 from fsdp_compile.passes.plan.schedule import search_plan
+from fsdp_compile.passes.plan.whole_step import prefetched
 from fsdp_compile.passes.plan.workload import smallest_budget
 
 

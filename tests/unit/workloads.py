@@ -4,7 +4,8 @@ import random
 from dataclasses import replace
 
 from fsdp_compile.passes.plan.plan import Plan, Step
-from fsdp_compile.passes.plan.workload import Task, UnitCost, UpdateCost, Workload, with_update
+from fsdp_compile.passes.plan.whole_step import UpdateCost, with_update
+from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 
 def random_workload(rng: random.Random, count: int, may_keep: bool = True) -> Workload:

@@ -12,18 +12,15 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.comm.collectives import COALESCED, GROUP_ARGUMENT, STARTS, WAIT, copies
-from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import PACK_GRADS
 from fsdp_compile.passes._torch import is_tangent
-from fsdp_compile.passes.cost.roofline import measured_update
-from fsdp_compile.passes.graph.costs import Costs, message_size, size_of
 from fsdp_compile.passes.graph.lifetimes import Lifetime, lifetimes, live_bytes
 from fsdp_compile.passes.graph.nodes import (
     CAST,
@@ -38,8 +35,8 @@ from fsdp_compile.passes.graph.nodes import (
     tag_of,
     tagged,
 )
-from fsdp_compile.passes.plan.plan import Plan, arrivals_in_forward
-from fsdp_compile.passes.plan.workload import Task, UnitCost, UpdateCost, Workload
+from fsdp_compile.passes.graph.work import Costs, message_size, size_of
+from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 Span = tuple[int, int]  # first and last position
 
@@ -179,11 +176,6 @@ def analyze(
         and can_coalesce([each.start[-1] for each in reduces.values()]),
     )
     return GraphInfo(workload, tasks, gathers, reduces, prologue, tail, alive)
-
-
-def stretches_of(tasks: Sequence[Sequence[fx.Node]]) -> list[int]:
-    """The stretch of each task, as profiles count them: 0 before the first matrix product; each product begins one."""
-    return list(accumulate(int(is_product(nodes[0])) for nodes in tasks))
 
 
 def _names(graph: fx.Graph) -> dict[fx.Node, str]:
@@ -431,14 +423,7 @@ def _beside_matrices(reduce: Reduce) -> int:
     return max(0, size_of(reduce.start[-1].all_input_nodes[0]) - matrices)
 
 
-# --- updates and choices ----------------------------------------------------------------------------------------------
-
-
-def note_arrivals(info: GraphInfo, step: Workload, plan: Plan) -> None:
-    """Tag the gathers that `plan` launches behind updates with the time at which each ends."""
-    for name, seconds in arrivals_in_forward(step, plan).items():
-        for node in info.gathers[name].start:
-            set_tag(node, replace(tag_of(node), arrives=seconds))
+# --- choices --------------------------------------------------------------------------------------------------------
 
 
 def keep_unsharded(graph: fx.Graph, info: GraphInfo, names: Iterable[str]) -> None:
@@ -448,50 +433,6 @@ def keep_unsharded(graph: fx.Graph, info: GraphInfo, names: Iterable[str]) -> No
         tag = get_tag(node)
         if tag is not None and tag.reshard is None:
             set_tag(node, replace(tag, reshard=tag.unit not in unsharded))
-
-
-def update_cost(info: GraphInfo, costs: Costs | None, config: CompileConfig) -> UpdateCost | None:
-    """Return the cost of the optimizer's update after the backward of a joint graph; None if it is unknown.
-
-    A graph that reduces nothing is that of a micro-batch whose gradients are accumulated; in the first of a step the
-    update comes right before it.
-
-    Raises:
-        PlanError: `config.profile` is no profile.
-    """
-    update, step = config.update, info.workload
-    if costs is None or update is None or step.backward == len(step.tasks):
-        return None
-    sizes = [_shard_bytes(info, unit.name) for unit in step.units]
-    seconds_of = costs.update_seconds
-    estimated = [seconds_of(sum(sizes)) if update.clips else 0.0, *(seconds_of(update.moves * n) for n in sizes)]
-    in_backward = units_updated_in_backward(info)
-    is_measured = config.profile is not None and not in_backward  # else tasks have been measured with updates in them
-    measured = measured_update(config.profile, sizes) if config.profile is not None and is_measured else None
-    before, *seconds, after = measured or [*estimated, costs.host_gap]
-    return UpdateCost(
-        tuple(each if size else 0.0 for each, size in zip(seconds, sizes, strict=True)),
-        tuple(sizes),
-        before,
-        after,
-        norm=costs.norm if update.clips else None,
-        prefetch=None if update.prefetch == "auto" else update.prefetch,
-        in_backward=in_backward,
-        compare=costs.rank_check_seconds if update.prefetch != 0 else 0.0,
-    )
-
-
-def units_updated_in_backward(info: GraphInfo) -> tuple[int, ...]:
-    """Indices of the units whose update is part of the backward graph."""
-    names = [unit.name for unit in info.workload.units]
-    return tuple(at for at, name in enumerate(names) if name in info.reduces and info.reduces[name].updates)
-
-
-def _shard_bytes(info: GraphInfo, name: str) -> int:
-    """Bytes of the unit's shard that the optimizer updates: those that get gradients."""
-    reduce = info.reduces.get(name)
-    updated = stored_shard(info.gathers[name]) if not info.reduces else reduce.result if reduce is not None else None
-    return size_of(updated) if updated is not None else 0
 
 
 def set_policy(nodes: Iterable[fx.Node], policy: CheckpointPolicy) -> None:

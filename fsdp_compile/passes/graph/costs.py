@@ -1,32 +1,24 @@
-"""Operations, bytes and seconds of the nodes of a graph, on the hardware that the configuration names.
+"""Seconds of the nodes of a graph, on the hardware that the configuration names.
 
-    node_work, node_seconds   of one node
-    costs_of                  of nodes, collectives and the optimizer's update, if a link is named
-    relative_costs            of nodes alone, relative to each other, if none is named
-
-Values that pass between loops that Inductor fuses count no bytes, see Note [What Inductor fuses]. The inputs of a chain
-of loops are read once, and the values that other kernels read are written. Symbolic sizes count as their hints,
-and in what is alive (`size_of`) as the most that they may be.
+work_seconds, node_seconds   of one kernel, or of a part of one
+costs_of                     of nodes, collectives and the optimizer's update, if a link is named
 """
 
-import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
-from typing import Any, Literal
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import fx
 
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, GROUP_ARGUMENT
 from fsdp_compile.comm.formats import FORMATS, ratio
 from fsdp_compile.comm.groups import shared_name
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.passes._torch import largest_size, size_hint, tree_leaves
 from fsdp_compile.passes.cost.hardware import Hardware, Link, device, link, reported_device
 from fsdp_compile.passes.cost.roofline import (
     Level,
@@ -40,155 +32,22 @@ from fsdp_compile.passes.cost.roofline import (
     update_seconds,
 )
 from fsdp_compile.passes.graph.nodes import (
-    aten,
-    flop_formula,
-    get_tag,
-    is_loop,
-    is_passed_on,
-    is_scalar,
-    packet_of,
-    source_of,
-    stays_in_loops,
+    is_product,
     tag_of,
     tagged,
-    value_readers,
 )
+from fsdp_compile.passes.graph.work import Costs, Work, node_work, size_of
 
-log = logging.getLogger("fsdp_compile")
-
-_FREE_NAMESPACES = {"_c10d_functional", "c10d_functional", "fsdp_flat"}  # priced as collectives
 _ALL_REDUCES = (ALL_REDUCE, ALL_REDUCE_IN_PLACE)
-_LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather}  # read as much as they return
-_LOSSES = {aten.nll_loss_forward, aten.nll_loss_backward}  # read an element of each row
-SCATTERS = {aten.index_put, aten.index_put_, aten._unsafe_index_put, aten._unsafe_masked_index_put_accumulate}
-SCATTERS |= {aten.scatter_add, aten.scatter_add_}  # write as much as they are given
 
 
-Kind = Literal["chain", "operator", "product", "batched product", "convolution", "attention", "attention backward"]
-_PRODUCTS = {  # kind, and which argument is the left matrix
-    aten.mm: ("product", 0),
-    aten.addmm: ("product", 1),
-    aten.bmm: ("batched product", 0),
-    aten.baddbmm: ("batched product", 1),
-}
-
-
-@dataclass(frozen=True)
-class Work:
-    """Operations and bytes of a kernel, or of a part of one, on any hardware.
-
-    Attributes:
-        flops: floating-point operations of matrix products, convolutions and attention, halved if it is causal.
-        read_bytes: bytes read from memory.
-        written_bytes: bytes written to memory.
-        kind: "chain": fused loops; "operator": an eager one without products; one matrix of a "product" is a parameter
-            or the gradient of one.
-        inner: elements that a product sums over, keys of attention; 0: not known.
-        dtype: in which products and attention compute.
-        causal: of attention, whether no token sees those that follow it.
-    """
-
-    flops: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
-    kind: Kind = "chain"
-    inner: int = 0
-    dtype: str = ""
-    causal: bool = False
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes read and written."""
-        return self.read_bytes + self.written_bytes
-
-    @property
-    def full_flops(self) -> int:
-        """Operations of attention without a causal mask."""
-        return self.flops * (1 + self.causal)
-
-    def seconds(self, hardware: Hardware) -> float:
-        """Seconds as one kernel: Note [How operations are priced]."""
-        if self.kind in ("chain", "operator"):
-            return chain_seconds(self.moved_bytes, self.kind == "chain", hardware)
-        if self.kind.startswith("attention"):
-            return attention_seconds(self.flops, self.inner, "backward" in self.kind, self.dtype, hardware)
-        return product_seconds(self.flops, self.moved_bytes, self.inner or math.inf, self.dtype, hardware)
-
-
-def node_work(node: fx.Node, fused: bool = True) -> Work:
-    """The work of one node, by the values in `meta["val"]`; none for views, collectives and numbers.
-
-    Args:
-        node: any node.
-        fused: whether Inductor fuses loops; otherwise every operator reads its inputs and writes its result.
-    """
-    is_free = is_passed_on(node) or is_scalar(node) or getattr(node.target, "namespace", None) in _FREE_NAMESPACES
-    if node.op != "call_function" or is_free:
-        return Work()
-    if packet_of(node) in SCATTERS:
-        moved = sum(map(_bytes, node.all_input_nodes[1:]))
-        return Work(0, moved, moved)
-    flops, read = _flops(node), _read_bytes(node, fused)
-    written = 0 if fused and stays_in_loops(node) else _bytes(node)
-    if not flops:
-        return Work(0, read, written, "chain" if fused else "operator")
-    kind, inner = _kind_and_inner(node)
-    inputs = (leaf for each in node.all_input_nodes for leaf in tree_leaves(each.meta.get("val")))
-    dtypes = (each.dtype for each in inputs if isinstance(each, Tensor) and each.dtype.is_floating_point)
-    dtype = str(next(dtypes, torch.float32)).removeprefix("torch.")
-    return Work(flops, read, written, kind, inner, dtype, _is_causal(node))
-
-
-def _kind_and_inner(node: fx.Node) -> tuple[Kind, int]:
-    packet = packet_of(node)
-    if "attention" in str(packet):
-        backward = "backward" in str(packet)
-        keys = node.args[2 if backward else 1].meta["val"].shape[-2]  # type: ignore[union-attr]  # fx arguments are untyped
-        return "attention backward" if backward else "attention", size_hint(keys)
-    if packet not in _PRODUCTS:
-        return "convolution", 0
-    kind, left = _PRODUCTS[packet]
-    return kind, size_hint(node.args[left].meta["val"].shape[-1])  # type: ignore[union-attr,return-value]  # fx arguments are untyped
-
-
-def _flops(node: fx.Node) -> int:
-    formula = flop_formula(node)
-    if formula is None:
-        return 0
-    args: Any
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))  # a subgraph has none
-    if "_scaled_dot_product" in str(packet_of(node)) and len(args[0].shape) == 4:
-        flops = size_hint(attention_flops(*args, backward="backward" in str(packet_of(node))))
-    else:
-        try:
-            flops = size_hint(formula(*args, **kwargs, out_val=node.meta["val"]))
-        except Exception as error:  # a formula may be anybody's, and prices are no reason to refuse a graph
-            log.warning("%s: priced by its bytes alone, as its formula for operations failed: %s", node, error)
-            return 0
-    return flops // 2 if _is_causal(node) else flops
-
-
-def attention_flops(*tensors: Tensor, backward: bool) -> Any:
-    """Operations by the heads of queries, which may be more than those of keys and values.
-
-    `tensors` begin with queries, keys and values, `[batch, heads, tokens, width]`; in backward the gradient is first.
-    Forward multiplies queries by keys and weights by values. Backward computes the weights again, and two products
-    for the gradients of each of the two.
-    """
-    query, key, value = tensors[1:4] if backward else tensors[:3]
-    batch, heads, tokens, width = query.shape
-    per_width = 2 * batch * heads * tokens * key.shape[-2]
-    return per_width * ((3 * width + 2 * value.shape[-1]) if backward else (width + value.shape[-1]))
-
-
-def _is_causal(node: fx.Node) -> bool:
-    """Whether this is causal attention, or its backward, which computes half."""
-    schema = getattr(node.target, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema else []
-    if "is_causal" not in names:
-        return False
-    at = names.index("is_causal")
-    return bool(node.args[at] if at < len(node.args) else node.kwargs.get("is_causal"))
+def work_seconds(work: Work, hardware: Hardware) -> float:
+    """Seconds of `work` as one kernel: Note [How operations are priced]."""
+    if work.kind in ("chain", "operator"):
+        return chain_seconds(work.moved_bytes, work.kind == "chain", hardware)
+    if work.kind.startswith("attention"):
+        return attention_seconds(work.flops, work.inner, "backward" in work.kind, work.dtype, hardware)
+    return product_seconds(work.flops, work.moved_bytes, work.inner or math.inf, work.dtype, hardware)
 
 
 def node_seconds(node: fx.Node, hardware: Hardware) -> float:
@@ -196,53 +55,14 @@ def node_seconds(node: fx.Node, hardware: Hardware) -> float:
     work = node_work(node)
     if not work.flops:  # a part of a kernel, which alone takes some least time
         return work.moved_bytes / (hardware.bandwidth * hardware.chain_efficiency)
-    return work.seconds(hardware)
-
-
-def _read_bytes(node: fx.Node, fused: bool) -> int:
-    if packet_of(node) in _LOSSES:
-        return 0
-    if packet_of(node) in _LOOKUPS:
-        return sum(map(_bytes, node.all_input_nodes[1:])) + _bytes(node)
-    if not (fused and is_loop(node)):
-        return sum(map(_bytes, node.all_input_nodes))
-    return sum(_bytes(each) for each in node.all_input_nodes if _reads_first(node, source_of(each, is_passed_on)))
-
-
-def _reads_first(loop: fx.Node, origin: fx.Node) -> bool:
-    """Whether `loop` is where its chain reads `origin` from memory: the first of the loops that do."""
-    return not is_loop(origin) and next(user for user in value_readers(origin) if is_loop(user)) is loop
-
-
-def _bytes(node: fx.Node) -> int:
-    tensors = (each for each in tree_leaves(node.meta.get("val")) if isinstance(each, torch.Tensor))
-    return sum(_numel(each) * each.dtype.itemsize for each in tensors)
-
-
-def _numel(tensor: torch.Tensor) -> int:
-    """Elements in memory: a dimension that `expand` made has none."""
-    sizes: Any = zip(tensor.shape, tensor.stride(), strict=True)
-    return prod(size_hint(size) for size, stride in sizes if not (isinstance(stride, int) and stride == 0))
-
-
-def size_of(node: fx.Node) -> int:
-    """Bytes of the tensor that `node` computes, at most where sizes are symbolic; 0 if it is no tensor."""
-    value = node.meta.get("val")
-    return largest_size(value.numel()) * value.element_size() if isinstance(value, Tensor) else 0
-
-
-# --- of a graph -------------------------------------------------------------------------------------------------------
+    return work_seconds(work, hardware)
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Prices of a graph's nodes, of its collectives and of the update.
+class StepCosts(Costs):
+    """Prices of a graph, and of what happens beside it.
 
     Attributes:
-        node: seconds that a node computes.
-        collective: seconds of the collective that a node starts, without latency.
-        latency: seconds of each launch beside that.
-        memory: whether bytes are counted too.
         update_seconds: seconds of one kernel of an optimizer that moves so many bytes.
         norm: seconds of the all-reduce of a number.
         host_gap: seconds from the last update to the next forward.
@@ -252,10 +72,6 @@ class Costs:
         levels: the links that gathers and reduces take, and those of all-reduces over replicas.
     """
 
-    node: Callable[[fx.Node], float]
-    collective: Callable[[fx.Node], float]
-    latency: float = 0.0
-    memory: bool = True
     update_seconds: Callable[[float], float] = lambda moved: 0.0
     norm: float = 0.0
     host_gap: float = 0.0
@@ -264,11 +80,7 @@ class Costs:
     levels: tuple[Level, Level] = ("node", "node")
 
 
-_FLOPS_PER_BYTE = {"cpu": 12.0, "cuda": 240.0}
-"""How much a device computes while it moves a byte (passes/cost): the CPU in float32, an H100 in bfloat16."""
-
-
-def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
+def costs_of(graph: fx.Graph, config: CompileConfig) -> StepCosts | None:
     """Return the costs of nodes and collectives on `config.link` and `config.device`; None without a link.
 
     Raises:
@@ -307,7 +119,7 @@ def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
     norm = max(all_reduce_seconds(4, group.size(), used) for group, used in groups.items())
     # Ranks compare what they know by a message on the host, where a GPU's link is another one.
     on_cpu = where.type == "cpu" and (config.device or "cpu").partition(":")[0] == "cpu"
-    return Costs(
+    return StepCosts(
         of_node,
         of_collective,
         latency,
@@ -327,25 +139,6 @@ def hardware_at(where: torch.device) -> Hardware:
     return reported_device(torch.cuda.get_device_name(where), torch.cuda.get_device_properties(where).total_memory)
 
 
-def relative_costs(graph: fx.Graph) -> Costs:
-    """Return costs in no unit, for when no link is named: how long tasks take relative to each other."""
-    starts = tagged(graph, "gather", "reduce")
-    kind = starts[0].meta["val"].device.type if starts else "cpu"
-    flops_per_byte = _FLOPS_PER_BYTE.get(kind, _FLOPS_PER_BYTE["cuda"])
-
-    def of_node(node: fx.Node) -> float:
-        work = node_work(node)
-        return work.flops + flops_per_byte * work.moved_bytes
-
-    return Costs(of_node, lambda start: 0.0, memory=False)
-
-
-def message_size(start: fx.Node) -> int:
-    """Bytes that a gather or reduce holds beside what it fills or sends, while it is under way: its messages."""
-    tag, full = get_tag(start), max(map(size_of, (start, *start.all_input_nodes)))
-    return int(full * ratio(tag.wire, start.meta["val"].dtype)) if tag is not None and tag.wire in FORMATS else 0
-
-
 def group_size(start: fx.Node) -> int:
     """How many ranks take part in what a collective node starts."""
     return _group_of(start).size()
@@ -362,3 +155,8 @@ def _link_of(group: dist.ProcessGroup, text: str) -> Link:
         return wire
     each = Counter(rank // wire.ranks_per_node for rank in dist.get_process_group_ranks(group))
     return replace(wire, ranks_per_node=max(each.values()))
+
+
+def stretches_of(tasks: Sequence[Sequence[fx.Node]]) -> list[int]:
+    """The stretch of each task, as profiles count them: 0 before the first matrix product; each product begins one."""
+    return list(accumulate(int(is_product(nodes[0])) for nodes in tasks))

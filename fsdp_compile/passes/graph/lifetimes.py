@@ -16,8 +16,8 @@ from types import MappingProxyType
 from torch import fx
 
 from fsdp_compile.passes._torch import inductor_config, is_caller_owned
-from fsdp_compile.passes.graph.costs import size_of
 from fsdp_compile.passes.graph.nodes import get_tag, is_view, may_be_inlined, reads
+from fsdp_compile.passes.graph.work import size_of
 
 
 @dataclass(frozen=True)

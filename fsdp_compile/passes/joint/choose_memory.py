@@ -51,8 +51,8 @@ from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import FROM_HOST, TO_HOST, WAIT_COPY
 from fsdp_compile.passes._torch import V, WaitKernel, register_lowering
 from fsdp_compile.passes.agreement import decide_together, read_plan, shape_of
-from fsdp_compile.passes.graph.analyze import GraphInfo, analyze, keep_unsharded, note_arrivals, set_policy, update_cost
-from fsdp_compile.passes.graph.costs import Costs, costs_of, size_of
+from fsdp_compile.passes.graph.analyze import GraphInfo, analyze, keep_unsharded, set_policy
+from fsdp_compile.passes.graph.costs import StepCosts, costs_of
 from fsdp_compile.passes.graph.lifetimes import Lifetime, inlined, last_uses_of, live_bytes
 from fsdp_compile.passes.graph.nodes import (
     Tag,
@@ -66,6 +66,8 @@ from fsdp_compile.passes.graph.nodes import (
     set_tag,
     source_of,
 )
+from fsdp_compile.passes.graph.whole_step import note_arrivals, update_cost
+from fsdp_compile.passes.graph.work import size_of
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.memory import (
     Block,
@@ -80,7 +82,8 @@ from fsdp_compile.passes.plan.memory import (
     workload_of,
 )
 from fsdp_compile.passes.plan.plan import Plan, PlanError
-from fsdp_compile.passes.plan.workload import Workload, budget_of_step, smallest_budget
+from fsdp_compile.passes.plan.whole_step import budget_of_step
+from fsdp_compile.passes.plan.workload import Workload, smallest_budget
 
 RECOMPUTE, PRODUCTS, OFFLOAD = "recompute", "recompute but products", "offload"  # policies for a block
 _TOO_LOW = 0.02  # by how much, as a part of the budget, the estimate of a step may be too low
@@ -190,7 +193,7 @@ class Blocks:
     """
 
     graph: fx.Graph
-    costs: Costs | None
+    costs: StepCosts | None
     info: GraphInfo
     position: Mapping[fx.Node, int]
     split: int
@@ -273,7 +276,7 @@ def _positions(info: GraphInfo) -> dict[fx.Node, int]:
     return {node: index for index, node in enumerate(chain.from_iterable(info.tasks))}
 
 
-def read_blocks(graph: fx.Graph, costs: Costs | None) -> Blocks:
+def read_blocks(graph: fx.Graph, costs: StepCosts | None) -> Blocks:
     """Find the blocks of `graph`, a joint graph."""
     info = analyze(graph, costs, joint=True)
     split = sum(map(len, info.tasks[: info.workload.backward]))

@@ -18,8 +18,9 @@ from torch import fx
 from fsdp_compile.comm.formats import allowed_formats, ratio
 from fsdp_compile.passes.agreement import decide_together, shape_of
 from fsdp_compile.passes.graph.analyze import analyze
-from fsdp_compile.passes.graph.costs import Costs, costs_of, size_of
+from fsdp_compile.passes.graph.costs import costs_of
 from fsdp_compile.passes.graph.nodes import set_tag, tag_of, tagged
+from fsdp_compile.passes.graph.work import Costs, size_of
 from fsdp_compile.passes.pipeline import GraphContext, log
 from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.plan.safe import safe_plan

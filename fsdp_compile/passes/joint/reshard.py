@@ -1,6 +1,5 @@
 """Decide which units reshard after forward, tell the partitioner, and check that it happened."""
 
-import logging
 from dataclasses import replace
 
 from torch import Tensor, fx
@@ -8,20 +7,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.core.ops import UNSHARD
 from fsdp_compile.passes._torch import saved_for_backward, size_hint
-from fsdp_compile.passes.agreement import log_worth, plan_together
-from fsdp_compile.passes.cost.roofline import step_with_profile
 from fsdp_compile.passes.graph import nodes
-from fsdp_compile.passes.graph.analyze import (
-    analyze,
-    keep_unsharded,
-    note_arrivals,
-    set_policy,
-    stretches_of,
-    update_cost,
-)
-from fsdp_compile.passes.graph.costs import costs_of
-from fsdp_compile.passes.pipeline import GraphContext, log
-from fsdp_compile.passes.plan.workload import budget_of_step, with_update
+from fsdp_compile.passes.graph.analyze import analyze, keep_unsharded, set_policy
+from fsdp_compile.passes.pipeline import GraphContext
 
 _SMALL = 16  # a tensor that is this many times smaller than a parameter may live until backward
 
@@ -59,44 +47,16 @@ def keep_where_forward_ends(context: GraphContext) -> None:
 
 
 def choose_reshard(context: GraphContext) -> None:
-    """Decide the units whose tags leave `reshard` open (`reshard_after_forward="auto"`), and which are prefetched.
+    """Decide the units whose tags leave `reshard` open (`reshard_after_forward="auto"`).
 
-    With a link, by cost: a unit stays unsharded if its second gather would make the step longer, as far as the budget
-    for forward and backward together allows. Without a link, the unit that backward reads first stays unsharded: no
-    computation could hide its second all-gather.
-
-    If the configuration describes the optimizer's update, the step is planned with it, and tags tell when the gathers
-    end that are launched behind updates. (With recomputed activations `choose_activations` has done so.)
-
-    Raises:
-        PlanError: no plan fits into `config.budget`, or the profile is of another model.
+    The unit that backward reads first stays unsharded: no computation could hide its second all-gather.
     """
-    graph, config = context.graph, context.config
-    costs, gathers = costs_of(graph, config), nodes.tagged(graph, "gather")
-    is_open = any(nodes.tag_of(gather).reshard is None for gather in gathers)
-    is_alone = costs is not None and config.activations == "keep"
-    has_update = is_alone and config.update is not None
-    is_told = is_alone and bool(gathers) and not is_open and log.isEnabledFor(logging.INFO)
-    if not (is_open or has_update or is_told):
-        return
-    info = analyze(graph, costs, joint=True)
-    step = info.workload
-    if costs:
-        if config.profile is not None:
-            step = step_with_profile(step, stretches_of(info.tasks), config.profile)
-        update = update_cost(info, costs, config) if has_update else None
-        step = step if update is None else with_update(step, update)
-        if is_told:
-            log_worth(step, config)
-        if not (is_open or has_update):
-            return
-        estimated = replace(config, budget=budget_of_step(step, config.budget))
-        plan, names = plan_together(step, estimated, "step")
-        note_arrivals(info, step, plan)
-    else:
+    gathers = nodes.tagged(context.graph, "gather")
+    if any(nodes.tag_of(gather).reshard is None for gather in gathers):
+        info = analyze(context.graph, joint=True)
+        step = info.workload
         by_first_read = sorted(step.may_keep, key=lambda unit: step.reads_in_backward[unit])
-        names = tuple(step.units[unit].name for unit in by_first_read[:1])
-    keep_unsharded(graph, info, names)
+        keep_unsharded(context.graph, info, tuple(step.units[unit].name for unit in by_first_read[:1]))
 
 
 # Note [Why gathers are tagged for recomputation]

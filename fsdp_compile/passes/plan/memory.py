@@ -20,15 +20,8 @@ from math import inf
 
 from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.plan.schedule import TOLERANCE, PlannedStep, search_plan
-from fsdp_compile.passes.plan.workload import (
-    Task,
-    UpdateCost,
-    Workload,
-    least_memory,
-    lower_bound,
-    smallest_budget,
-    with_update,
-)
+from fsdp_compile.passes.plan.whole_step import UpdateCost, with_update
+from fsdp_compile.passes.plan.workload import Task, Workload, least_memory, lower_bound, smallest_budget
 
 KEEP = "keep"
 

@@ -363,18 +363,3 @@ def simulate(workload: Workload, plan: Plan) -> Timeline:
         if index < len(workload.tasks):
             machine.task(index)
     return machine.end()
-
-
-def prefetched(workload: Workload, plan: Plan) -> list[Step]:
-    """The gathers of `plan` that are issued behind updates for the next forward, in order."""
-    return [step for step in plan.of("gather") if workload.end_of_backward < step.at < workload.forward]
-
-
-def arrivals_in_forward(workload: Workload, plan: Plan) -> dict[str, float]:
-    """By unit, seconds into forward at which the gather ends that `plan` issues behind updates; in their order."""
-    if not workload.forward:
-        return {}
-    timeline, steps = simulate(workload, plan), plan.of("gather", "reduce")
-    ends = {step: span.end for step, span in zip(steps, timeline.link, strict=True)}
-    begin = timeline.compute[workload.forward - 1].end
-    return {name: max(0.0, ends[step] - begin) for step in prefetched(workload, plan) for name in step.units}

@@ -1,144 +1,37 @@
-"""Read a graph with its costs, choose its plan and verify it; record seconds of tasks while graphs run.
-
-Costs are estimates by the files of a named device and link (passes/cost/hardware.py). A recorded profile replaces the
-seconds of tasks.
-"""
+"""Read a graph as tasks and units, choose its plan, and verify it."""
 
 import logging
-import pathlib
-import re
-import reprlib
-from collections.abc import Sequence
-from dataclasses import replace
 
-import sympy
-
-from fsdp_compile.config import read_text
-from fsdp_compile.passes._torch import sizes_chosen, symbols_of
-from fsdp_compile.passes.agreement import plan_together
-from fsdp_compile.passes.cost.roofline import with_profile
-from fsdp_compile.passes.graph.analyze import GraphInfo, analyze, stretches_of, units_updated_in_backward, update_cost
-from fsdp_compile.passes.graph.costs import costs_of, relative_costs
-from fsdp_compile.passes.graph.nodes import tag_of, tagged
+from fsdp_compile.passes._torch import symbols_of
+from fsdp_compile.passes.graph.analyze import analyze
+from fsdp_compile.passes.graph.work import relative_costs
 from fsdp_compile.passes.pipeline import GraphContext, log
-from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate, verify
+from fsdp_compile.passes.plan.plan import verify
 from fsdp_compile.passes.plan.schedule import alternating, prefetch
-from fsdp_compile.passes.plan.workload import UpdateCost, Workload, updating_in_backward
 
 plan_log = logging.getLogger("fsdp_compile.plans")
 
 
 def read_graph(context: GraphContext) -> None:
-    """Set `context.info` and `context.workload`, with measured seconds if there is a profile.
-
-    Raises:
-        PlanError: the profile that the configuration names has no graph of this direction and as many products.
-        ValueError: the configuration names a link or device that is unknown.
-    """
-    context.info, context.workload = _read(context)
-
-
-def _read(context: GraphContext) -> tuple[GraphInfo, Workload]:
-    graph, config = context.graph, context.config
-    costs = costs_of(graph, config)
-    info = analyze(graph, costs or relative_costs(graph))
-    workload = info.workload
-    if config.profile is not None:
-        workload = with_profile(workload, stretches_of(info.tasks), context.direction, config.profile)
-    if context.direction == "forward" and config.update is not None:  # tags say what the step before has launched
-        arrivals = {name: tag_of(gather.start[-1]).arrives for name, gather in info.gathers.items()}
-        units = tuple(replace(unit, arrives=arrivals.get(unit.name)) for unit in workload.units)
-        workload = replace(workload, units=units)
-    if in_backward := units_updated_in_backward(info):
-        nothing = (0.0,) * len(workload.units)
-        update = update_cost(info, costs, config) or UpdateCost(nothing, (), in_backward=in_backward)
-        workload = updating_in_backward(workload, update)
-    return info, workload
+    """Set `context.info` and `context.workload`; what tasks take is known relative to each other."""
+    context.info = analyze(context.graph, relative_costs(context.graph))
+    context.workload = context.info.workload
 
 
 def choose_plan(context: GraphContext) -> None:
-    """Set `context.plan`: from a file, by search, or by a fixed rule.
-
-    Raises:
-        PlanError: the file has no plan for this direction, or no plan fits into the budget.
-    """
-    workload, config = context.workload, context.config
-    if config.plan is not None:
-        plans = plans_in_file(config.plan)
-        if context.direction not in plans:
-            raise PlanError(f"plan: expected {config.plan} to have a plan under '{context.direction}:', found "
-                            f"{', '.join(map(reprlib.repr, plans))}")  # fmt: skip
-        plan = plans[context.direction]
-    elif config.link is not None and tagged(context.graph, "gather", "reduce"):  # else nothing is planned
-        try:
-            plan, _ = plan_together(workload, config, context.direction)
-        except PlanError as error:
-            if config.activations == "keep":
-                raise
-            raise PlanError(f"activations={config.activations!r}: {context.direction} needs more than was planned for "
-                            f"the step as a whole, so that it takes a larger budget; {error}") from None  # fmt: skip
-    elif config.reduces_in_flight == 1:
-        plan = alternating(workload)
+    """Set `context.plan` by a fixed rule."""
+    workload, in_flight = context.workload, context.config.reduces_in_flight
+    if in_flight == 1:
+        context.plan = alternating(workload)
     else:
-        in_flight = config.reduces_in_flight or len(workload.units)
-        plan = prefetch(workload, forward=1, backward=1, before_wait=True, in_flight=in_flight)
-    if plan_log.isEnabledFor(logging.DEBUG) and config.link is not None and config.plan is None:
-        plan = replace(plan, note=_in_symbols(context, plan))
-    context.plan = plan
-    plan_log.debug("%s:\n%s", context.direction, plan, extra={"workload": workload})  # for handlers that time it
+        in_flight = in_flight or len(workload.units)
+        context.plan = prefetch(workload, forward=1, backward=1, before_wait=True, in_flight=in_flight)
+    tell_plan(context)
 
 
-def _in_symbols(context: GraphContext, plan: Plan) -> str:
-    """A line for each symbolic size: the plan's seconds and bytes in it, by three of its values.
-
-    The other symbols have the values of tracing time meanwhile.
-    """
-    symbols, lines = symbols_of(context.graph), []
-    for symbol, (least, hint, most, source) in symbols.items():
-        end = most or 2 * hint
-        values = sorted({least, hint if least < hint < end else (least + end) // 2, end})
-        timelines = []
-        for value in values:
-            with sizes_chosen({**{each: other.hint for each, other in symbols.items()}, symbol: value}):
-                timelines.append(simulate(_read(context)[1], plan))
-        seconds, size = (
-            _polynomial(symbol, values, results)
-            for results in ([each.makespan * 1e3 for each in timelines], [each.peak for each in timelines])
-        )
-        until = f"to {most}" if most else "or more"
-        lines.append(f"{symbol} = {source}, {least} {until}, planned at {hint}: {seconds} ms, {size} bytes")
-    return "\n".join(lines)
-
-
-def _polynomial(symbol: object, values: Sequence[int], results: Sequence[float]) -> str:
-    """The polynomial through these points, its coefficients rounded."""
-    found = sympy.Poly(sympy.interpolate(list(zip(values, results, strict=True)), sympy.Symbol("x")), sympy.Symbol("x"))
-    powers = {2: f"*{symbol}**2", 1: f"*{symbol}", 0: ""}
-    least = 1e-6 * max(map(abs, results))  # what rounding leaves
-    terms = [f"{float(c):.4g}{powers[n]}" for (n,), c in found.terms() if abs(c) * values[-1] ** n > least]
-    return " + ".join(terms).replace("+ -", "- ") or "0"
-
-
-def plans_in_file(path: str) -> dict[str, Plan]:
-    """Parse the plans in a file, by their headings. PlanError if one cannot be read or two have one heading."""
-    try:
-        text = read_text(pathlib.Path(path))
-    except ValueError as error:
-        raise PlanError(f"plan: expected {path} to be text with plans, found {error}") from None
-    headings = list(re.finditer(r"^(\w+):[ \t]*$", text, flags=re.MULTILINE))
-    ends = [*(each.start() for each in headings[1:]), len(text)]
-    plans: dict[str, Plan] = {}
-    if not headings:
-        raise PlanError(f"plan: expected {path} to have plans under 'forward:' and 'backward:', found no heading")
-    for heading, end in zip(headings, ends, strict=True):
-        name, begin = heading[1], heading.end()
-        if name in plans:
-            raise PlanError(f"plan: expected {path} to have one plan under {reprlib.repr(name + ':')}, found two")
-        try:
-            plans[name] = Plan.parse("\n" * text.count("\n", 0, begin) + text[begin:end])  # errors have the file's line
-        except PlanError as error:
-            raise PlanError(f"plan: {path}, {name}, {error}") from None
-    return plans
+def tell_plan(context: GraphContext) -> None:
+    """Log the plan, for people, and with its workload for handlers that time it."""
+    plan_log.debug("%s:\n%s", context.direction, context.plan, extra={"workload": context.workload})
 
 
 def verify_plan(context: GraphContext) -> None:

@@ -1,0 +1,51 @@
+"""Decide by seconds which units reshard after forward, and what is gathered behind updates."""
+
+import logging
+from dataclasses import replace
+
+from fsdp_compile.passes.agreement import log_worth, plan_together
+from fsdp_compile.passes.cost.roofline import step_with_profile
+from fsdp_compile.passes.graph.analyze import analyze, keep_unsharded
+from fsdp_compile.passes.graph.costs import costs_of, stretches_of
+from fsdp_compile.passes.graph.nodes import tag_of, tagged
+from fsdp_compile.passes.graph.whole_step import note_arrivals, update_cost
+from fsdp_compile.passes.joint import reshard
+from fsdp_compile.passes.pipeline import GraphContext, log
+from fsdp_compile.passes.plan.whole_step import budget_of_step, with_update
+
+
+def choose_reshard(context: GraphContext) -> None:
+    """In place of the rule (`reshard.choose_reshard`), if a link is known: decide by cost, and plan prefetched gathers.
+
+    A unit stays unsharded if its second gather would make the step longer, as far as the budget for forward and
+    backward together allows.
+
+    If the configuration describes the optimizer's update, the step is planned with it, and tags tell when the gathers
+    end that are launched behind updates. (With recomputed activations `choose_activations` has done so.)
+
+    Raises:
+        PlanError: no plan fits into `config.budget`, or the profile is of another model.
+    """
+    graph, config = context.graph, context.config
+    costs, gathers = costs_of(graph, config), tagged(graph, "gather")
+    if costs is None:
+        reshard.choose_reshard(context)
+        return
+    is_open = any(tag_of(gather).reshard is None for gather in gathers)
+    has_update = config.activations == "keep" and config.update is not None
+    is_told = config.activations == "keep" and bool(gathers) and not is_open and log.isEnabledFor(logging.INFO)
+    if not (is_open or has_update or is_told):
+        return
+    info = analyze(graph, costs, joint=True)
+    step = info.workload
+    if config.profile is not None:
+        step = step_with_profile(step, stretches_of(info.tasks), config.profile)
+    update = update_cost(info, costs, config) if has_update else None
+    step = step if update is None else with_update(step, update)
+    if is_told:
+        log_worth(step, config)
+    if is_open or has_update:
+        estimated = replace(config, budget=budget_of_step(step, config.budget))
+        plan, names = plan_together(step, estimated, "step")
+        note_arrivals(info, step, plan)
+        keep_unsharded(graph, info, names)

@@ -1,0 +1,140 @@
+"""Read a graph with what its nodes and collectives cost, and choose its plan: from a file, or by search.
+
+Costs are estimates by the files of a named device and link (passes/cost/hardware.py). A recorded profile replaces the
+seconds of tasks.
+"""
+
+import logging
+import pathlib
+import re
+import reprlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import sympy
+
+from fsdp_compile.config import read_text
+from fsdp_compile.passes._torch import sizes_chosen, symbols_of
+from fsdp_compile.passes.agreement import plan_together
+from fsdp_compile.passes.cost.roofline import with_profile
+from fsdp_compile.passes.graph.analyze import GraphInfo, analyze
+from fsdp_compile.passes.graph.costs import costs_of, stretches_of
+from fsdp_compile.passes.graph.nodes import tag_of, tagged
+from fsdp_compile.passes.graph.whole_step import units_updated_in_backward, update_cost
+from fsdp_compile.passes.graph.work import relative_costs
+from fsdp_compile.passes.pipeline import GraphContext
+from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate
+from fsdp_compile.passes.plan.whole_step import UpdateCost, updating_in_backward
+from fsdp_compile.passes.plan.workload import Workload
+from fsdp_compile.passes.post_grad import plan_pass
+from fsdp_compile.passes.post_grad.plan_pass import plan_log, tell_plan
+
+
+def read_graph(context: GraphContext) -> None:
+    """Set `context.info` and `context.workload`, with measured seconds if there is a profile.
+
+    Raises:
+        PlanError: the profile that the configuration names has no graph of this direction and as many products.
+        ValueError: the configuration names a link or device that is unknown.
+    """
+    context.info, context.workload = _read(context)
+
+
+def _read(context: GraphContext) -> tuple[GraphInfo, Workload]:
+    graph, config = context.graph, context.config
+    costs = costs_of(graph, config)
+    info = analyze(graph, costs or relative_costs(graph))
+    workload = info.workload
+    if config.profile is not None:
+        workload = with_profile(workload, stretches_of(info.tasks), context.direction, config.profile)
+    if context.direction == "forward" and config.update is not None:  # tags say what the step before has launched
+        arrivals = {name: tag_of(gather.start[-1]).arrives for name, gather in info.gathers.items()}
+        units = tuple(replace(unit, arrives=arrivals.get(unit.name)) for unit in workload.units)
+        workload = replace(workload, units=units)
+    if in_backward := units_updated_in_backward(info):
+        nothing = (0.0,) * len(workload.units)
+        update = update_cost(info, costs, config) or UpdateCost(nothing, (), in_backward=in_backward)
+        workload = updating_in_backward(workload, update)
+    return info, workload
+
+
+def choose_plan(context: GraphContext) -> None:
+    """Set `context.plan`: from a file, by search, or by a fixed rule (`plan_pass.choose_plan`).
+
+    Raises:
+        PlanError: the file has no plan for this direction, or no plan fits into the budget.
+    """
+    config = context.config
+    if config.plan is not None:
+        plans = plans_in_file(config.plan)
+        if context.direction not in plans:
+            raise PlanError(f"plan: expected {config.plan} to have a plan under '{context.direction}:', found "
+                            f"{', '.join(map(reprlib.repr, plans))}")  # fmt: skip
+        context.plan = plans[context.direction]
+    elif config.link is not None and tagged(context.graph, "gather", "reduce"):  # else nothing is planned
+        try:
+            context.plan, _ = plan_together(context.workload, config, context.direction)
+        except PlanError as error:
+            if config.activations == "keep":
+                raise
+            raise PlanError(f"activations={config.activations!r}: {context.direction} needs more than was planned for "
+                            f"the step as a whole, so that it takes a larger budget; {error}") from None  # fmt: skip
+        if plan_log.isEnabledFor(logging.DEBUG):
+            context.plan = replace(context.plan, note=_in_symbols(context, context.plan))
+    else:
+        plan_pass.choose_plan(context)
+        return
+    tell_plan(context)
+
+
+def _in_symbols(context: GraphContext, plan: Plan) -> str:
+    """A line for each symbolic size: the plan's seconds and bytes in it, by three of its values.
+
+    The other symbols have the values of tracing time meanwhile.
+    """
+    symbols, lines = symbols_of(context.graph), []
+    for symbol, (least, hint, most, source) in symbols.items():
+        end = most or 2 * hint
+        values = sorted({least, hint if least < hint < end else (least + end) // 2, end})
+        timelines = []
+        for value in values:
+            with sizes_chosen({**{each: other.hint for each, other in symbols.items()}, symbol: value}):
+                timelines.append(simulate(_read(context)[1], plan))
+        seconds, size = (
+            _polynomial(symbol, values, results)
+            for results in ([each.makespan * 1e3 for each in timelines], [each.peak for each in timelines])
+        )
+        until = f"to {most}" if most else "or more"
+        lines.append(f"{symbol} = {source}, {least} {until}, planned at {hint}: {seconds} ms, {size} bytes")
+    return "\n".join(lines)
+
+
+def _polynomial(symbol: object, values: Sequence[int], results: Sequence[float]) -> str:
+    """The polynomial through these points, its coefficients rounded."""
+    found = sympy.Poly(sympy.interpolate(list(zip(values, results, strict=True)), sympy.Symbol("x")), sympy.Symbol("x"))
+    powers = {2: f"*{symbol}**2", 1: f"*{symbol}", 0: ""}
+    least = 1e-6 * max(map(abs, results))  # what rounding leaves
+    terms = [f"{float(c):.4g}{powers[n]}" for (n,), c in found.terms() if abs(c) * values[-1] ** n > least]
+    return " + ".join(terms).replace("+ -", "- ") or "0"
+
+
+def plans_in_file(path: str) -> dict[str, Plan]:
+    """Parse the plans in a file, by their headings. PlanError if one cannot be read or two have one heading."""
+    try:
+        text = read_text(pathlib.Path(path))
+    except ValueError as error:
+        raise PlanError(f"plan: expected {path} to be text with plans, found {error}") from None
+    headings = list(re.finditer(r"^(\w+):[ \t]*$", text, flags=re.MULTILINE))
+    ends = [*(each.start() for each in headings[1:]), len(text)]
+    plans: dict[str, Plan] = {}
+    if not headings:
+        raise PlanError(f"plan: expected {path} to have plans under 'forward:' and 'backward:', found no heading")
+    for heading, end in zip(headings, ends, strict=True):
+        name, begin = heading[1], heading.end()
+        if name in plans:
+            raise PlanError(f"plan: expected {path} to have one plan under {reprlib.repr(name + ':')}, found two")
+        try:
+            plans[name] = Plan.parse("\n" * text.count("\n", 0, begin) + text[begin:end])  # errors have the file's line
+        except PlanError as error:
+            raise PlanError(f"plan: {path}, {name}, {error}") from None
+    return plans
