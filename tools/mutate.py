@@ -124,7 +124,7 @@ BROKEN = {
     "check_saved": (f"{_JOINT}/reshard.py", "if is_gathered or was_tagged:", "if was_tagged:"),
     "separate_reduces": (f"{_POST}/in_place_grads.py", "user.target is WAIT][1:]:", "user.target is WAIT][2:]:"),
     "pack_in_place": (f"{_POST}/in_place_grads.py", "while grad.target in nodes.SAME_ORDER:", "while False:"),
-    "reuse_gathered": (f"{_POST}/in_place_grads.py", "            _put_in_order(pack, wait, position)\n", ""),
+    "reuse_gathered": (f"{_POST}/reuse_gathered.py", "            _put_in_order(pack, wait)\n", ""),
     "place_deferred_reduces": (f"{_POST}/order.py", 'last.op != "placeholder"', 'last.op == "placeholder"'),
     "read_graph": ("passes/graph/analyze.py", "*(last + 1 for _, last in spans)}", "*(last for _, last in spans)}"),
     "choose_plan": (f"{_POST}/plan_pass.py", "if in_flight == 1:", "if not in_flight:"),

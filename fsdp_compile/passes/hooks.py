@@ -39,7 +39,6 @@ CORE_PASSES = (
     Pass("check_saved", "post_grad", reshard.check_saved),
     Pass("separate_reduces", "post_grad", in_place_grads.separate_reduces),
     Pass("pack_in_place", "post_grad", in_place_grads.pack_in_place),
-    Pass("reuse_gathered", "post_grad", in_place_grads.reuse_gathered),
     Pass("place_deferred_reduces", "post_grad", order.place_deferred_reduces),
     Pass("read_graph", "post_grad", plan_pass.read_graph),
     Pass("choose_plan", "post_grad", plan_pass.choose_plan, needs=("read_graph",)),

@@ -45,12 +45,14 @@ from fsdp_compile.passes.post_grad.foreign import Sent, communicated, reshard_af
 from fsdp_compile.passes.post_grad.messages import send_messages
 from fsdp_compile.passes.post_grad.plan_by_cost import plans_in_file
 from fsdp_compile.passes.post_grad.record_times import record_times
+from fsdp_compile.passes.post_grad.reuse_gathered import reuse_gathered
 
 EXTRA_PASSES = (
     Pass("choose_wires", "joint", choose_wires, needs=("insert_collectives",), after="insert_collectives"),
     Pass("smallest_gather", "joint", smallest_gather, needs=("insert_collectives",), after="insert_collectives"),
     Pass("choose_activations", "joint", choose_activations, after="keep_where_forward_ends"),
     Pass("choose_reshard", "joint", plan_step.choose_reshard),
+    Pass("reuse_gathered", "post_grad", reuse_gathered, after="pack_in_place"),
     Pass("read_graph", "post_grad", plan_by_cost.read_graph),
     Pass("choose_plan", "post_grad", plan_by_cost.choose_plan, needs=("read_graph",)),
     Pass("place_updates", "post_grad", updates.place_updates, after="check_order"),

@@ -16,7 +16,7 @@ from fsdp_compile import MixedPrecision, ShardingStrategy, fully_shard
 from fsdp_compile.comm.collectives import ALL_GATHER, WAIT
 from fsdp_compile.passes.graph.nodes import CAST
 from fsdp_compile.passes.inductor import fsdp_compile_backend
-from fsdp_compile.passes.post_grad.in_place_grads import _has_zero_padding
+from fsdp_compile.passes.post_grad.reuse_gathered import _has_zero_padding
 
 Calls = tuple[tuple[Any, Any], ...]
 Window = tuple[str, int, int]  # buffer, first element, after the last
