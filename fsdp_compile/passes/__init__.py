@@ -1,7 +1,10 @@
 """All that sees a graph: `PASSES` lists the passes in order, and `backend` compiles with passes of your own.
 
 inductor.py    `PASSES`; Inductor's hooks for plain `torch.compile`, and `backend="fsdp_compile"`
-pipeline.py    Pass, GraphContext, and graphs as text
+hooks.py       the story's passes, and the pipelines that run passes in Inductor's hooks
+pipeline.py    Pass, GraphContext
+checks.py      what is checked of graphs while passes run
+printed.py     graphs as text
 agreement.py   what ranks follow together: figures of links, plans
 measure.py     the link between ranks, and how fast they compute
 artifacts.py   compiled code in a folder or on the way to other ranks
@@ -23,16 +26,16 @@ if TYPE_CHECKING:
     from fsdp_compile.passes.inductor import backend as backend
     from fsdp_compile.passes.pipeline import GraphContext as GraphContext
     from fsdp_compile.passes.pipeline import Pass as Pass
-    from fsdp_compile.passes.pipeline import format_graph as format_graph
     from fsdp_compile.passes.plan.plan import Plan as Plan
     from fsdp_compile.passes.plan.plan import Step as Step
+    from fsdp_compile.passes.printed import format_graph as format_graph
 
 _PUBLIC = {
     "PASSES": "inductor",
     "backend": "inductor",
     "GraphContext": "pipeline",
     "Pass": "pipeline",
-    "format_graph": "pipeline",
+    "format_graph": "printed",
     "Plan": "plan.plan",
     "Step": "plan.plan",
     "Tag": "graph.nodes",

@@ -28,37 +28,42 @@ from fsdp_compile.passes._torch import (
     without_dispatch_modes,
 )
 from fsdp_compile.passes.artifacts import load_folder, share_artifacts
+from fsdp_compile.passes.checks import check_order, check_saved, check_settings
 from fsdp_compile.passes.cost.hardware import device, link, measured_text
 from fsdp_compile.passes.cost.roofline import read_profile
 from fsdp_compile.passes.graph.costs import hardware_at
 from fsdp_compile.passes.graph.nodes import is_ours
-from fsdp_compile.passes.hooks import CORE_PASSES, OURS, CompileNotice, OtherShardings, Refused, pipelines
+from fsdp_compile.passes.hooks import CORE_PASSES, OURS, Refused, pipelines
 from fsdp_compile.passes.joint import plan_step
 from fsdp_compile.passes.joint.choose_memory import choose_activations
 from fsdp_compile.passes.joint.choose_wires import choose_wires
 from fsdp_compile.passes.joint.smallest_gather import smallest_gather
 from fsdp_compile.passes.measure import NoLink, NotMeasured, measured_link, measured_speed
-from fsdp_compile.passes.pipeline import Pass, check_passes, enabled, log, placed
+from fsdp_compile.passes.notice import CompileNotice
+from fsdp_compile.passes.pipeline import Pass, check_passes, enabled, log, placed, watchers
 from fsdp_compile.passes.post_grad import blocks, plan_by_cost, updates
 from fsdp_compile.passes.post_grad.check_ranks import check_ranks
-from fsdp_compile.passes.post_grad.foreign import Sent, communicated, reshard_after_forward, tag_collectives
+from fsdp_compile.passes.post_grad.foreign import PipelineOfOthers, Sent, communicated
 from fsdp_compile.passes.post_grad.messages import send_messages
 from fsdp_compile.passes.post_grad.plan_by_cost import plans_in_file
 from fsdp_compile.passes.post_grad.record_times import record_times
 from fsdp_compile.passes.post_grad.reuse_gathered import reuse_gathered
+from fsdp_compile.passes.printed import print_graph
 
 EXTRA_PASSES = (
     Pass("choose_wires", "joint", choose_wires, needs=("insert_collectives",), after="insert_collectives"),
     Pass("smallest_gather", "joint", smallest_gather, needs=("insert_collectives",), after="insert_collectives"),
     Pass("choose_activations", "joint", choose_activations, after="keep_where_forward_ends"),
     Pass("choose_reshard", "joint", plan_step.choose_reshard),
+    Pass("check_saved", "post_grad", check_saved, after="reshard"),
     Pass("reuse_gathered", "post_grad", reuse_gathered, after="pack_in_place"),
     Pass("read_graph", "post_grad", plan_by_cost.read_graph),
     Pass("choose_plan", "post_grad", plan_by_cost.choose_plan, needs=("read_graph",)),
-    Pass("place_updates", "post_grad", updates.place_updates, after="check_order"),
-    Pass("name_prefetched", "post_grad", updates.name_prefetched, needs=("read_graph",), after="check_order"),
-    Pass("record_times", "post_grad", record_times, needs=("read_graph",), after="check_order"),
-    Pass("send_messages", "post_grad", send_messages, after="check_order"),
+    Pass("check_order", "post_grad", check_order, needs=("order",), after="order"),
+    Pass("place_updates", "post_grad", updates.place_updates, after="order"),
+    Pass("name_prefetched", "post_grad", updates.name_prefetched, needs=("read_graph",), after="order"),
+    Pass("record_times", "post_grad", record_times, needs=("read_graph",), after="order"),
+    Pass("send_messages", "post_grad", send_messages, after="order"),
     Pass("check_ranks", "post_grad", check_ranks, after="all_gather_into_buffer"),
     Pass("start_reduces", "post_grad", blocks.start_reduces, after="all_gather_into_buffer"),
     Pass("await_gathers", "post_grad", blocks.await_gathers, after="all_gather_into_buffer"),
@@ -66,8 +71,9 @@ EXTRA_PASSES = (
 PASSES = placed(CORE_PASSES, EXTRA_PASSES)
 """What is done to a graph, in order, which docs/compiling.md explains."""
 
+watchers[:] = print_graph, check_settings
+
 SOON = 60.0  # seconds that the ranks of another sharding's graph wait for each other to measure: no plan depends on it
-_OTHERS = OtherShardings(reshard_after_forward, tag_collectives)
 _notice = CompileNotice()
 
 
@@ -250,7 +256,7 @@ def compile_with(
     """Compile by Inductor with `passes`, for this compilation only."""
     patches = {
         **switched_off(),
-        **pipelines(for_graph(config, gm.graph), passes, others=_OTHERS),
+        **pipelines(for_graph(config, gm.graph), passes, PipelineOfOthers),
     }
     return compile_by_inductor(gm, list(example_inputs), patches)
 

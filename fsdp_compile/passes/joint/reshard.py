@@ -5,8 +5,7 @@ from dataclasses import replace
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fsdp_compile.core.ops import UNSHARD
-from fsdp_compile.passes._torch import saved_for_backward, size_hint
+from fsdp_compile.passes._torch import size_hint
 from fsdp_compile.passes.graph import nodes
 from fsdp_compile.passes.graph.analyze import analyze, keep_unsharded, set_policy
 from fsdp_compile.passes.pipeline import GraphContext
@@ -108,37 +107,3 @@ def _computed_from_parameters(graph: fx.Graph) -> list[fx.Node]:
 def _numel(node: fx.Node) -> int:
     value = node.meta.get("val")
     return size_hint(value.numel()) if isinstance(value, Tensor) else 0
-
-
-def check_saved(context: GraphContext) -> None:
-    """Raise if the forward saves gathered parameters, or what is computed from them, of a unit that reshards (I4).
-
-    Raises:
-        RuntimeError: naming the unit, the node and its size; or the joint passes have not seen the graph.
-    """
-    graph, config = context.graph, context.config
-    if "insert_collectives" not in config.disable and graph.find_nodes(op="call_function", target=UNSHARD):
-        raise RuntimeError(
-            "torch._inductor.config.joint_custom_post_pass: expected the pipeline that fully_shard registered, found "
-            "another pass; register yours before fully_shard (ours runs after it)"
-        )
-    for node in saved_for_backward(graph):
-        origin = node
-        while nodes.is_view_or_cast(origin) and not _is_gathered(origin):  # under autocast, a cast of a gathered buffer
-            origin = origin.args[0]  # type: ignore[assignment]  # fx arguments are untyped
-        is_gathered = _is_gathered(origin) and nodes.tag_of(origin).reshard
-        # tagged by `reshard`; checkpoints do so too, and add a region
-        was_tagged = node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE and "ac_graph_id" not in node.meta
-        if is_gathered or was_tagged:
-            path = nodes.tag_of(origin).path if is_gathered else nodes.module_path(node)
-            raise RuntimeError(
-                f"unit {path or 'root'}: {node.name}, {'a view of' if is_gathered else 'computed from'} its gathered "
-                f"parameters of shape {tuple(node.meta['val'].shape)}, would be kept from forward to backward, but the "
-                f"unit reshards after forward. This is a bug in the passes; until it is fixed, shard that module "
-                f"with SHARD_GRAD_OP"
-            )
-
-
-def _is_gathered(node: fx.Node) -> bool:
-    tag = nodes.get_tag(node)
-    return tag is not None and tag.kind in ("gather", "wait")

@@ -8,6 +8,7 @@ another stay as they are: ranks have different ones on purpose, and would plan t
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -20,9 +21,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fsdp_compile.comm._torch import OPERATORS, group_named
 from fsdp_compile.comm.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, STARTS, WAIT
 from fsdp_compile.comm.groups import shared_name
+from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes._torch import direction, size_hint, tree_leaves
 from fsdp_compile.passes.graph.analyze import set_policy, with_ancestors
 from fsdp_compile.passes.graph.nodes import Tag, block_path, derived, is_product, is_pure, set_tag
+from fsdp_compile.passes.hooks import Pipeline
 
 
 def tag_collectives(graph: fx.Graph, link: str | None = None) -> int | None:
@@ -142,3 +145,21 @@ def _ends_in_outputs(start: fx.Node) -> bool:
         work += users
     stages = [node for node in following if node.target in STARTS]
     return not any(map(is_product, following)) and len(stages) <= 1 and all(map(_has_one_wait, stages))
+
+
+class PipelineOfOthers(Pipeline):
+    """Also orders the collectives of graphs that somebody else has sharded."""
+
+    def config_for(self, graph: fx.Graph) -> CompileConfig | None:
+        """As for our graphs; in others, collectives are tagged, or parameters gathered again in backward."""
+        config = super().config_for(graph)
+        if config is not None:
+            return config
+        if self.stage == "joint":
+            if self.config.reshard_after_forward:
+                reshard_after_forward(graph)
+            return None
+        in_flight = tag_collectives(graph, self.config.link)
+        if in_flight is None or self.config.reduces_in_flight != 1:
+            return None if in_flight is None else self.config
+        return replace(self.config, reduces_in_flight=in_flight)  # it counts units, and here each parameter is one

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import chain, pairwise, zip_longest
+from itertools import chain, pairwise
 
 from torch import fx
 
@@ -12,7 +12,7 @@ from fsdp_compile.passes._torch import OrderedSet, preserve_node_ordering
 from fsdp_compile.passes.graph.analyze import GraphInfo, with_preparation
 from fsdp_compile.passes.graph.nodes import get_tag, is_product, readers, set_tag, tag_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext
-from fsdp_compile.passes.plan.plan import PlanError, Step
+from fsdp_compile.passes.plan.plan import Step
 
 
 def place_deferred_reduces(context: GraphContext) -> None:
@@ -68,26 +68,6 @@ def _nodes_of(step: Step, info: GraphInfo, ahead: Mapping[str, list[fx.Node]]) -
     is_wait = step.kind in ("wait", "wait_reduce")  # which comes first, before what reads it if there is any
     before = (nodes[:-1] or (nodes if is_wait else []) for nodes in of_units)
     return [*chain(*stages), *chain(*before), *(nodes[-1] for nodes in of_units)]
-
-
-def check_order(context: GraphContext) -> None:
-    """Raise PlanError unless the order of the graph is that of its plan."""
-    info, plan = context.info, context.plan
-    steps: dict[fx.Node, tuple[str, str]] = {}
-    for name, gather in info.gathers.items():
-        steps |= {gather.start[-1]: ("gather", name), gather.wait[0]: ("wait", name)}
-    for name, reduce in info.reduces.items():
-        steps |= {reduce.start[-1]: ("reduce", name), reduce.wait[0]: ("wait_reduce", name)}
-    tasks = {node: index for index, nodes in enumerate(info.tasks) for node in nodes}
-    at, actual = 0, []
-    for node in context.graph.nodes:
-        at = max(at, tasks.get(node, -1) + 1)
-        if node in steps:
-            actual.append((*steps[node], at))
-    planned = [(step.kind, name, step.at) for step in plan.steps if step.kind != "free" for name in step.units]
-    if actual != planned:
-        expected, seen = next((a, b) for a, b in zip_longest(planned, actual) if a != b)
-        raise PlanError(f"order of the graph: expected {expected}, found {seen}; this is a defect of the pass")
 
 
 # Note [Why the order is pinned]
