@@ -30,16 +30,21 @@ from fsdp_compile.comm.groups import GroupArgument, check_ranks_of_tree, divide,
 from fsdp_compile.config import AUTO, CompileConfig, check_type
 from fsdp_compile.construct.arguments import (
     asks_same_bits,
+    check_module,
     check_one,
     dimensions_beside,
     given_device,
+    group_of,
     mesh_to_shard,
     offload_of,
     precision_of,
     resolve_strategy,
+    settings_of_units,
 )
-from fsdp_compile.construct.prepare import check_other_dimensions, prepare_units
-from fsdp_compile.construct.units import check_module, connect, group_of, join_divided, make_unit
+from fsdp_compile.construct.checks import check_model, check_prepared
+from fsdp_compile.construct.prepare import prepare_units
+from fsdp_compile.construct.rejoin import join_divided
+from fsdp_compile.construct.units import connect, make_unit
 from fsdp_compile.construct.wires import WireArgument, chosen_wires, set_wires
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units, collect_ignored
 from fsdp_compile.core.ops import call_before_tracing
@@ -261,8 +266,10 @@ def fully_shard(
         shard_placement_fn=shard_placement_fn,
     )
     chosen = choose_units(model, None if is_list else auto_wrap_policy, ignored, precision)
-    prepared_units = prepare_units(model, chosen, settings, ignored)
-    check_other_dimensions(prepared_units, beside)
+    of_units = settings_of_units(model, chosen, settings)
+    check_model(model, of_units, ignored)
+    prepared_units = prepare_units(model, of_units, ignored)
+    check_prepared(model, prepared_units, beside)
     wires = chosen_wires(wire, allow, prepared_units)
     # No argument is refused from here on, and modules change: Note [Nothing is changed on refusal].
     join_divided(model, FSDPModule)

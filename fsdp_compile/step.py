@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_compile.config import CompileConfig, StepUpdate, check_type, update_moves
-from fsdp_compile.construct.wrap_policy import repeated_blocks
+from fsdp_compile.construct.blocks import repeated_blocks
 from fsdp_compile.core._torch import tree_map
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import RECORD_TIME

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from fsdp_compile.api import fully_shard
 from fsdp_compile.comm.groups import GroupArgument
-from fsdp_compile.construct.units import check_module
+from fsdp_compile.construct.arguments import check_module
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy
 from fsdp_compile.core._torch import TrainingState, never_trace
 from fsdp_compile.core.settings import Settings, warn_caller

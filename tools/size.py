@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
-STORY_LINES = 11_657
+STORY_LINES = 10_946
 """The limit of the story. A commit that makes the story smaller lowers it; nothing raises it."""
 
 STORY = tuple(
@@ -27,7 +27,7 @@ STORY = tuple(
     for folder, names in {
         "core": "layout ops flat_collectives inner_params autograd backward_pass flat_param unit sharding settings "
         "traced_writes exact_sums _torch __init__",
-        "construct": "arguments wrap_policy prepare units __init__",
+        "construct": "blocks prepare units __init__",
         "eager": "forward forward_pass runtime unsharded block_reader streams reduce casting __init__",
         "passes": "pipeline hooks _torch",
         "passes/joint": "insert_collectives reshard __init__",

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile.api import fully_shard
 from fsdp_compile.compare.memory import alive, resident, states_of, waited
-from fsdp_compile.construct.wrap_policy import repeated_blocks
+from fsdp_compile.construct.blocks import repeated_blocks
 from fsdp_compile.core._torch import tree_map
 from fsdp_compile.explain.batch import Inputs, batch_of, loss_of
 from fsdp_compile.step import compile_step

@@ -8,8 +8,8 @@ reduction_order                          -> whether sums have an order that any 
 device_id                                -> a device with an index, or None
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,11 +23,14 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     ShardingStrategy,
 )
-from torch.distributed.tensor import Shard
 
-from fsdp_compile.comm.groups import RESHARDING
+from fsdp_compile.comm.groups import HYBRID, RESHARDING, resolve_groups
 from fsdp_compile.config import check_type
-from fsdp_compile.core.settings import PlacementFn, warn_caller
+from fsdp_compile.construct.prepare import CPU, current_device
+from fsdp_compile.construct.units import ModuleGroup
+from fsdp_compile.construct.wrap_policy import Chosen
+from fsdp_compile.core.settings import Settings, warn_caller
+from fsdp_compile.core.sharding import sharding_of
 
 try:
     from torch.distributed.fsdp import DataParallelMeshDims as DataParallelMeshDims  # of the public names
@@ -147,9 +150,6 @@ def resolve_strategy(
     return strategy
 
 
-CPU = torch.device("cpu")
-
-
 def asks_same_bits(
     order: str, strategy: ShardingStrategy, precision: MixedPrecision, modules: Sequence[nn.Module]
 ) -> bool:
@@ -198,36 +198,85 @@ def given_device(device_id: int | str | torch.device | None) -> torch.device | N
     return device_id
 
 
-def current_device() -> torch.device | None:
-    """The accelerator that is current here; None without one."""
-    if not torch.accelerator.is_available():
-        return None
-    accelerator = torch.accelerator.current_accelerator()
-    return torch.device(accelerator.type, torch.accelerator.current_device_index()) if accelerator else None
-
-
-# Note [Which elements a rank stores]
-# FSDP2 cuts each parameter along a dimension, so its collectives copy every parameter in and out. Here the flat
-# parameter is cut, at any element, and nothing is copied. The dimension that `shard_placement_fn` chooses would say
-# which elements a rank stores; no value that a script computes depends on that, so it is checked and has no effect.
-
-
-def check_placements(path: str, params: Iterable[tuple[str, nn.Parameter]], placement_fn: PlacementFn | None) -> None:
-    """Check what `shard_placement_fn` says of each parameter (Note [Which elements a rank stores])."""
-    check_type("shard_placement_fn", placement_fn, Callable | None)
-    if placement_fn is None:
-        return
-    for name, param in params:
-        full_name = f"{path}.{name}" if path else name
-        placement: Any = placement_fn(param)
-        if placement is None:
-            continue
-        if not isinstance(placement, Shard):
+def group_of(modules: Sequence[Any]) -> ModuleGroup:
+    """The modules of a list. ValueError if one is inside another, or there is none."""
+    for module in modules:
+        inside = [other for other in modules if other is not module and module in set(other.modules())]
+        if inside or sum(other is module for other in modules) > 1:
             raise ValueError(
-                f"parameter {full_name}: shard_placement_fn must return a Shard or None, not a "
-                f"{type(placement).__name__}; to shard a module over another mesh, call fully_shard on it with that one"
+                f"module: {type(module).__name__} is in the list twice or is inside "
+                f"{type(inside[0] if inside else module).__name__}; pass each part of the model once"
             )
-        if not -param.dim() <= placement.dim < max(param.dim(), 1):
-            raise ValueError(
-                f"parameter {full_name}: shard_placement_fn chose dimension {placement.dim} of {param.dim()}"
-            )
+    if not modules:
+        raise ValueError("module: the list is empty")
+    return ModuleGroup(modules)
+
+
+def check_module(module: Any) -> None:
+    """Raise an error if `module` cannot be given to `fully_shard`."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("fully_shard must be called outside inference_mode")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected a torch.nn.Module or a list of them, found {type(module).__name__}")
+    if "_orig_mod" in module._modules:
+        raise ValueError(
+            f"module is what torch.compile made of {type(module._orig_mod).__name__}; call fully_shard(model) first "
+            f"and compile what it returns, or call model.compile() before or after"
+        )
+    if sharding_of(module):
+        raise ValueError(f"module: {type(module).__name__} is sharded already; call fully_shard once per module")
+
+
+# --- of each unit -----------------------------------------------------------------------------------------------------
+
+_MAY_DIFFER: dict[str, Any] = {  # what a policy may set for a unit, and its types
+    "sharding_strategy": ShardingStrategy | None,
+    "mixed_precision": MixedPrecision | None,
+    "cpu_offload": CPUOffload | None,
+    "process_group": object,
+    "device_mesh": object,
+    "device_id": object,
+    "param_init_fn": Callable | None,
+    "sync_module_states": bool,
+    "limit_all_gathers": bool,
+}
+_OF_THE_ROOT = ("backward_prefetch", "forward_prefetch", "use_orig_params")  # accepted: that of the root is in force
+
+
+def settings_of_units(model: nn.Module, chosen: Chosen, settings: Settings) -> dict[nn.Module, Settings]:
+    """The settings of each chosen module, in which a `CustomPolicy` may differ from the model's."""
+    paths = {module: path for path, module in model.named_modules()}
+    return {module: _settings_of(paths[module], differs, settings) for module, differs in chosen.items()}
+
+
+def _settings_of(path: str, differs: dict[str, Any], settings: Settings) -> Settings:
+    """The settings of one unit, in which a `CustomPolicy` may differ from the model's."""
+    what = f"auto_wrap_policy, module {path}"
+    unknown = sorted(differs.keys() - {*_MAY_DIFFER, *_OF_THE_ROOT})
+    if unknown:
+        raise ValueError(
+            f"{what}: a unit may differ in {', '.join([*_MAY_DIFFER, *_OF_THE_ROOT])}, not in {', '.join(unknown)}; "
+            f"set them in fully_shard, or shard the module by a call of its own"
+        )
+    for name, kind in _MAY_DIFFER.items():
+        if name in differs:
+            check_type(f"{what}: {name}", differs[name], kind)
+    if differs.get("limit_all_gathers", settings.limit_all_gathers) != settings.limit_all_gathers:
+        raise ValueError(f"{what}: limit_all_gathers must be {settings.limit_all_gathers}, as it is for the model")
+    strategy = differs.get("sharding_strategy") or settings.strategy
+    groups = settings.groups
+    if differs.get("process_group") is not None or differs.get("device_mesh") is not None:
+        groups = resolve_groups(differs.get("device_mesh"), differs.get("process_group"), strategy, has_policy=True)
+    elif (strategy in HYBRID) != (settings.strategy in HYBRID):
+        raise ValueError(
+            f"{what}: {strategy.name} in a model of {settings.strategy.name} needs other process groups; use hybrid "
+            f"strategies for all units or for none, or set process_group too"
+        )
+    changed: dict[str, Any] = {n: differs[n] for n in ("param_init_fn", "sync_module_states") if n in differs}
+    if "mixed_precision" in differs:
+        changed["precision"] = differs["mixed_precision"] or MixedPrecision()
+    if "cpu_offload" in differs:
+        changed["offload"], changed["pin_memory"] = offload_of(differs["cpu_offload"], None)
+    if "device_id" in differs:
+        changed["device"] = given_device(differs["device_id"])
+    return replace(settings, strategy=strategy, groups=groups, **changed)

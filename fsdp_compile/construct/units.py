@@ -1,13 +1,11 @@
-"""Units are made, one by one, from what prepare.py has checked; then modules, units and the root are connected.
+"""Units are made, one by one, from what prepare.py has worked out; then modules, units and the root are connected.
 
 make_unit      initial values, device, equality; then the parameters of one unit are sharded
 connect        modules find their parameters, and the root knows its units
-join_divided   makes one unit of what an earlier call divided: its parameters are plain tensors again meanwhile
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,34 +13,30 @@ from torch import Tensor, nn
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.groups import Groups
+from fsdp_compile.construct.blocks import Ignored
 from fsdp_compile.construct.prepare import (
     NamedParams,
     PreparedUnit,
     data_parallel_peers,
     meta_tensors,
     own_tensors,
-    prepare_units,
     resets_parameters,
     tensor_name,
     unsent_buffers,
 )
-from fsdp_compile.construct.wrap_policy import Ignored
-from fsdp_compile.core._torch import swap_wrapper
 from fsdp_compile.core.flat_param import group_by_dtype
-from fsdp_compile.core.inner_params import put_back, take_apart
+from fsdp_compile.core.inner_params import take_apart
 from fsdp_compile.core.ops import inner_tensors
 from fsdp_compile.core.settings import InitFn, warn_caller
 from fsdp_compile.core.sharding import (
     ModuleSharding,
     add_lookups,
     clean_names,
-    original_class,
     sharding_of,
     swap_class,
     units_gathered_below,
 )
-from fsdp_compile.core.unit import IGNORED, Unit, check_idle, unit_of
-from fsdp_compile.tensors.sharded_tensor import ShardedTensor
+from fsdp_compile.core.unit import IGNORED, Unit, unit_of
 from fsdp_compile.tensors.tensor_parallel import with_local_parameters
 
 
@@ -53,35 +47,6 @@ class ModuleGroup(nn.Module):
         super().__init__()
         for index, module in enumerate(modules):
             self.add_module(str(index), module)
-
-
-def group_of(modules: Sequence[Any]) -> ModuleGroup:
-    """The modules of a list. ValueError if one is inside another, or there is none."""
-    for module in modules:
-        inside = [other for other in modules if other is not module and module in set(other.modules())]
-        if inside or sum(other is module for other in modules) > 1:
-            raise ValueError(
-                f"module: {type(module).__name__} is in the list twice or is inside "
-                f"{type(inside[0] if inside else module).__name__}; pass each part of the model once"
-            )
-    if not modules:
-        raise ValueError("module: the list is empty")
-    return ModuleGroup(modules)
-
-
-def check_module(module: Any) -> None:
-    """Raise an error if `module` cannot be given to `fully_shard`."""
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError("fully_shard must be called outside inference_mode")
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: expected a torch.nn.Module or a list of them, found {type(module).__name__}")
-    if "_orig_mod" in module._modules:
-        raise ValueError(
-            f"module is what torch.compile made of {type(module._orig_mod).__name__}; call fully_shard(model) first "
-            f"and compile what it returns, or call model.compile() before or after"
-        )
-    if sharding_of(module):
-        raise ValueError(f"module: {type(module).__name__} is sharded already; call fully_shard once per module")
 
 
 def make_unit(model: nn.Module, prepared: PreparedUnit, ignored: Ignored, mixin: type) -> None:
@@ -368,63 +333,3 @@ def connect(model: Any, ignored: Ignored, runtime: Any, mixin: type) -> None:
         for unit in scope._fsdp.units:
             unit.reduces_in_flight, unit.of_root = runtime.reduces_in_flight, scope._fsdp.is_root
             unit.rename(names)
-
-
-# --- from units to plain parameters again -----------------------------------------------------------------------------
-
-
-def join_divided(model: nn.Module, mixin: type) -> None:
-    """Make one unit of each module below that an earlier call divided by "auto"; all ranks take part.
-
-    `fully_shard(block)` cannot know whether the block is a model of its own, which "auto" divides into units, or will
-    lie in a model that is sharded later. That later call undoes the division and makes one unit, as FSDP2 does. Raises
-    ValueError, before anything is changed, if a unit is not idle or has gradients.
-    """
-    sharded: list[Any] = list(filter(sharding_of, model.modules()))
-    divided = [each for each in sharded if each._fsdp.is_root and each._fsdp_runtime.is_divided]
-    for module in divided:
-        units = units_gathered_below(module)
-        check_idle(units, "fully_shard")
-        for unit in units:
-            for name, param in zip(unit.names, unit.params, strict=True):
-                if param.grad is not None:
-                    raise ValueError(f"parameter {name} has a gradient; call zero_grad() before fully_shard is called "
-                                     "on the module around it")  # fmt: skip
-    for module in divided:
-        settings = module._fsdp_runtime.settings
-        ignored = Ignored(module._fsdp.ignored_modules, module._fsdp.ignored_params)
-        _undo(module)
-        settings = replace(settings, param_init_fn=None, sync_module_states=False, shard_placement_fn=None)
-        for prepared in prepare_units(module, {module: {}}, settings, ignored):
-            make_unit(module, prepared, ignored, mixin)
-
-
-def _undo(module: nn.Module) -> None:
-    """Give `module` and all below full parameters and their own classes."""
-    for unit in units_gathered_below(module):
-        full = [_full(param) for param in unit.params]
-        for flat in unit.flats:
-            flat.release()
-        for param, values in zip(unit.params, full, strict=True):
-            swap_wrapper(param, values)
-            for name in ("_fsdp_unit", "_fsdp_is_inner", "local", "spec", "_is_param"):
-                vars(param).pop(name, None)
-    for each in module.modules():
-        each.__class__ = original_class(each)
-        for name in ("_fsdp", "_fsdp_units", "_fsdp_runtime"):
-            vars(each).pop(name, None)
-        gathering: Any = each._compiled_call_impl
-        if gathering is not None and hasattr(gathering, "args"):  # made by gather_around_compiled (fsdp_module.py)
-            each._compiled_call_impl = gathering.args[1]
-    put_back(module)
-
-
-def _full(param: nn.Parameter) -> nn.Parameter:
-    """A parameter of its own memory with all elements of `param`, or of the local tensor where it was a DTensor."""
-    if not isinstance(param, ShardedTensor):
-        return nn.Parameter(param.detach().clone(), param.requires_grad)
-    shape = param.spec.split_shape
-    values = (
-        torch.empty(shape, dtype=param.dtype, device="meta") if param.is_meta else param.spec.gather_split(param.local)
-    )
-    return nn.Parameter(values, param.requires_grad)

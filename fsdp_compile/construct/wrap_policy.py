@@ -1,8 +1,6 @@
 """Which modules become units, automatically or by torch's policies, and which modules and parameters are ignored."""
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import torch.distributed.fsdp
@@ -10,6 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
+from fsdp_compile.construct.blocks import NOTHING, Ignored, repeated_blocks
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharding import WRAPPED, sharding_of
 
@@ -18,14 +17,6 @@ def _is_foreign(module: nn.Module) -> bool:
     """Whether torch has sharded `module`."""
     theirs = (torch.distributed.fsdp.FSDPModule, torch.distributed.fsdp.FullyShardedDataParallel)
     return isinstance(module, theirs) and not sharding_of(module)
-
-
-@dataclass(frozen=True)
-class Ignored:
-    """Modules that become no units and have none inside, and parameters that are not sharded, moved or broadcast."""
-
-    modules: frozenset[nn.Module] = frozenset()
-    params: frozenset[nn.Parameter] = frozenset()
 
 
 def collect_ignored(
@@ -92,13 +83,11 @@ AutoWrapPolicy = str | None | ModuleWrapPolicy | CustomPolicy | Set[type[nn.Modu
 Chosen = dict[nn.Module, dict[str, Any]]
 """Units, innermost first; with each the settings in which a policy lets it differ from the model's."""
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
 
 def choose_units(
     model: nn.Module,
     policy: AutoWrapPolicy,
-    ignored: Ignored = Ignored(),
+    ignored: Ignored = NOTHING,
     precision: MixedPrecision = MixedPrecision(),  # noqa: B008  (nobody changes it)
 ) -> Chosen:
     """The submodules of `model` that become units, innermost first, and `model` itself last.
@@ -157,32 +146,6 @@ def _ask(model: nn.Module, policy: AutoWrapPolicy, ignored: Ignored) -> Chosen:
             f"a callable (module, recurse, nonwrapped_numel) -> bool, found {type(policy).__name__}"
         )
     return {module: {} for module in (*chosen, model)}
-
-
-def repeated_blocks(model: nn.Module, ignored: Ignored = Ignored()) -> list[nn.Module]:
-    """The outermost repeated blocks: elements of one container, of one class, with parameters worth a collective.
-
-    A block has submodules, or is a layer with a weight matrix; a lone normalisation layer joins the enclosing unit.
-    """
-
-    def blocks_below(module: nn.Module) -> Iterator[nn.Module]:
-        children = [
-            c for c in module.children() if c not in ignored.modules and not ignored.params.issuperset(c.parameters())
-        ]
-        classes = Counter(type(child) for child in children)
-        for child in children:
-            if isinstance(module, _CONTAINERS) and classes[type(child)] > 1 and _is_block(child):
-                yield child
-            else:
-                yield from blocks_below(child)
-
-    return list(dict.fromkeys(blocks_below(model)))
-
-
-def _is_block(module: nn.Module) -> bool:
-    if isinstance(module, _CONTAINERS):
-        return False
-    return any(True for _ in module.children()) or any(p.dim() > 1 for p in module.parameters())
 
 
 def _ask_policy(model: nn.Module, policy: Callable[..., bool], ignored: Ignored) -> list[nn.Module]:

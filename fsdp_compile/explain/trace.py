@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import register_flop_formula
 
-from fsdp_compile.construct.wrap_policy import repeated_blocks
+from fsdp_compile.construct.blocks import repeated_blocks
 from fsdp_compile.explain._torch import Graphs, fake_tensors, is_fake, partitioned, pytree
 from fsdp_compile.explain.batch import Inputs, batch_of, loss_of
 from fsdp_compile.explain.prediction import Setting

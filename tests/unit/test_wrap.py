@@ -7,7 +7,8 @@ import pytest
 from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
-from fsdp_compile.construct.wrap_policy import Ignored, choose_units, collect_ignored
+from fsdp_compile.construct.blocks import Ignored
+from fsdp_compile.construct.wrap_policy import choose_units, collect_ignored
 
 
 def paths(
