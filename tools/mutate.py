@@ -140,7 +140,7 @@ BROKEN = {
         "return encode(padded.view(numel, ranks)",
     ),
     "coalesce_launches": (
-        f"{_POST}/lower_collectives.py",
+        f"{_POST}/coalesce.py",
         "            start.replace_all_uses_with(result)\n            graph.erase_node(start)\n",
         "",
     ),

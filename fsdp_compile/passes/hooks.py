@@ -39,7 +39,6 @@ CORE_PASSES = (
     Pass("choose_plan", "post_grad", plan_pass.choose_plan, needs=("read_graph",)),
     Pass("verify_plan", "post_grad", plan_pass.verify_plan, needs=("choose_plan",)),
     Pass("order", "post_grad", order.order, needs=("choose_plan",)),
-    Pass("coalesce_launches", "post_grad", lower_collectives.coalesce_launches),
     Pass("reduce_scatter_by_all_to_all", "post_grad", lower_collectives.reduce_scatter_by_all_to_all),
     Pass("all_gather_into_buffer", "post_grad", lower_collectives.all_gather_into_buffer),
     Pass("pin_order", "post_grad", order.pin_order),

@@ -43,6 +43,7 @@ from fsdp_compile.passes.notice import CompileNotice
 from fsdp_compile.passes.pipeline import Pass, check_passes, enabled, log, placed, watchers
 from fsdp_compile.passes.post_grad import blocks, plan_by_cost, updates
 from fsdp_compile.passes.post_grad.check_ranks import check_ranks
+from fsdp_compile.passes.post_grad.coalesce import coalesce_launches
 from fsdp_compile.passes.post_grad.foreign import PipelineOfOthers, Sent, communicated
 from fsdp_compile.passes.post_grad.messages import send_messages
 from fsdp_compile.passes.post_grad.plan_by_cost import plans_in_file
@@ -64,6 +65,7 @@ EXTRA_PASSES = (
     Pass("name_prefetched", "post_grad", updates.name_prefetched, needs=("read_graph",), after="order"),
     Pass("record_times", "post_grad", record_times, needs=("read_graph",), after="order"),
     Pass("send_messages", "post_grad", send_messages, after="order"),
+    Pass("coalesce_launches", "post_grad", coalesce_launches, after="order"),
     Pass("check_ranks", "post_grad", check_ranks, after="all_gather_into_buffer"),
     Pass("start_reduces", "post_grad", blocks.start_reduces, after="all_gather_into_buffer"),
     Pass("await_gathers", "post_grad", blocks.await_gathers, after="all_gather_into_buffer"),

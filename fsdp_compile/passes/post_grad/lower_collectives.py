@@ -1,6 +1,5 @@
 """Issue collectives in cheaper forms, once the order is decided.
 
-    coalesce_launches               collectives that the plan launches at once are one call, one kernel of NCCL
     reduce_scatter_by_all_to_all    on gloo a reduce-scatter is an all-to-all and a reduction of the received rows
     all_gather_into_buffer          every all-gather writes into a buffer that the graph allocates
 
@@ -8,7 +7,6 @@ The graph keeps torch's operators, which Inductor knows. An operator of ours wai
 all-gather; its lowering lets generated code call the process group itself (comm/direct.py).
 """
 
-import operator
 from dataclasses import replace
 from typing import Any
 
@@ -23,44 +21,11 @@ from fsdp_compile.core.ops import (
     WAIT_COLLECTIVE,
 )
 from fsdp_compile.passes._torch import V, WaitKernel, ir, join_sums, register_lowering, restore_dependencies
-from fsdp_compile.passes.graph.analyze import can_coalesce
 from fsdp_compile.passes.graph.nodes import CAST, set_tag, tag_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext
 
 aten = torch.ops.aten
 _OVER_ROWS = {"avg": aten.mean.dim, "sum": aten.sum.dim_IntList}
-
-
-# --- coalesced launches -----------------------------------------------------------------------------------------------
-
-
-def coalesce_launches(context: GraphContext) -> None:
-    """Replace the starts of one launch by one coalesced call, if that exists.
-
-    gather a  gather b  ->  wait a  wait b                                   two launches, next to each other
-    both = coalesced gather [a, b]  ->  both[0]  both[1]  ->  their waits    one launch, which the first wait completes
-    """
-    graph = context.graph
-    launches: dict[int, list[fx.Node]] = {}
-    for start in tagged(graph, "gather", "reduce"):
-        launch = tag_of(start).launch
-        if launch is not None:
-            launches.setdefault(launch, []).append(start)
-    for starts in filter(can_coalesce, launches.values()):
-        last, names = starts[-1], [start.name for start in starts]
-        with graph.inserting_before(last):  # all inputs have been computed there
-            sent = [start.args[0] for start in starts]
-            call = graph.call_function(collectives.COALESCED[last.target], (sent, *last.args[1:]))  # type: ignore[index]  # can_coalesce
-            results = [graph.call_function(operator.getitem, (call, index)) for index in range(len(starts))]
-        call.meta["val"] = [start.meta["val"] for start in starts]
-        set_tag(call, replace(tag_of(starts[0]), path=" ".join(tag_of(start).path or "root" for start in starts)))
-        for start, result in zip(starts, results, strict=True):
-            result.meta["val"] = start.meta["val"]
-            start.replace_all_uses_with(result)
-            graph.erase_node(start)
-        call.name = "_".join([names[0], *(name.partition("_")[2] for name in names[1:])])
-        for result, name in zip(results, names, strict=True):
-            result.name = name
 
 
 # --- reduce-scatter on gloo -------------------------------------------------------------------------------------------
