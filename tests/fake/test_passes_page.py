@@ -30,7 +30,7 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.config import StepUpdate, update_moves
 from fsdp_compile.construct import units
 from fsdp_compile.passes import PASSES, GraphContext, Pass, Plan, backend, tagged
-from fsdp_compile.passes.hooks import Pipeline
+from fsdp_compile.passes.hooks import CORE_PASSES, Pipeline
 from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.plan_pass import plan_log
 
@@ -307,6 +307,15 @@ def test_each_pass_has_its_section() -> None:
     for name in list(sections)[1:]:
         shown = [each[5] for each in SHOWN.finditer(sections[name])]
         assert shown and all(each.strip() for each in shown), name
+
+
+def test_the_page_begins_with_five_passes() -> None:
+    """They are passes of the story, in its order, and are in the picture; the count of these passes is today's."""
+    text = PAGE.read_text().partition("\n## Five passes\n")[2].partition("\n## ")[0]
+    five, core = re.findall(r"^\d\. \[`(\w+)`\]", text, re.MULTILINE), [each.name for each in CORE_PASSES]
+    assert len(five) == 5 and five == [name for name in core if name in five]
+    assert all(name in text.split("```")[1] for name in five)
+    assert len(core) == 14 and "Fourteen\npasses" in text
 
 
 # --- passes of a user's own -------------------------------------------------------------------------------------------
