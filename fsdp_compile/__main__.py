@@ -2,6 +2,6 @@
 
 import sys
 
-from fsdp_compile.cli import main
+from fsdp_compile.tools.cli import main
 
 sys.exit(main())

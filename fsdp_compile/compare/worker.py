@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_compile.cli import load_factory
 from fsdp_compile.compare.systems import Spec, Task, Training
+from fsdp_compile.tools.files import load_factory
 
 JOINING = timedelta(seconds=300)
 

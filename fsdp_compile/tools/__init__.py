@@ -1,5 +1,8 @@
 """Tools on top of the package's public names.
 
+cli.py               the command fsdp-compile
+commands/            its commands, a file each
+options.py           how their options are read, and files written
 check.py             `check`: whether a model trains sharded as it does unsharded, by each way of running it
 check_training.py    what is checked, and training it unsharded and by each way
 check_values.py      all values of a step, and by how much they may differ

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_compile import checkpoint, fully_shard
-from fsdp_compile.cli import main
 from fsdp_compile.core import flat_collectives
 from fsdp_compile.eager.unsharded import UnshardedUnit
 from fsdp_compile.tools.check import Batch, assert_trains_alike, check
+from fsdp_compile.tools.cli import main
 
 from .ranks import Ranks
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_compile.cli import main
+from fsdp_compile.tools.cli import main
 
 MODEL = """
 import torch

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from fsdp_compile import fully_shard
 from fsdp_compile import selfcheck as module
-from fsdp_compile.cli import main
 from fsdp_compile.comm import direct
 from fsdp_compile.compare import systems
 from fsdp_compile.core import flat_collectives
@@ -23,6 +22,7 @@ from fsdp_compile.core.flat_collectives import Averaging
 from fsdp_compile.passes import PASSES, GraphContext, Pass, backend, tagged
 from fsdp_compile.selfcheck import process_group, selfcheck
 from fsdp_compile.steady import compare_order, ran, waits_within
+from fsdp_compile.tools.cli import main
 
 from .ranks import Ranks
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_compile.cli import main
+from fsdp_compile.tools.cli import main
 
 SCRIPT = """
 from torch import nn

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_compile.cli import main
 from fsdp_compile.explain.calibrate import LEAST_ROUNDS, Case, Rounds, fitted, fitted_link, midmean
 from fsdp_compile.explain.predict import hardware_of
 from fsdp_compile.passes.cost.hardware import (
@@ -25,6 +24,7 @@ from fsdp_compile.passes.cost.roofline import (
     transfer_seconds,
     update_seconds,
 )
+from fsdp_compile.tools.cli import main
 
 CPU = torch.device("cpu")
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compile.cli import COMPARED, load_factory, main
 from fsdp_compile.compare.report import Comparison, Row
 from fsdp_compile.compare.rounds import Failed, Launch, Running, Side, hardware_here, predict
 from fsdp_compile.compare.systems import SYSTEMS, Task, Turn
 from fsdp_compile.explain.batch import batch_of
+from fsdp_compile.tools.cli import main
+from fsdp_compile.tools.commands.compare import COMPARED
+from fsdp_compile.tools.files import load_factory
 
 MODEL = """
 from torch import nn

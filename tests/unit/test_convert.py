@@ -19,7 +19,7 @@ from torch import Tensor
 import fsdp_compile
 from fsdp_compile import checkpoint
 from fsdp_compile.checkpoint.convert import convert, open_source
-from fsdp_compile.cli import main
+from fsdp_compile.tools.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -286,7 +286,7 @@ _MEASURE = """
 import ctypes, sys, torch
 import fsdp_compile
 from fsdp_compile import checkpoint
-from fsdp_compile.cli import main
+from fsdp_compile.tools.cli import main
 
 def resident(what):
     return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(what))

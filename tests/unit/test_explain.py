@@ -5,11 +5,11 @@ import pytest
 from expecttest import assert_expected_inline
 from workloads import blocks, no_prefetch
 
-from fsdp_compile.cli import main
 from fsdp_compile.explain.sharded import report
 from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.plan.schedule import search_plan
 from fsdp_compile.passes.plan.workload import smallest_budget
+from fsdp_compile.tools.cli import main
 
 
 def test_printed():

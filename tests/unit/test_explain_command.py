@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from fsdp_compile import explain
-from fsdp_compile.cli import main
 from fsdp_compile.explain.report import read_report
 from fsdp_compile.passes.cost.hardware import device, to_json
+from fsdp_compile.tools.cli import main
 
 MODEL = """
 import torch

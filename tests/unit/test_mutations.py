@@ -20,10 +20,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from fsdp_compile import checkpoint
-from fsdp_compile.cli import main
 from fsdp_compile.passes.artifacts import Artifacts
 from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.post_grad.plan_by_cost import plans_in_file
+from fsdp_compile.tools.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 COUNT = int(os.environ.get("FSDP_COMPILE_MUTATIONS", 200))  # of each kind

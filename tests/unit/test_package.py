@@ -11,7 +11,7 @@ import pytest
 
 import fsdp_compile
 from fsdp_compile.checkpoint.convert import TARGETS
-from fsdp_compile.cli import FORMATS
+from fsdp_compile.tools.commands.checkpoint import FORMATS
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(fsdp_compile.__file__).parents[1])}
 
@@ -78,7 +78,7 @@ def test_numbers_load_no_torch() -> None:
     """Torch is not loaded where numbers alone are computed: by plans, costs, and options of the command line."""
     (loaded,) = loaded_after(
         "import contextlib, io, fsdp_compile.passes.plan.schedule\n"
-        "from fsdp_compile.cli import main\n"
+        "from fsdp_compile.tools.cli import main\n"
         "with contextlib.redirect_stdout(io.StringIO()): main(['explain', '--hardware', 'list'])"
     )
     assert {"fsdp_compile.explain.prediction", "fsdp_compile.passes.cost.hardware"} <= loaded
@@ -134,7 +134,7 @@ def test_help(command: list[str]) -> None:
     printed = run("-m", "fsdp_compile", *command, "--help")
     assert "example" in printed and "  fsdp-compile " in printed
     (loaded,) = loaded_after(
-        "import contextlib, io\nfrom fsdp_compile.cli import main\n"
+        "import contextlib, io\nfrom fsdp_compile.tools.cli import main\n"
         f"with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()): main({[*command, '--help']})"
     )
     assert loaded.isdisjoint({"torch", "numpy", "sympy", "safetensors", "multiprocessing", "asyncio"})

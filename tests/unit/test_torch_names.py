@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fsdp_compile import torch_names
-from fsdp_compile.cli import main
+from fsdp_compile.tools.cli import main
 from fsdp_compile.torch_names import TESTED_TORCH, check, check_all, is_untested
 
 ROOT = Path(__file__).parents[2]

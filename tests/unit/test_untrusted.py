@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from fsdp_compile import checkpoint
 from fsdp_compile.checkpoint import CheckpointError
 from fsdp_compile.checkpoint.untrusted import load_item
-from fsdp_compile.cli import main
+from fsdp_compile.tools.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:passed over a damaged")
 

@@ -1,0 +1,108 @@
+"""`fsdp-compile checkpoint`: list what a checkpoint holds, or write it in another format."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsdp_compile.tools.options import Add, positive
+
+if TYPE_CHECKING:
+    from fsdp_compile.checkpoint.convert import Source
+
+FORMATS = ("dcp", "safetensors", "torch")
+DESCRIPTION = "List what a checkpoint holds, or write it in another format."
+EXAMPLE = """SRC is a folder of checkpoints (its newest counts), one checkpoint, a folder or file of
+safetensors, or a file of torch.save.
+
+examples:
+  fsdp-compile checkpoint show checkpoints
+  fsdp-compile checkpoint convert checkpoints model --format safetensors"""
+SHOW = "List names, dtypes, shapes and bytes of all tensors, and the step."
+CONVERT = "Write a checkpoint in another format, with one tensor in memory at a time."
+
+
+def add_show(add: Add) -> None:
+    """Add the options of `checkpoint show`."""
+    add("source", type=Path, metavar="SRC", help="a checkpoint, or a folder of checkpoints")
+    add("--fingerprint", action="store_true", help="read all tensors, and print what "
+        "model.fingerprint() returns of a model with these parameters and no buffers")  # fmt: skip
+
+
+# fmt: off
+def add_convert(add: Add) -> None:
+    """Add the options of `checkpoint convert`."""
+    add("source", type=Path, metavar="SRC", help="a checkpoint, or a folder of checkpoints")
+    add("target", type=Path, metavar="DST", help="a path that does not exist yet")
+    add("--format", required=True, choices=FORMATS, help="of DST")
+    add("--world-size", type=positive, default=1, metavar="N", help="spread over N files (default: 1)")
+    add("--trust", action="store_true", help="load values of any type, which can run code, from "
+        "torch.distributed.checkpoint (default: tensors and plain values)")
+    add("--part", metavar="KEY", help="only what lies under this first key, such as model, without it (default: all; "
+        "for safetensors: model, if there is such a key)")
+# fmt: on
+
+
+def run_show(args: argparse.Namespace) -> None:
+    """Print what is there, a line for each tensor."""
+    from fsdp_compile.checkpoint.convert import open_source
+    from fsdp_compile.checkpoint.untrusted import printable
+    from fsdp_compile.reproducibility import fingerprint_of
+
+    source = open_source(args.source)
+    rows = [("tensor", "dtype", "shape", "bytes")]
+    for name, tensor in source.tensors.items():
+        shape = " x ".join(map(str, tensor.shape)) or "()"
+        rows.append((printable(name), str(tensor.dtype).removeprefix("torch."), shape, f"{tensor.nbytes:,}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, dtype, shape, size in rows:
+        print(f"{name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {size:>{widths[3]}}")
+    if source.values:
+        print(f"\nother values: {', '.join(map(printable, source.values))}")
+    step = "not known" if source.step is None else source.step
+    print(f"\n{len(source.tensors)} tensors, {source.nbytes:,} bytes, step {step}, "
+          f"{source.format} in {len(source.files)} file(s)")  # fmt: skip
+    if args.fingerprint:
+        part = _usual_part(source, "safetensors")
+        chosen = source.below(part) if part else source
+        tensors = ((name, chosen.read(name)) for name in chosen.tensors if name not in chosen.tied)
+        print(f"fingerprint {fingerprint_of(tensors)}" + (f" of {part}" if part else ""))
+
+
+def run_convert(args: argparse.Namespace) -> None:
+    """Write the checkpoint in another format, with a progress bar on a terminal."""
+    from fsdp_compile.checkpoint.convert import convert, open_source
+
+    if args.format == "torch" and args.world_size > 1:
+        raise ValueError(f"--world-size {args.world_size}: --format torch writes one file; leave it out")
+    source = open_source(args.source, args.trust)
+    part = args.part or _usual_part(source, args.format)
+    chosen = source.below(part) if part else source
+    convert(chosen, args.target, args.format, args.world_size, progress_bar(chosen.nbytes))
+    tensors, values = len(chosen.tensors), 0 if args.format == "safetensors" else len(chosen.values)
+    left = len(source.keys) - tensors - values
+    print(f"wrote {args.target}: {tensors} tensors, {chosen.nbytes:,} bytes"
+          + (f", {len(chosen.tied)} of them tied to others" if chosen.tied else "")
+          + (f", {values} other values" if values else "")
+          + (f"; left out {left} entries" if left else ""))  # fmt: skip
+
+
+def _usual_part(source: "Source", to: str) -> str | None:
+    nested = any(keys[0] == "model" and len(keys) > 1 for keys in source.keys.values())
+    return "model" if to == "safetensors" and nested else None
+
+
+def progress_bar(total: int) -> Callable[[int], None]:
+    """A function to call with the number of bytes just written: it draws a bar if stderr is a terminal."""
+    done = 0
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done += size
+        if sys.stderr.isatty():
+            share = done / total if total else 1.0
+            bar = f"\r[{'#' * int(40 * share):<40}] {done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
+            print(bar, end="\n" if done >= total else "", file=sys.stderr, flush=True)
+
+    return advance

@@ -1,0 +1,92 @@
+"""`fsdp-compile compare`: systems side by side on a user's model."""
+
+import argparse
+import os
+from pathlib import Path
+
+from fsdp_compile.tools.files import TORCHTITAN, load_factory
+from fsdp_compile.tools.options import Add, check_folders, one_of, positive, write_files
+
+COMPARED = ("eager", "compiled", "step", "fsdp2", "fsdp2-compiled", "ddp", "unsharded")
+DESCRIPTION = """\
+Train a model with this package, FSDP2, DDP and unsharded, side by side on this machine: speed, first step,
+memory and losses of each, beside what explain predicts."""
+EXAMPLE = """FILE.py:FUNCTION, and example_inputs(batch, sequence) in the same file, are as of explain, but here
+the model is made and trained. Each system runs in processes of its own, and they take turns. One that cannot train the
+model says so in its row.
+
+  eager            fully_shard(model)
+  compiled         torch.compile(fully_shard(model))
+  step             compile_step(fully_shard(model), optimizer)
+  fsdp2            torch's fully_shard of each repeated block, and of the model: the same units
+  fsdp2-compiled   the same, each block compiled before
+  ddp              torch.compile(DistributedDataParallel(model))
+  unsharded        torch.compile(model), on each rank for its own batch: what communication costs nothing
+
+Under torchrun the ranks are its own, on one node or several; without it --ranks starts them here.
+
+examples:
+  fsdp-compile compare llama.py:make --ranks 2 --batch 2 --seq 128 --html compare.html
+  fsdp-compile compare --torchtitan my_titan:debug --systems eager,compiled,fsdp2,fsdp2-compiled
+  torchrun --nproc-per-node 8 -m fsdp_compile compare llama.py:make --seq 4096 --systems compiled,fsdp2-compiled"""
+
+
+# fmt: off
+def add_options(add: Add) -> None:
+    """Add the options of the command."""
+    add("factory", nargs="?", metavar="FILE.py:FUNCTION", help="makes the model")
+    add("--torchtitan", metavar="MODULE:CONFIG", help="the model of a torchtitan config instead, such as "
+        "llama3:llama3_debugmodel, with its batch and sequence")
+    add("--ranks", type=positive, metavar="N", help="to start on this machine (default: one for each GPU, or 2)")
+    add("--systems", type=one_of(*COMPARED), default=[*COMPARED], metavar="S[,S...]", help=f"{', '.join(COMPARED)} "
+        "(default: all)")
+    add("--steps", type=positive, default=20, metavar="N", help="steps of each system that count (default: 20)")
+    add("--rounds", type=positive, default=3, metavar="N", help="turns into which they are divided (default: 3)")
+    add("--batch", type=positive, metavar="N", help="sequences per rank and step (default: 1)")
+    add("--seq", type=positive, metavar="N", help="tokens of a sequence (default: 256)")
+    add("--precision", choices=("fp32", "bf16"), help="to compute in (default: bf16 on GPUs, else fp32)")
+    add("--device", choices=("cuda", "cpu"), help="default: the GPUs, if there are any")
+    add("--hardware", metavar="NAME|FILE", help="of predictions (default: by the device's name)")
+    add("--json", type=Path, metavar="OUT", help="write all figures")
+    add("--html", type=Path, metavar="OUT", help="write one page, with pictures of speed and losses")
+    add("--svg", type=Path, metavar="OUT", help="write the picture of speed alone")
+# fmt: on
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print and write what each system makes of the model; 1 if none could."""
+    if (args.factory is None) == (args.torchtitan is None):
+        raise ValueError("expected either FILE.py:FUNCTION or --torchtitan MODULE:CONFIG")
+    factory, batch, sequence = args.factory, args.batch or 1, args.seq or 256
+    if args.torchtitan is not None:
+        from fsdp_compile.integrations.torchtitan.compared import config_of
+
+        training = config_of(args.torchtitan).training
+        factory, batch = f"{TORCHTITAN}{args.torchtitan}", args.batch or training.local_batch_size
+        sequence = args.seq or training.seq_len
+    make, example_inputs = load_factory(factory)
+    check_folders(args.json, args.html, args.svg)
+    import torch
+
+    from fsdp_compile.compare.rounds import compare, launch
+    from fsdp_compile.compare.systems import Task
+    from fsdp_compile.explain.predict import hardware_of
+
+    gpus = torch.cuda.device_count()
+    kind = args.device or ("cuda" if gpus else "cpu")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "RANK" in os.environ else args.ranks or gpus or 2
+    if kind == "cuda" and here > gpus:
+        raise ValueError(f"--ranks {here}: expected at most {gpus}, one for each GPU here; --device cpu needs no GPU")
+    if "RANK" in os.environ and args.ranks not in (None, int(os.environ["WORLD_SIZE"])):
+        raise ValueError(f"--ranks {args.ranks}: expected {os.environ['WORLD_SIZE']}, as torchrun has started; "
+                         "leave it out")  # fmt: skip
+    hardware = hardware_of(args.hardware, None) if args.hardware else None
+    bf16 = args.precision == "bf16" or (args.precision is None and kind == "cuda")
+    task = Task(batch, sequence, bf16, kind)
+    launched = launch(here)
+    found = compare(factory, make, example_inputs, task, launched, systems=list(dict.fromkeys(args.systems)),
+                    steps=args.steps, rounds=args.rounds, hardware=hardware)  # fmt: skip
+    if launched.speaks:
+        print(found, end="")
+        write_files({args.json: found.to_json, args.html: found.to_html, args.svg: found.to_svg})
+    return 0 if found.ran else 1

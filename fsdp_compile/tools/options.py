@@ -1,0 +1,55 @@
+"""What the commands share: how options are read, and files written."""
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+STANDARD_OUTPUT = Path("-")
+
+Add = Callable[..., Any]  # adds an argument
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, as argparse's `type`."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
+    return int(text)
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers with commas between them, as argparse's `type`."""
+    return [positive(each) for each in text.split(",")]
+
+
+def one_of(*known: str) -> Callable[[str], list[str]]:
+    """argparse's `type` of words among `known` with commas between them."""
+
+    def read(text: str) -> list[str]:
+        for each in text.split(","):
+            if each not in known:
+                raise argparse.ArgumentTypeError(f"expected one of {', '.join(known)}, found {each!r}")
+        return text.split(",")
+
+    return read
+
+
+def check_folders(*paths: Path | None) -> None:
+    """Raise ValueError or FileNotFoundError if one of these files cannot be written."""
+    for path in filter(None, paths):
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"{path}: expected its folder to exist, found none")
+        if path.is_dir():
+            raise ValueError(f"{path}: expected the name of a file, found a folder")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"{path}: expected a place that can be written to, found one that cannot")
+
+
+def write_files(files: dict[Path | None, Callable[[], str]], says: bool = True) -> None:
+    """Write what was asked for, and say so."""
+    for path, render in files.items():
+        if path is not None:
+            path.write_text(render(), encoding="utf-8")
+            if says:
+                print(f"wrote {path}")
