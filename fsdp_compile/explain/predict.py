@@ -3,8 +3,8 @@
 explain_settings   options of one value or several -> settings -> predictions -> a report
 predict_step       predictions for some settings; alternatives have one thing changed, and the best setting is
                    searched over strategy, checkpointing and batch together
-Priced             work in a setting on hardware as a workload and a plan: FSDP2's rule, one unit ahead, or what
-                   compiled graphs of this package do, simulated by passes/plan
+Priced             work in a setting on hardware as a workload and a plan: FSDP2's rule, or what compiled graphs of
+                   this package do by default, simulated by passes/plan
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +32,7 @@ from fsdp_compile.passes.cost.roofline import (
 )
 from fsdp_compile.passes.graph.costs import work_seconds
 from fsdp_compile.passes.plan.plan import Plan
+from fsdp_compile.passes.plan.safe import safe_plan
 from fsdp_compile.passes.plan.schedule import alternating, prefetch
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
@@ -49,12 +50,15 @@ _CLIP_MOVES = 12  # the norm reads gradients, scaling reads and writes them
 # --- from work to a workload and a plan -------------------------------------------------------------------------------
 
 # Note [What graphs of this package do]
-# Where collectives are part of a compiled graph, they follow the rule for graphs without a link (`alternating`), by
-# which collectives begin between any two products, not just between blocks. Backward gathers the last block again.
-# Gradients are written into the buffer that is reduced, which takes the memory of the gathered one: nothing is packed.
-# Parameters outside of blocks are read until the end of backward. Shards of gradients come to exist one by one. The
-# first product of a checkpointed block's backward may run before its forward is computed again. `compile_step` updates
-# the parameters that the next forward reads first, and gathers them beside the rest of the update.
+# Where collectives are part of a compiled graph, they begin between any two products, not just between blocks, by the
+# plan that graphs follow by default: on a measured link `safe_plan`, with no more memory than the rule for graphs
+# without a link (`alternating`). That plan takes half a second of a large model, so other settings are compared by the
+# rule itself, which differs from it by 1 % of a step at most (tests/unit/test_graph_steps.py). Backward gathers the
+# last block again. Gradients are written into the buffer that is reduced, which takes the memory of the gathered one:
+# nothing is packed. Parameters outside of blocks are read until the end of backward. Shards of gradients come to exist
+# one by one. The first product of a checkpointed block's backward may run before its forward is computed again.
+# `compile_step` updates the parameters that the next forward reads first, and gathers them beside the rest of the
+# update.
 
 
 class Priced:
@@ -186,12 +190,9 @@ class Priced:
             plan = alternating(workload)
         else:
             plan = prefetch(workload, forward=2, backward=1, before_wait=False, in_flight=1)
-        if self._updates_first:  # the first gathers begin before all tasks
-            first = plan.of("gather")[:_PREFETCHED]
-            plan = Plan((*(step._replace(at=0) for step in first), *(step for step in plan.steps if step not in first)))
         return Scheduled(
             workload,
-            plan,
+            self._beside_update(plan),
             levels=(level_of(self.shards, self._link, 1), level_of(self._replicas, self._replica_link, 1)),
             shards=self.shards,
             passes=self.setting.accumulation,
@@ -202,6 +203,22 @@ class Priced:
             logits=self.work.end.logits_bytes,
             fragments=self.hardware.fragments,
         )
+
+    def _beside_update(self, plan: Plan) -> Plan:
+        """`plan` with its first gathers before all tasks, if the update is one of these."""
+        first = plan.of("gather")[:_PREFETCHED] if self._updates_first else []
+        return Plan((*(step._replace(at=0) for step in first), *(step for step in plan.steps if step not in first)))
+
+    @cached_property
+    def planned(self) -> Scheduled:
+        """The step by the plan that is the default: in a graph, the one that wrong prices hurt least."""
+        by_rule = self.scheduled
+        if not self._in_graph:
+            return by_rule
+        workload, at = by_rule.workload, int(self._updates_first)  # without the update, beside which the plan begins
+        trained = replace(workload, tasks=workload.tasks[at:], backward=workload.backward - at)
+        steps = safe_plan(trained, is_lean=True).plan.steps
+        return replace(by_rule, plan=self._beside_update(Plan(tuple(s._replace(at=s.at + at) for s in steps))))
 
     @property
     def tokens(self) -> int:
@@ -247,7 +264,7 @@ def price(work: StepWork, setting: Setting, hardware: Hardware) -> Prediction:
         warnings.append(f"precision: fp32 on {hardware.name} leaves its matrix units unused, and is up to "
                         f"{half / single:.0f} times slower than bf16")  # fmt: skip
     model, repeated = priced.work.model_flops, priced.work.recomputed_flops
-    return priced.scheduled.predict(work.model, work.parameters, setting, hardware, priced.tokens,
+    return priced.planned.predict(work.model, work.parameters, setting, hardware, priced.tokens,
                                     (model, model + repeated), tuple(warnings))  # fmt: skip
 
 
