@@ -147,7 +147,7 @@ BROKEN = {
     "reduce_scatter_by_all_to_all": (f"{_POST}/lower_collectives.py", "(rows, [0])", "(rows, [1])"),
     "all_gather_into_buffer": (
         f"{_POST}/lower_collectives.py",
-        "gather)\n            _call_directly(gather)",
+        "gather)\n            call_directly(gather)",
         "gather)",
     ),
     "check_ranks": (f"{_POST}/check_ranks.py", "value.numel() * value.element_size()", "value.numel()"),
