@@ -40,7 +40,7 @@ from fsdp_compile.passes.joint.choose_wires import choose_wires
 from fsdp_compile.passes.joint.smallest_gather import smallest_gather
 from fsdp_compile.passes.measure import NoLink, NotMeasured, measured_link, measured_speed
 from fsdp_compile.passes.notice import CompileNotice
-from fsdp_compile.passes.pipeline import Pass, check_passes, enabled, log, placed, watchers
+from fsdp_compile.passes.pipeline import Pass, enabled, log, watchers
 from fsdp_compile.passes.post_grad import blocks, plan_by_cost, updates
 from fsdp_compile.passes.post_grad.check_ranks import check_ranks
 from fsdp_compile.passes.post_grad.coalesce import coalesce_launches
@@ -50,6 +50,25 @@ from fsdp_compile.passes.post_grad.plan_by_cost import plans_in_file
 from fsdp_compile.passes.post_grad.record_times import record_times
 from fsdp_compile.passes.post_grad.reuse_gathered import reuse_gathered
 from fsdp_compile.passes.printed import print_graph
+
+
+def placed(passes: Sequence[Pass], extra: Sequence[Pass]) -> tuple[Pass, ...]:
+    """`passes` with `extra`: each in place of the pass of its name, or behind the pass that its `after` names.
+
+    Raises:
+        ValueError: there is no such pass.
+    """
+    names = {each.name for each in passes}
+    instead = {one.name: one for one in extra if one.name in names}
+    added = [one for one in extra if one.name not in names]
+    if unplaced := [one for one in added if one.after not in names]:
+        raise ValueError(f"passes: {unplaced[0].name!r} runs after {unplaced[0].after!r}, which does not exist")
+    return tuple(
+        each
+        for own in passes
+        for each in (instead.get(own.name, own), *(one for one in added if one.after == own.name))
+    )
+
 
 EXTRA_PASSES = (
     Pass("choose_wires", "joint", choose_wires, needs=("insert_collectives",), after="insert_collectives"),
@@ -142,6 +161,17 @@ def backend(
             raise
 
     return compile_graph
+
+
+def check_passes(passes: Sequence[Pass]) -> None:
+    """ValueError if two passes have one name, or a pass comes before one that it needs."""
+    seen: set[str] = set()
+    for each in passes:
+        if each.name in seen:
+            raise ValueError(f"passes: {each.name!r} is there twice; give each pass a name of its own")
+        if missing := [name for name in each.needs if name not in seen]:
+            raise ValueError(f"passes: {each.name!r} needs {missing[0]!r}, which is not among the passes before it")
+        seen.add(each.name)
 
 
 def config_of(options: Any, passes: Sequence[Pass] = PASSES) -> CompileConfig:

@@ -96,35 +96,6 @@ def hash_of_sources() -> str:
     return digest.hexdigest()
 
 
-def placed(passes: Sequence[Pass], extra: Sequence[Pass]) -> tuple[Pass, ...]:
-    """`passes` with `extra`: each in place of the pass of its name, or behind the pass that its `after` names.
-
-    Raises:
-        ValueError: there is no such pass.
-    """
-    names = {each.name for each in passes}
-    instead = {one.name: one for one in extra if one.name in names}
-    added = [one for one in extra if one.name not in names]
-    if unplaced := [one for one in added if one.after not in names]:
-        raise ValueError(f"passes: {unplaced[0].name!r} runs after {unplaced[0].after!r}, which does not exist")
-    return tuple(
-        each
-        for own in passes
-        for each in (instead.get(own.name, own), *(one for one in added if one.after == own.name))
-    )
-
-
-def check_passes(passes: Sequence[Pass]) -> None:
-    """ValueError if two passes have one name, or a pass comes before one that it needs."""
-    seen: set[str] = set()
-    for each in passes:
-        if each.name in seen:
-            raise ValueError(f"passes: {each.name!r} is there twice; give each pass a name of its own")
-        if missing := [name for name in each.needs if name not in seen]:
-            raise ValueError(f"passes: {each.name!r} needs {missing[0]!r}, which is not among the passes before it")
-        seen.add(each.name)
-
-
 def enabled(passes: Sequence[Pass], config: CompileConfig) -> tuple[Pass, ...]:
     """Return `passes` without the disabled ones and those that need one of them; log the latter.
 

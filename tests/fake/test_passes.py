@@ -26,9 +26,9 @@ from fsdp_compile.passes._torch import saved_for_backward, switched_off
 from fsdp_compile.passes.graph.lifetimes import lifetimes, live_bytes
 from fsdp_compile.passes.graph.nodes import is_view, tag_of, tagged
 from fsdp_compile.passes.hooks import AfterFusion, Pipeline
-from fsdp_compile.passes.inductor import compile_with, fsdp_compile_backend, install
+from fsdp_compile.passes.inductor import compile_with, fsdp_compile_backend, install, placed
 from fsdp_compile.passes.notice import CompileNotice
-from fsdp_compile.passes.pipeline import GraphContext, Pass, enabled, placed
+from fsdp_compile.passes.pipeline import GraphContext, Pass, enabled
 from fsdp_compile.passes.plan.plan import PlanError
 
 X = torch.ones(4, 3)
