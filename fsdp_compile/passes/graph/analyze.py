@@ -35,7 +35,7 @@ from fsdp_compile.passes.graph.nodes import (
     tag_of,
     tagged,
 )
-from fsdp_compile.passes.graph.work import Costs, message_size, size_of
+from fsdp_compile.passes.graph.work import FREE, Costs, message_size, size_of
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 Span = tuple[int, int]  # first and last position
@@ -120,11 +120,12 @@ def analyze(
 
     Args:
         graph: one direction of a step, or both.
-        costs: prices of nodes; None: only the structure is read, nothing takes time or memory.
+        costs: prices of nodes; None: only the structure is read, all is free.
         joint: whether the graph is forward and backward in one: backward begins where a gradient of an output is first
             read.
         stored: nodes whose value is stored, whoever reads it.
     """
+    costs = costs or FREE
     names = _names(graph)
     prologue = with_ancestors(tagged(graph, "maximum"))
     starts: dict[str, list[fx.Node]] = {}
@@ -147,31 +148,27 @@ def analyze(
     first = next((name for name, gather in gathers.items() if gather.inputs & {*prologue}), None)
     ready = [spans[-1][1] for spans in writes.values()]
     alive: list[Lifetime] = []
-    if costs is not None and costs.memory:
+    if costs.memory:
         alive = _alive_beside_plan(graph, computing, reduces, ready, gathers.keys(), joint, stored)
     memory = live_bytes(alive, len(computing))
+    touched = zip(cuts, tasks, _touched(reads, units, cuts), _touched(writes, units, cuts), strict=True)
     workload = Workload(
         tasks=tuple(
             Task(
-                _task_name(computing[begin:end]),
-                seconds=sum(map(costs.node, computing[begin:end])) if costs else 0.0,
-                memory=max(memory[begin:end]),
+                _task_name(nodes),
+                seconds=sum(map(costs.node, nodes)),
+                memory=max(memory[begin : begin + len(nodes)]),
                 reads=tuple(read),
                 writes=tuple(written),
             )
-            for (begin, end), read, written in zip(
-                pairwise((*cuts, len(computing))),
-                _touched(reads, units, cuts),
-                _touched(writes, units, cuts),
-                strict=True,
-            )
+            for begin, nodes, read, written in touched
         ),
         backward=cuts.index(backward) if backward < len(computing) else len(tasks),
         units=tuple(
             _unit(name, gathers.get(name), reduces.get(name), costs, prologue if name == first else ())
             for name in units
         ),
-        latency=costs.latency if costs else 0.0,
+        latency=costs.latency,
         can_coalesce=can_coalesce([start for each in gathers.values() for start in each.starts])
         and can_coalesce([each.start[-1] for each in reduces.values()]),
     )
@@ -352,7 +349,7 @@ def _task_name(nodes: list[fx.Node]) -> str:
 
 
 def _unit(
-    name: str, gather: Gather | None, reduce: Reduce | None, costs: Costs | None, prologue: Sequence[fx.Node]
+    name: str, gather: Gather | None, reduce: Reduce | None, costs: Costs, prologue: Sequence[fx.Node]
 ) -> UnitCost:
     """The first gather that reads the `prologue` waits for it, and has its seconds too."""
     before = [node for node in prologue if node.target in STARTS]
@@ -363,11 +360,11 @@ def _unit(
     reshards = tag_of(gather.start[-1]).reshard if gather else True
     return UnitCost(
         name,
-        gather=sum(map(costs.collective, sent)) + len(before) * costs.latency if costs and gather else 0.0,
-        reduce=costs.collective(reduce.start[-1]) if costs and reduce else 0.0,
+        gather=sum(map(costs.collective, sent)) + len(before) * costs.latency if gather else 0.0,
+        reduce=costs.collective(reduce.start[-1]) if reduce else 0.0,
         gathered=sum(size_of(node) + message_size(node) for node in held),
         packed=size_of(reduce.start[-1].all_input_nodes[0]) + 2 * message_size(reduce.start[-1]) if reduce else 0,
-        replicate=sum(map(costs.collective, further)) if costs else 0.0,
+        replicate=sum(map(costs.collective, further)),
         keep_unsharded=None if reshards is None else not reshards,
         module=(tag_of(gather.start[-1]).path or "root") if gather else "",
         may_prefetch=gather is not None and stored_shard(gather) is not None,
