@@ -1,7 +1,7 @@
 """Changes one operator, constant or statement of the package at a time, and says which changes no test notices.
 
     python tools/mutate.py [--count 200] [--seed 0] [--file fsdp_compile/core/layout.py ...] [--least 0.9]
-                           [--record FILE]
+                           [--record FILE] [--list] [--at COMMIT]
     python tools/mutate.py --passes [NAME ...]      breaks each pass of the compiler once, and reads docs/passes.md
 
 Each mutant is a copy of the package in a temporary folder, beside which the tests named in NEAREST run until one fails:
@@ -9,6 +9,10 @@ those of one process first, then those that killed other mutants, then short one
 docstrings, decorators, and the texts of errors, warnings and notes. The exit status is 1 if fewer than `--least` of the
 mutants are killed. Mutants with the fewest tests of several ranks come first. With `--record`, verdicts and the seconds
 of tests are appended to a file, and a run that was stopped goes on where it was.
+
+`--list` prints the mutants and runs none. With `--at` they are drawn from the package as it was at that commit, so that
+a run can be repeated after survivors have been mended: each is looked for in today's files, and those whose lines have
+changed since are printed as gone.
 
 A mutant that takes three times the seconds of its tests, and 30 more, is out of time. The machine may have been busy,
 so it runs again at the end, with five times as long. If it is out of time again it counts as killed: a rank that waits
@@ -20,6 +24,7 @@ also show its graphs.
 
 import argparse
 import ast
+import difflib
 import importlib
 import json
 import os
@@ -27,6 +32,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -81,23 +87,27 @@ NEAREST = {
     "core/autograd.py": f"tests/fake/test_states.py {_RUNTIME} tests/gloo/test_update_in_backward.py "
                         "tests/gloo/test_read_guard.py tests/gloo/test_precision.py tests/gloo/test_flat_gradients.py "
                         "tests/gloo/test_same_bits.py",
-    "core/backward_pass.py": f"tests/fake/test_states.py tests/fake/test_handle.py {_RUNTIME} "
-                             "tests/gloo/test_update_in_backward.py tests/gloo/test_mishaps.py",
+    "core/backward_pass.py": "tests/unit/test_backward_pass.py tests/fake/test_states.py tests/fake/test_handle.py "
+                             f"{_RUNTIME} tests/gloo/test_update_in_backward.py tests/gloo/test_mishaps.py",
     "eager/block_reader.py": "tests/fake/test_regional.py tests/gloo/test_regional.py tests/gloo/test_mishaps.py",
-    "eager/prefetch.py": "tests/fake/test_states.py tests/fake/test_handle.py tests/gloo/test_prefetch.py "
-                         "tests/gloo/test_manual.py tests/gloo/test_module_options.py",
+    "eager/prefetch.py": "tests/fake/test_wrong_predictions.py tests/fake/test_states.py tests/fake/test_handle.py "
+                         "tests/gloo/test_prefetch.py tests/gloo/test_manual.py tests/gloo/test_module_options.py",
     "eager/streams.py": "tests/fake/test_streams.py tests/fake/test_races.py tests/gloo/test_read_guard.py "
                         f"{_RUNTIME}",
     "eager/reduce.py": "tests/fake/test_states.py tests/fake/test_streams.py tests/gloo/test_reduce.py "
                        "tests/gloo/test_update_in_backward.py "
+                       "tests/gloo/test_module_options.py::test_deferred_all_reduce "
                        f"tests/gloo/test_compiled_accumulation.py {_RUNTIME} tests/gloo/test_same_bits.py",
-    "eager/accumulate.py": "tests/gloo/test_flat_gradients.py tests/gloo/test_neighbours.py "
+    "eager/accumulate.py": "tests/fake/test_accumulated_gradients.py tests/gloo/test_flat_gradients.py "
+                           f"tests/gloo/test_neighbours.py "
                            f"tests/gloo/test_compiled_accumulation.py tests/gloo/test_unaveraged.py "
                            f"tests/gloo/test_features.py {_RUNTIME}",
-    "eager/forward.py": f"tests/fake/test_regional.py {_RUNTIME} tests/gloo/test_precision.py "
+    "eager/forward.py": f"tests/fake/test_forward_writes.py tests/fake/test_handle.py tests/fake/test_regional.py "
+                        f"{_RUNTIME} tests/gloo/test_precision.py "
                         "tests/gloo/test_regional.py tests/gloo/test_interruptions.py tests/fake/test_backends.py "
                         "tests/gloo/test_own_writes.py tests/gloo/test_compare_ranks.py",
-    "eager/unsharded.py": f"tests/fake/test_regional.py {_RUNTIME} tests/gloo/test_kept_unsharded.py "
+    "eager/unsharded.py": f"tests/fake/test_forward_writes.py tests/fake/test_handle.py tests/fake/test_regional.py "
+                          f"{_RUNTIME} tests/gloo/test_kept_unsharded.py "
                           "tests/gloo/test_interruptions.py tests/gloo/test_outputs.py tests/gloo/test_regional.py",
     "edits/writeback.py": "tests/gloo/test_writeback.py tests/gloo/test_fsdp2_scripts.py::test_values_assigned_on_meta",
     "optim/segments.py": "tests/fake/test_flat_steps.py tests/gloo/test_flat_step.py",
@@ -185,14 +195,24 @@ class Mutant(NamedTuple):
 class _Finder:
     """The mutants of one file."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.source = path, path.read_bytes()
+    def __init__(self, path: Path, source: bytes) -> None:
+        self.path, self.source = path, source
         self.starts = [0]
         for line in self.source.splitlines(keepends=True):
             self.starts.append(self.starts[-1] + len(line))
 
     def mutants(self) -> list[Mutant]:
         return list(self._below(ast.parse(self.source)))
+
+    def find_again(self, mutant: Mutant, then: "_Finder") -> Mutant | None:
+        """`mutant` of the file as it was `then`; None if its lines are others now."""
+        before, now = then.source.splitlines(), self.source.splitlines()
+        last = mutant.line + then.source[mutant.begin : mutant.end].count(b"\n")
+        for old, new, size in difflib.SequenceMatcher(None, before, now, autojunk=False).get_matching_blocks():
+            if old < mutant.line and last <= old + size:
+                begin = mutant.begin - then.starts[old] + self.starts[new]
+                return mutant._replace(line=mutant.line - old + new, begin=begin, end=begin + mutant.end - mutant.begin)
+        return None
 
     def _below(self, node: ast.AST) -> Iterator[Mutant]:
         if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.AnnAssign) and not _has_value(node):
@@ -450,6 +470,23 @@ def _break_passes(names: Collection[str]) -> int:
     return int(missed > 0)
 
 
+def _draw(files: Collection[Path], count: int, seed: int, commit: str | None) -> list[Mutant]:
+    """`count` mutants of `files`; with `commit`, drawn from what they were then, without those that are gone."""
+    today = {path: _Finder(path, path.read_bytes()) for path in files}
+    if commit is None:
+        return random.Random(seed).sample([mutant for finder in today.values() for mutant in finder.mutants()], count)
+    show = ("git", "-C", str(ROOT), "show")
+    then = {
+        path: _Finder(path, subprocess.check_output((*show, f"{commit}:{path.relative_to(ROOT).as_posix()}")))
+        for path in files
+    }
+    drawn = random.Random(seed).sample([mutant for finder in then.values() for mutant in finder.mutants()], count)
+    again = [(mutant, today[mutant.path].find_again(mutant, then[mutant.path])) for mutant in drawn]
+    for mutant in sorted(mutant for mutant, found in again if found is None):
+        print(f"gone: {mutant}", flush=True)
+    return [found for _, found in again if found is not None]
+
+
 def main() -> int:
     """Run what the arguments ask for; 1 if too few mutants were killed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -458,15 +495,22 @@ def main() -> int:
     parser.add_argument("--file", action="append", help="a file of the package; can be given several times")
     parser.add_argument("--least", type=float, default=0.9, help="the share of mutants that has to be killed")
     parser.add_argument("--record", type=Path, help="a file of verdicts, which the run continues")
+    parser.add_argument("--list", action="store_true", help="print the mutants, and run no test")
+    parser.add_argument("--at", metavar="COMMIT", help="draw from the package as it was at that commit")
     parser.add_argument("--passes", nargs="*", choices=BROKEN, help="break these passes, or each of them")
     asked = parser.parse_args()
     if asked.passes is not None:
         return _break_passes(asked.passes)
     files = {ROOT / "fsdp_compile" / name: tests for name, tests in NEAREST.items()}
     if asked.file:
+        for each in sorted(set(asked.file) - {str(path.relative_to(ROOT)) for path in files}):
+            print(f"left out, as NEAREST has no tests for it: {each}", flush=True)
         files = {path: tests for path, tests in files.items() if str(path.relative_to(ROOT)) in asked.file}
-    drawn = random.Random(asked.seed).sample([m for path in files for m in _Finder(path).mutants()], asked.count)
+    drawn = _draw(files, asked.count, asked.seed, asked.at)
     drawn.sort(key=lambda mutant: (files[mutant.path].count("/gloo/"), mutant))
+    if asked.list:
+        print("\n".join(f"{number:4d} {mutant}" for number, mutant in enumerate(drawn, 1)))
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         verdicts = _judge(drawn, files, Bench(Path(folder) / "fsdp_compile"), asked.record)
     count = Counter(verdicts.values())

@@ -26,11 +26,24 @@ def test_what_is_changed(tmp_path: Path) -> None:
     """Operators, numbers, conditions and calls; not annotations, docstrings, warnings, `strict` or what is raised."""
     path = tmp_path / "code.py"
     path.write_text(SOURCE)
-    mutants = TOOL["_Finder"](path).mutants()
+    mutants = TOOL["_Finder"](path, path.read_bytes()).mutants()
     assert {(mutant.old, mutant.new) for mutant in mutants} == CHANGED and len(mutants) == len(CHANGED)
     for mutant in mutants:
         text = SOURCE.encode()
         compile(text[: mutant.begin] + mutant.new.encode() + text[mutant.end :], "code", "exec")
+
+
+def test_mutants_are_found_again(tmp_path: Path) -> None:
+    """What was drawn from an earlier state of a file is the same change of the same lines in today's, wherever these
+    have moved to, also of several lines that occur twice; and gone where one of the lines is another."""
+    path, before = tmp_path / "code.py", "a = 1\nif (b\n    and c):\n    f(2)\nif (b\n    and c):\n    f(2)\n"
+    then = TOOL["_Finder"](path, before.encode())
+    now = TOOL["_Finder"](path, ("# new\n" + before.replace("a = 1", "a = 0")).encode())
+    pairs = [(mutant, now.find_again(mutant, then)) for mutant in then.mutants()]
+    gone, found = [m for m, again in pairs if again is None], [(m, again) for m, again in pairs if again is not None]
+    assert [(mutant.line, mutant.old, mutant.new) for mutant in gone] == [(1, "1", "2")]
+    assert len(found) == 8 and {again for _, again in found} <= set(now.mutants())
+    assert all(again.line == mutant.line + 1 and again[4:] == mutant[4:] for mutant, again in found)
 
 
 class _Bench:
