@@ -92,12 +92,10 @@ class Prefetch(Listener):
         earlier = self._in_backward() if self._in_backward is not None else None
         if earlier is not None and earlier is not target:
             earlier.free_prefetched()
-        if self._gather_again(target, backward):
-            self._in_backward = weakref.ref(target)
+        self._gather_again(target, backward)
+        self._in_backward = weakref.ref(target)
 
-    def _gather_again(self, target: UnshardedUnit, backward: BackwardPass) -> bool:
-        """Begin to gather again what `target` freed, unless values changed; return whether anything was."""
-        if not target.is_current() or not target.prefetch():
-            return False
-        backward.at_end(target.free_prefetched, if_failed=target.leave_unread)  # if nothing has read it (E-PRE-5)
-        return True
+    def _gather_again(self, target: UnshardedUnit, backward: BackwardPass) -> None:
+        """Begin to gather again what `target` freed, unless values changed."""
+        if target.is_current() and target.prefetch():
+            backward.at_end(target.free_prefetched, if_failed=target.leave_unread)  # if nothing has read it (E-PRE-5)
