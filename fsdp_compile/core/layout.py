@@ -239,7 +239,7 @@ def end_between_rows(layout: FlatParamLayout, shard_alignment: int) -> FlatParam
 def _cut_rows(layout: FlatParamLayout) -> int:
     """How many shards end within a row of a parameter."""
     count = 0
-    for end in range(layout.shard_numel, layout.numel, max(1, layout.shard_numel)):  # there may be no elements
+    for end in range(layout.shard_numel, layout.numel, layout.shard_numel) if layout.numel else ():
         index = bisect_right(layout.offsets, end) - 1
         within = end - layout.offsets[index]
         count += within < layout.numels[index] and within % layout.rows[index] > 0
