@@ -300,19 +300,17 @@ def _computes_summoned(unit: Unit, full_precision: bool) -> bool:
     return all(unit.compute_dtype(flat, full_precision) == flat.shard.dtype for flat in unit.flats)
 
 
-def _hide(
-    module: Any, opened: list[UnshardedUnit], completed: bool = False, error: BaseException | None = None
-) -> None:
-    """Hide the units from module code: the forward has ended or failed."""
+def _hide(module: Any, opened: list[UnshardedUnit], error: BaseException | None = None) -> None:
+    """Hide the units from module code: the forward has ended, or failed with `error`."""
     runtime: Runtime = module._fsdp_runtime
     try:
-        if completed:
+        if error is None:
             for gathered in opened:
                 gathered.check_unwritten()
                 for listen in runtime.heard.after_forward:
                     listen(gathered, module)
-        if completed and module._fsdp.is_root:
-            runtime.complete_iteration()
+            if module._fsdp.is_root:
+                runtime.complete_iteration()
     finally:
         if module._fsdp.is_root:
             opened += runtime.running.shared if runtime.running is not None else ()
@@ -328,7 +326,7 @@ def _hide(
 def _fail(error: BaseException, module: Any, opened: list[UnshardedUnit]) -> None:
     for gathered in opened:
         gathered.fail_forward()
-    _hide(module, opened, error=error)
+    _hide(module, opened, error)
 
 
 def _post_forward(module: Any, opened: list[UnshardedUnit], inputs: tuple, output: Any) -> None:
@@ -338,7 +336,7 @@ def _post_forward(module: Any, opened: list[UnshardedUnit], inputs: tuple, outpu
             gathered.hold()
         with outside_of_transforms():
             return _post_forward(module, opened, (), None)  # the transform's own tensors take no hooks
-    _hide(module, opened, completed=True)
+    _hide(module, opened)
     heard = module._fsdp_runtime.heard
     for gathered in opened:
         with profiled("post", gathered.unit.path):
