@@ -164,7 +164,7 @@ class ReduceQueue(deque[dict[GradientReduction, None]]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.awaiting_reduce: list[weakref.ref[Unit]] = []
+        self.awaiting_reduce: dict[weakref.ref[Unit], None] = {}
         self.order: Any = None
         self.microbatches: Any = None
         self._newest = ""  # the path of the unit whose reduces were started last

@@ -70,14 +70,14 @@ class AccumulatedGradient:
                 self.shown[index] = set_grad(param, shown)
         self.versions = [0 if shown is None else shown._version for shown in self.shown]  # plain ones share `total`'s
 
-    def add(self, flat: FlatParam, packed: Tensor, leaf: int | None) -> None:
+    def add(self, flat: FlatParam, packed: Tensor, leaf: int) -> None:
         """Add `packed`, 1-D `[layout.numel]`, which is of microbatch `leaf` where the order matters, and show it."""
         self.collect(flat)
         unused = self.unused & flat.reduction.unused.take_noted()
         for index in self.unused - unused:
             self.hidden[index] = flat.params[index].grad
         self.unused = unused
-        if self.sums is None or leaf is None:
+        if self.sums is None:
             self.total.add_(packed)
         else:
             self.sums.add(leaf, packed)
@@ -148,13 +148,12 @@ def accumulate(unit: Unit, flat: FlatParam, packed: Tensor) -> None:
     RuntimeError in `torch.autograd.grad` of a parameter.
     """
     _leave_out_unasked(flat, packed)
-    leaf = _microbatch(unit) if unit.settings.same_bits else None
+    leaf = _microbatch(unit) if unit.settings.same_bits else 0
     if flat.accumulated is not None:
         flat.accumulated.add(flat, packed, leaf)
         return
-    sums = None
-    if leaf is not None:
-        sums = PartialSums()
+    sums = PartialSums() if unit.settings.same_bits else None
+    if sums is not None:
         sums.add(leaf, packed)
     flat.accumulated = AccumulatedGradient(flat, packed, sums)
     _with_accumulated.add(flat)
@@ -277,9 +276,8 @@ def drop_cleared(flat: FlatParam) -> None:
 
 def wait_for_reduce(unit: Unit) -> None:
     """Note that `unit` may have accumulated gradients, if no_sync was in force since its last reduce."""
-    queue = unit.reduces_in_flight
-    if _awaits_reduce(unit) and all(other() is not unit for other in queue.awaiting_reduce):
-        queue.awaiting_reduce.append(weakref.ref(unit))
+    if _awaits_reduce(unit):
+        unit.reduces_in_flight.awaiting_reduce[weakref.ref(unit)] = None
 
 
 def settle_after_backward(unit: Unit) -> None:
@@ -323,9 +321,9 @@ def settle(queue: ReduceQueue) -> None:
                 set_unused(grad, _trained(flat) if flat.accumulated is None else sorted(flat.accumulated.unused))
             shards: list[Any] = [flat.autograd_shard for flat in shown]
             torch.autograd.backward(shards, zeros)
-    queue.awaiting_reduce = [
-        each for each in queue.awaiting_reduce if (left := each()) is not None and _awaits_reduce(left)
-    ]
+    queue.awaiting_reduce = {
+        each: None for each in queue.awaiting_reduce if (left := each()) is not None and _awaits_reduce(left)
+    }
 
 
 def _awaits_reduce(unit: Unit) -> bool:
