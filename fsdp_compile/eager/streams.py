@@ -223,29 +223,26 @@ class UnshardedBuffer:
                 full.set_(self._gather.full.untyped_storage(), 0, full.shape, (1,))
             if full is not self.full:
                 with collectives.waiting_for("all-gather", self.unit.path):
-                    self._wait(full)
+                    self._wait()
         self.storage = self.full.untyped_storage()
         self.filling = True
 
     def _shard(self) -> Tensor:
         return self.flat.shard.to(device=self.full.device, dtype=self.full.dtype, non_blocking=True)
 
-    def _wait(self, full: Tensor) -> None:
-        gather = self._gather
-        if gather is None:  # copied
+    def _wait(self) -> None:
+        if self._gather is None:  # copied
             return
         try:
-            gather.wait()
+            self._gather.wait()
         except RuntimeError:  # it has failed; what else interrupts the wait leaves it under way, as for `free`
             self._gather = None
             raise
         self._gather = None
-        if gather.full is not full and full.device.type != "cpu":  # prefetched in the compute stream, read in this one
-            full.record_stream(torch.get_device_module(full.device).current_stream(full.device))
 
     def finish(self) -> None:
         """Order the current stream after the fill."""
-        self._wait(self.full)
+        self._wait()
         self.filling = False
         self.allow_reads()
 
