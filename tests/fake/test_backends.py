@@ -254,3 +254,16 @@ def test_methods_without_effect_on_a_compiled_step(how: str) -> None:
         assert len(said) <= 1 and all(each.startswith(name) for each in said)
         found += [name] * len(said)
     assert found == (list(ONLY_EAGER) if how in ("module", "function") else [])
+
+
+@pytest.mark.parametrize("how", ["eager", "module", "function"])
+def test_ranks_compare_their_units_once(how: str) -> None:
+    """Before the first forward, eager or compiled, and not before later ones."""
+    model = fully_shard(small())
+    run = {"eager": model, "module": torch.compile(model, backend="eager")}.get(
+        how, torch.compile(lambda x: model(x), backend="eager")
+    )
+    with mock.patch.object(model._fsdp_runtime.heard, "compare", (mock.Mock(return_value=True),)) as (compare,):
+        for _ in range(3):
+            run(torch.ones(2, 3))
+    compare.assert_called_once_with(model, mock.ANY, how != "eager")

@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compile
-from fsdp_compile import fully_shard
+from fsdp_compile import ShardingStrategy, fully_shard
+from fsdp_compile.core._torch import set_version_counters
+from fsdp_compile.eager import streams
 from fsdp_compile.eager.forward_pass import ForwardPass
 from fsdp_compile.eager.unsharded import TRANSITIONS, State, UnshardedUnit
 
@@ -214,6 +216,62 @@ def test_other_transitions_raise(now: State, after: State) -> None:
         with pytest.raises(AssertionError, match=f"cannot change from {now.value} to {after.value}"):
             gathered.enter(after)
         assert gathered.state is now
+
+
+class _PassesOn(nn.Module):
+    """Returns its input, which is computed elsewhere, beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.up(x), x
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_a_late_gradient_opens_nothing(strategy: str) -> None:
+    """A unit whose gradients are there stays closed when a gradient reaches an output that it only passed on, whether
+    its memory was freed or not."""
+    model = nn.Sequential(nn.Linear(7, 7), _PassesOn())
+    fully_shard(model, auto_wrap_policy={_PassesOn}, sharding_strategy=ShardingStrategy[strategy])
+    hidden = model[0].weight.new_zeros(3, 7, requires_grad=True).sin()
+    states: list[State] = []
+    out, same = model[1](hidden)
+    (gathered,) = units(model[1])[0].awaiting_backward
+    hidden.grad_fn.register_hook(lambda *_: states.append(gathered.state))
+    (out.sum() + same.sum()).backward()
+    assert states == [State.ENDED]
+    assert units(model[1])[0].describe_phase() == "idle"
+
+
+@pytest.mark.parametrize("follow", [torch.clone, torch.sin])
+def test_a_unit_that_runs_twice_in_a_checkpoint(follow: Callable[[Tensor], Tensor]) -> None:
+    """What was recomputed of both forwards reads the buffer of the second one, which stays until both have had their
+    backward, whether that reached the second one's output before it recomputed or not. The first one's is freed when
+    its gradients are there."""
+    model, x = _blocks(), torch.randn(3, 7, requires_grad=True).sin()
+    out = checkpoint(lambda x: follow(model[0](model[0](x))), x, use_reentrant=False)
+    (unit,), stays = units(model[0]), list[bool]()
+    buffers = [gathered.buffers[0] for gathered in unit.awaiting_backward]
+    x.grad_fn.register_hook(lambda *_: stays.extend(not buffer.is_free for buffer in buffers))
+    out.sum().backward()
+    assert stays == [False, True]
+    assert unit.describe_phase() == "idle" and all(buffer.is_free for buffer in buffers)
+
+
+def test_views_of_a_buffer_share_a_counter() -> None:
+    """What lets autograd refuse memory that is not there costs one counter for each buffer, however many parameters
+    lie in it."""
+    model, counted = _blocks(), list[int]()
+
+    def counting(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
+        counted.append(len(tensors))
+        set_version_counters(tensors, versions)
+
+    with mock.patch.object(streams, "set_version_counters", counting):
+        _loss(model).backward()
+    assert len(counted) >= 2 * len(units(model)) and set(counted) == {1}
 
 
 def test_the_handle_stays_small() -> None:

@@ -213,6 +213,18 @@ def test_replicas_are_averaged_behind_the_reduce() -> None:
     assert {line.split(" in ")[1] for line in log.lines if " in " in line} == {"unshard", "post-backward"}
 
 
+def test_a_hook_in_a_stream_of_its_own() -> None:
+    """It begins after the reduce, and what follows in the stream of reduces waits for it."""
+    model = fully_shard(unlike_blocks())
+    with recorded(model) as log:
+        model.blocks[1].set_all_reduce_hook(lambda reduced: log.add(f"hook in {log.stream}"), stream="hooks")
+        step(model, torch.randn(3, 7))
+    at = log.place("hook in hooks")
+    assert log.lines[at - 2 : at] == ["wait for reduced blocks.1 in post-backward", "hooks waits for post-backward"]
+    assert log.lines[at + 1 : at + 3] == ["post-backward waits for hooks", "compute waits for post-backward"]
+    assert log.lines.count("hook in hooks") == 1
+
+
 def test_full_parameters_are_gathered_by_compute() -> None:
     """Manual unsharding uses no side stream: compute has waited for all of them before (E-STREAM-4)."""
     model = fully_shard(unlike_blocks())
@@ -244,6 +256,15 @@ def test_all_flat_parameters_of_a_unit_are_prefetched() -> None:
         computed = log.place(f"backward {name}")
         gathers = [place for place, line in enumerate(log.lines) if line == f"gather {ahead} in unshard"]
         assert len(gathers) == 4 and gathers[3] < computed, "twice two"
+
+
+def test_reduces_of_one_unit_are_told_apart() -> None:
+    """Where a unit has several flat parameters, ranks compare in which order they are reduced: each has a name."""
+    model = fully_shard(Stack([_Mixed(0), _Mixed(1)]))
+    with mock.patch.object(model._fsdp_runtime.reduces_in_flight.order, "next_in_backward") as noted:
+        step(model, torch.randn(3, 7))
+    reduced = [call.args[2] for call in noted.mock_calls if call.args[0] == "reduce"]
+    assert reduced == ["blocks.1.up.weight", "blocks.1.low", "blocks.0.up.weight", "blocks.0.low", ""]
 
 
 def test_replicas_gather_nothing() -> None:

@@ -1,0 +1,52 @@
+"""What `.grad` shows while gradients are accumulated without communication."""
+
+from typing import Any
+
+import pytest
+import torch
+from models import Residual
+from torch import nn
+
+from fsdp_compile import ShardingStrategy, fully_shard
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient
+
+
+def _step(model: nn.Module) -> None:
+    model(torch.ones(3, 7)).sum().backward()
+
+
+def test_accumulated_gradients_hide_reduced_ones() -> None:
+    """`.grad` is this rank's sum, one tensor as long as that grows, also where it was a reduced gradient before; which
+    returns, the same tensor, when the sum is reduced (E-ACC-3, E-GRAD-6)."""
+    model = fully_shard(nn.Sequential(Residual(7, 9), nn.Linear(7, 2)), auto_wrap_policy={Residual})
+    params = list(model.parameters())
+    _step(model)
+    reduced = [param.grad for param in params]
+    assert {type(grad) for grad in reduced} == {ShardedTensor}
+    with model.no_sync():
+        _step(model)
+        shown = [param.grad for param in params]
+        assert {type(grad) for grad in shown} == {UnreducedGradient}
+        assert [grad.shape for grad in shown] == [param.shape for param in params]
+        _step(model)
+        assert all(param.grad is grad for param, grad in zip(params, shown, strict=True))
+    _step(model)
+    assert {type(param.grad) for param in params} == {ShardedTensor}
+    assert all(param.grad.shape == param.shape for param in params)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sharding_strategy": ShardingStrategy.NO_SHARD}, {"reduction_order": "tree"}],
+    ids=["FULL_SHARD", "NO_SHARD", "tree"],
+)
+def test_accumulated_gradients_add_up(options: dict[str, Any]) -> None:
+    """`.grad` is the sum of this rank's gradients so far after each of several equal backward passes; of a tree too,
+    whose sum is one of its parts at first, and has memory of its own later."""
+    model, seen = fully_shard(nn.Linear(7, 2), **options), []
+    with model.no_sync():
+        for _ in range(4):
+            _step(model)
+            seen.append(model.bias.grad.sum().item())
+    assert seen == [6.0, 12.0, 18.0, 24.0]  # of three samples and two outputs
