@@ -81,8 +81,7 @@ class FlatParam:
         self.deferred_all_reduce: Tensor | None = None
         self.reduction = GradientReduction()  # between the reduce of the gradient and autograd
         self._splitter = ShardSplitter(self.layout, rank, is_sharded)
-        alone = is_sharded or (ranks.size == 1 and ranks.replicas is None)
-        self._replicating = None if alone else ranks  # ranks that each have all parameters
+        self._replicating = None if is_sharded or ranks.size == 1 else ranks  # ranks that each have all parameters
         self._averages: list[RemovableHandle] = []  # hooks on plain parameters
         self._counted: tuple[nn.Parameter, ...] = ()  # share the shard's version counter, if plain
         self.bindings = 0  # how often the parameters were bound to a shard: again when their data was replaced

@@ -1,6 +1,7 @@
 """Process groups from the arguments of `fully_shard`, seen by rank 1 of 4."""
 
 import gc
+import warnings
 from typing import Any
 
 import pytest
@@ -142,6 +143,24 @@ def test_groups_of_other_ranks() -> None:
     message = "process_group: rank 1 is not in this group"
     refused(ValueError, message, FULL, None, of_others)
     refused(ValueError, message, HYBRID, None, (own, of_others))
+
+
+def test_plain_parameters_are_averaged_among_ranks_alone() -> None:
+    """What reaches plain parameters other than by their unit is averaged over the ranks that have them: over replicas
+    of one rank each too, and not by a hook where there is one rank."""
+    alone = dist.new_group([RANK])
+    cases: tuple[tuple[dict[str, Any], bool], ...] = (
+        ({"sharding_strategy": COPY}, True),
+        ({"sharding_strategy": HYBRID, "devices_per_node": 1}, True),
+        ({"sharding_strategy": COPY, "process_group": alone}, False),
+        ({"sharding_strategy": HYBRID, "process_group": (dist.new_group([RANK]), alone)}, False),
+        ({"sharding_strategy": FULL}, False),
+    )
+    for options, averages in cases:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that this is NO_SHARD
+            model = fully_shard(nn.Linear(3, 2), **options)
+        assert {bool(param._backward_hooks) for param in model.parameters()} == {averages}, options
 
 
 def test_wrong_types() -> None:
