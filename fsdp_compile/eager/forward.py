@@ -102,7 +102,7 @@ def eager_forward(
             steps.post_forward(module, opened, (*args, *kwargs.values()), output)
             return output
         except BaseException as error:
-            steps.fail(error, module, opened)
+            steps.hide(module, opened, error)
             raise
         finally:
             if sharding.is_root:  # no call, which could be interrupted: the next forward would not gather
@@ -323,12 +323,6 @@ def _hide(module: Any, opened: list[UnshardedUnit], error: BaseException | None 
         gathered.check_unwritten(error)
 
 
-def _fail(error: BaseException, module: Any, opened: list[UnshardedUnit]) -> None:
-    for gathered in opened:
-        gathered.fail_forward()
-    _hide(module, opened, error)
-
-
 def _post_forward(module: Any, opened: list[UnshardedUnit], inputs: tuple, output: Any) -> None:
     """Prepare for backward, and free what it will gather again."""
     if current_transform() is not None:
@@ -358,7 +352,7 @@ class _Steps(NamedTuple):
     is_inside_itself: Callable[[Any], bool]
     pre_forward: Callable[[Any, list[UnshardedUnit], Any], None]
     post_forward: Callable[[Any, list[UnshardedUnit], Any, Any], None]
-    fail: Callable[[BaseException, Any, list[UnshardedUnit]], None]
+    hide: Callable[[Any, list[UnshardedUnit], BaseException], None]
 
 
 def _split_flats(module: Any) -> list[Unit]:
@@ -374,7 +368,7 @@ def _split_flats(module: Any) -> list[Unit]:
     return units
 
 
-_DIRECT = _Steps(in_backward, _split_flats, _is_inside_itself, _pre_forward, _post_forward, _fail)
+_DIRECT = _Steps(in_backward, _split_flats, _is_inside_itself, _pre_forward, _post_forward, _hide)
 _UNTRACED = _Steps(*map(torch.compiler.disable, _DIRECT))
 
 

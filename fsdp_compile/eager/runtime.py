@@ -147,8 +147,6 @@ class Runtime:
         while self.reduces_in_flight:
             self.reduces_in_flight.wait_for_oldest()
         self._drop_unread()
-        for gathered in self.running.shared if self.running is not None else ():
-            gathered.fail_forward()
         for unit in units_gathered_below(module):
             unit.hide_unsharded()
             reshard(unit)

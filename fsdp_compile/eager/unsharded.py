@@ -341,12 +341,6 @@ class UnshardedUnit:
                     changed.append(name)
         return changed
 
-    def fail_forward(self) -> None:
-        """End a forward that has failed, of which no backward follows."""
-        if self.state is State.FORWARD:
-            self.enter(State.ENDED)
-        self.hide()
-
     def post_forward(self, inputs: Sequence[Any], output: Any, kept: Iterable[Tensor], keep: bool) -> Exits | None:
         """Prepare for backward; free the buffers unless `keep`, or backward could not fill them again.
 

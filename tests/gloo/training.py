@@ -120,7 +120,7 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
             refresh(unit)
             gathered = UnshardedUnit(unit, True, ForwardPass(runtime))
             gathered.pre_forward(None, is_alone=True)
-            gathered.fail_forward()
+            gathered.hide()
             full.update((param, view.clone()) for param, view in zip(unit.params, gathered.views, strict=True))
     return {name: full.get(param, param.detach()) for name, param in model.named_parameters()}
 
