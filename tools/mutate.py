@@ -60,9 +60,9 @@ _PLANS += " tests/unit/test_planned_memory.py tests/unit/test_whole_step_plan.py
 _STATES = "tests/unit/test_sharded_value.py tests/gloo/test_state_dicts.py"
 NEAREST = {
     "core/layout.py": "tests/unit/test_layout.py tests/unit/test_flat_param.py tests/unit/test_rows.py",
-    "core/flat_param.py": "tests/unit/test_flat_param.py tests/gloo/test_gradients.py tests/gloo/test_matrix.py "
-                          "tests/gloo/test_summon.py tests/gloo/test_features.py tests/gloo/test_reads.py "
-                          "tests/unit/test_update_in_backward.py tests/gloo/test_update_in_backward.py "
+    "core/flat_param.py": "tests/unit/test_flat_param.py tests/fake/test_groups.py tests/gloo/test_gradients.py "
+                          "tests/gloo/test_matrix.py tests/gloo/test_summon.py tests/gloo/test_features.py "
+                          "tests/gloo/test_reads.py tests/unit/test_update_in_backward.py tests/gloo/test_update_in_backward.py "
                           "tests/gloo/test_frozen.py tests/gloo/test_changed_parameters.py",
     "tensors/shard_spec.py": f"tests/unit/test_chunks.py {_STATES} tests/gloo/test_sharded_tensor.py "
                           "tests/gloo/test_fsdp1.py",
@@ -92,21 +92,25 @@ NEAREST = {
     "eager/block_reader.py": "tests/fake/test_regional.py tests/gloo/test_regional.py tests/gloo/test_mishaps.py",
     "eager/prefetch.py": "tests/fake/test_wrong_predictions.py tests/fake/test_states.py tests/fake/test_handle.py "
                          "tests/gloo/test_prefetch.py tests/gloo/test_manual.py tests/gloo/test_module_options.py",
-    "eager/streams.py": "tests/fake/test_streams.py tests/fake/test_races.py tests/gloo/test_read_guard.py "
+    "eager/streams.py": "tests/fake/test_streams.py tests/fake/test_races.py tests/fake/test_handle.py "
+                        "tests/gloo/test_read_guard.py "
                         f"{_RUNTIME}",
     "eager/reduce.py": "tests/fake/test_states.py tests/fake/test_streams.py tests/gloo/test_reduce.py "
+                       "tests/fake/test_races.py::test_inputs_of_deferred_reduces_are_not_reused "
                        "tests/gloo/test_update_in_backward.py "
                        "tests/gloo/test_module_options.py::test_deferred_all_reduce "
                        f"tests/gloo/test_compiled_accumulation.py {_RUNTIME} tests/gloo/test_same_bits.py",
-    "eager/accumulate.py": "tests/fake/test_accumulated_gradients.py tests/gloo/test_flat_gradients.py "
-                           f"tests/gloo/test_neighbours.py "
+    "eager/accumulate.py": "tests/fake/test_accumulated_gradients.py tests/fake/test_states.py "
+                           "tests/gloo/test_flat_gradients.py tests/gloo/test_neighbours.py "
                            f"tests/gloo/test_compiled_accumulation.py tests/gloo/test_unaveraged.py "
                            f"tests/gloo/test_features.py {_RUNTIME}",
-    "eager/forward.py": f"tests/fake/test_forward_writes.py tests/fake/test_handle.py tests/fake/test_regional.py "
+    "eager/forward.py": "tests/fake/test_forward_writes.py tests/fake/test_handle.py tests/fake/test_states.py "
+                        "tests/fake/test_wrong_predictions.py tests/fake/test_regional.py "
                         f"{_RUNTIME} tests/gloo/test_precision.py "
                         "tests/gloo/test_regional.py tests/gloo/test_interruptions.py tests/fake/test_backends.py "
                         "tests/gloo/test_own_writes.py tests/gloo/test_compare_ranks.py",
-    "eager/unsharded.py": f"tests/fake/test_forward_writes.py tests/fake/test_handle.py tests/fake/test_regional.py "
+    "eager/unsharded.py": "tests/fake/test_forward_writes.py tests/fake/test_handle.py tests/fake/test_states.py "
+                          "tests/fake/test_wrong_predictions.py tests/fake/test_regional.py "
                           f"{_RUNTIME} tests/gloo/test_kept_unsharded.py "
                           "tests/gloo/test_interruptions.py tests/gloo/test_outputs.py tests/gloo/test_regional.py",
     "edits/writeback.py": "tests/gloo/test_writeback.py tests/gloo/test_fsdp2_scripts.py::test_values_assigned_on_meta",

@@ -268,9 +268,9 @@ def test_reduces_of_one_unit_are_told_apart() -> None:
 
 
 def test_replicas_gather_nothing() -> None:
-    """NO_SHARD in the parameters' dtype: no gather, nothing to free, reduces beside compute (E-STRAT-3)."""
+    """NO_SHARD in the parameters' dtype: no gather, nothing to await or to free, reduces beside compute (E-STRAT-3)."""
     log = _step(fully_shard(unlike_blocks(), sharding_strategy=ShardingStrategy.NO_SHARD))
-    assert not log.about("gather", "free", "host waits")
+    assert not log.about("gather", "wait for b", "wait for root", "compute waits for unshard", "free", "host waits")
 
 
 def test_accelerator_speaks_to_its_torch_module() -> None:
