@@ -5,7 +5,7 @@ compare_units    before the first forward that communicates: one line for each u
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -197,10 +197,23 @@ def _name(dtype: torch.dtype) -> str:
 
 def checksum(tensors: Iterable[Tensor]) -> int:
     """A sum of the bits of `tensors`, each number times its place; waits for the device once."""
-    bits = [each.detach().contiguous().view(_BITS.get(each.element_size(), torch.int64)) for each in tensors]
-    chunks = [chunk for each in bits for chunk in each.view(-1).split(_CHUNK) if chunk.numel()]
+    return int(_sum_of_bits(tensors))
+
+
+def checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """The checksum of each of `tensors`, which are on one device; waits for it once."""
+    sums = [_sum_of_bits([each]) for each in tensors if each.numel()]
+    found = iter(torch.stack(sums).tolist() if sums else ())
+    return [next(found) if each.numel() else 0 for each in tensors]
+
+
+def _sum_of_bits(tensors: Iterable[Tensor]) -> Any:
+    """An int64, shape `()`; 0 of no elements."""
+    flat = (each.detach().contiguous().view(-1) for each in tensors)
+    bits = [each.view(_BITS.get(each.element_size(), torch.int64)) for each in flat]
+    chunks = [chunk for each in bits for chunk in each.split(_CHUNK) if chunk.numel()]
     sums = [(chunk * torch.arange(1, chunk.numel() + 1, device=chunk.device)).sum() for chunk in chunks]
-    return int(sum(weight * each for weight, each in enumerate(sums, 1))) if sums else 0
+    return sum(weight * each for weight, each in enumerate(sums, 1))
 
 
 def timeout_of_checks() -> float | None:

@@ -35,7 +35,8 @@ from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.forward_pass import ForwardPass, Listener
 
 _ADVICE = {
-    "forward": "let forward call the same modules in the same order on all ranks",
+    "forward": "let forward call the same modules in the same order on all ranks, and write the same values to "
+    "parameters",
     "backward": "let the loss depend on the same modules on all ranks: where one has nothing to compute, add 0 times "
     "the output of the module",
 }

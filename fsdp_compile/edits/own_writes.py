@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_compile.agree.checks import checksum
+from fsdp_compile.agree.checks import checksums
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.ops import inner_tensors
 from fsdp_compile.core.sharding import changed_in_forward
@@ -33,6 +33,8 @@ from fsdp_compile.eager.unsharded import UnshardedUnit, free_for_next_forward
 FORWARDS = 2
 """In which forwards of a kind a unit may begin to write."""
 
+_Sums = dict[str, int]  # checksums by parameter
+
 
 class OwnWrites(Listener):
     """Keeps what forwards write to gathered parameters, where ranks agree."""
@@ -41,7 +43,7 @@ class OwnWrites(Listener):
         super().__init__(root)
         self._begun: dict[Any, int] = {}  # by kind, how many forwards
         self._writing: weakref.WeakSet[Unit] = weakref.WeakSet()
-        self._before: weakref.WeakKeyDictionary[UnshardedUnit, int] = weakref.WeakKeyDictionary()  # checksums
+        self._before: weakref.WeakKeyDictionary[UnshardedUnit, _Sums] = weakref.WeakKeyDictionary()
 
     def expect(self, units: Iterable[Unit], writes: bool) -> None:
         """Look at `units` after each forward, or no more than at others."""
@@ -59,7 +61,7 @@ class OwnWrites(Listener):
         count = self._begun.get(gathered.forward.kind, 0)
         if gathered.forward.of_root and not count & (count - 1):
             gathered.wait()  # which the graph of a block may do later
-            self._before[gathered] = _checksum(gathered)
+            self._before[gathered] = _checksums(gathered)
 
     def after_forward(self, gathered: UnshardedUnit, module: nn.Module) -> None:
         """Keep what forward has written. RuntimeError on all ranks if it is not the same on all."""
@@ -73,9 +75,12 @@ class OwnWrites(Listener):
             written.keep()
         elif before is not None:
             _restore(gathered)
-            if _checksum(gathered) != before:
-                forward.written[unit] = written = _Written(gathered)
-                forward.lines.append(f"{unit.path} writes parameters with checksum {written.checksum}")
+            after = _checksums(gathered)
+            changed = [name for name, value in after.items() if value != before[name]]
+            if changed:
+                forward.written[unit] = _Written(gathered, changed)
+                forward.lines += [f"{unit.path} writes to parameter {name} of its own unit through .data, whose values "
+                                  f"then have checksum {after[name]}" for name in changed]  # fmt: skip
 
     @torch.compiler.disable
     def after_split(self, units: Iterable[Unit]) -> None:
@@ -92,7 +97,7 @@ class OwnWrites(Listener):
                 raise RuntimeError(changed_in_forward(written.names))
             if self._begun[forward.kind] > FORWARDS:
                 raise RuntimeError(
-                    f"{unit.path}: forward has begun to write to parameter {' or '.join(written.names or unit.names)} "
+                    f"{unit.path}: forward has begun to write to parameter {' or '.join(written.names)} "
                     f"of its own unit through .data after its first two forwards, and changes were lost since; call "
                     f"model.set_writes_own_parameters(True) before training"
                 )
@@ -101,23 +106,31 @@ class OwnWrites(Listener):
 
 
 class _Written:
-    """What the buffers of a unit hold after a forward that may have written to them."""
+    """What the buffers of a unit hold after a forward that may have written to them.
 
-    def __init__(self, gathered: UnshardedUnit) -> None:
+    Args:
+        gathered: the unit.
+        changed: the names of parameters that forward has written to; None: those that this rank stores something of.
+    """
+
+    def __init__(self, gathered: UnshardedUnit, changed: Sequence[str] | None = None) -> None:
         _restore(gathered)
-        self.unit, self.names, self.checksum = gathered.unit, gathered.find_changed(), _checksum(gathered)
+        self.unit, self.checksums = gathered.unit, _checksums(gathered)
+        self.names = gathered.find_changed() if changed is None else changed
         buffers = [buffer for buffer in gathered.buffers if not buffer.is_shard]
         self.parts = [(buffer.flat, _part(buffer).clone()) for buffer in buffers] if self.names else []
 
     def check_equal(self) -> None:
         """RuntimeError on all ranks if they hold different values."""
-        limits = torch.tensor([self.checksum, -self.checksum], dtype=torch.int64, device=self.unit.device)
+        mine = torch.tensor([*self.checksums.values()], dtype=torch.int64, device=self.unit.device)
+        limits = torch.stack([mine, -mine])
         for group in filter(None, (self.unit.group, self.unit.replicas)):
             collectives.start_all_reduce(limits, group.group_name, "max").wait()
-        if limits[0] != -limits[1]:
+        apart = (limits[0] != -limits[1]).tolist()
+        if any(apart):
+            names = [name for name, differs in zip(self.checksums, apart, strict=True) if differs]
             raise RuntimeError(
-                f"{changed_in_forward(self.names or self.unit.names)}; a change that is the same on all ranks stays, "
-                f"and this one is not"
+                f"{changed_in_forward(names)}; a change that is the same on all ranks stays, and this one is not"
             )
 
     def keep(self) -> None:
@@ -130,8 +143,12 @@ class _Written:
         free_for_next_forward(self.unit)  # what was gathered before is out of date
 
 
-def _checksum(gathered: UnshardedUnit) -> int:
-    return checksum(buffer.full for buffer in gathered.buffers if not buffer.is_shard)
+def _checksums(gathered: UnshardedUnit) -> _Sums:
+    """Of all that was gathered, by parameter."""
+    buffers = [buffer for buffer in gathered.buffers if not buffer.is_shard]
+    names = list(chain.from_iterable(buffer.flat.names for buffer in buffers))
+    views = list(chain.from_iterable(buffer.views() for buffer in buffers))
+    return dict(zip(names, checksums([next(inner_tensors(view)) for view in views]), strict=True))
 
 
 def _restore(gathered: UnshardedUnit) -> None:

@@ -179,26 +179,45 @@ def test_different_changes_are_refused_where_forwards_are_compiled(two: Ranks, h
     two.run(_differ, 1, how)
 
 
-def _differ(rank: int, first: int, how: str = "eager") -> None:
+def _differ(rank: int, first: int, how: str = "eager", alone: bool = False) -> None:
     def write(block: Any, x: Tensor) -> None:
         block.calls += 1
         block.up.weight.data.clamp_(-100, 100)
-        if block.calls > first:
-            block.up.weight.data.add_(1.0 + dist.get_rank())
+        if block.calls > first and (dist.get_rank() or not alone):
+            block.up.weight.data[-1] += 1.0 + dist.get_rank()
 
-    model = fully_shard(_model(write), auto_wrap_policy={_Block})
+    model = fully_shard(_model(write), auto_wrap_policy={_Block}, process_group=dist.new_group())
     run = _compile(model, how)
     for _ in range(first):
         run(torch.ones(2, 8)).sum().backward()
-    message = r"rank 1|ranks|forward changed parameter 0\.up\.weight of its own unit.*this one is not"
+    writes = r"0 .*writes to parameter 0\.up\.weight of its own unit through \.data"
+    message = (
+        rf"ranks communicate different things.*{writes}" if alone and first
+        else rf"{writes}.*; let .*write the same values to parameters" if how == "eager"
+        else r"forward changed parameter 0\.up\.weight of its own unit.*this one is not"
+    )  # fmt: skip
     with pytest.raises(RuntimeError, match=message):
-        run(torch.ones(2, 8))
+        run(torch.ones(2, 8)).sum().backward()
 
 
-@pytest.mark.parametrize("first", [0, 1, 3])
-def test_different_changes_are_refused(two: Ranks, first: int) -> None:
-    """On all ranks, whenever they begin, and by name."""
-    two.run(_differ, first)
+@pytest.mark.parametrize(("first", "alone"), [(0, False), (1, False), (3, False), (0, True), (1, True)])
+def test_different_changes_are_refused(two: Ranks, first: int, alone: bool) -> None:
+    """On all ranks, by name, whenever they begin, also those of one rank alone and of what another rank stores."""
+    two.run(_differ, first, "eager", alone)
+
+
+def _differ_where_it_writes(rank: int) -> None:
+    model = fully_shard(
+        _model(lambda block, x: block.up.bias.data[:1].fill_(dist.get_rank())), auto_wrap_policy={_Block}
+    )
+    model.set_writes_own_parameters(True)
+    with pytest.raises(RuntimeError, match=r"forward changed parameter 0\.up\.bias of its own unit.*this one is not"):
+        model(torch.ones(2, 8))
+
+
+def test_different_changes_of_a_unit_that_writes(two: Ranks) -> None:
+    """All ranks name the one parameter that differs, also those that store nothing of it."""
+    two.run(_differ_where_it_writes)
 
 
 def _begins_late(rank: int) -> None:
@@ -223,7 +242,7 @@ def _costs(rank: int) -> None:
     plain = fully_shard(_model(lambda block, x: None), auto_wrap_policy={_Block})
     for _ in range(2):
         plain(torch.ones(2, 8)).sum().backward()
-    with patch.object(own_writes, "checksum", side_effect=AssertionError):
+    with patch.object(own_writes, "checksums", side_effect=AssertionError):
         plain(torch.ones(2, 8)).sum().backward()
 
 
