@@ -14,8 +14,10 @@ Gradients that are accumulated under no_sync count as one: a parameter is unused
 
 import threading
 import weakref
+from collections.abc import Sequence
 from functools import partial
-from itertools import count
+from itertools import accumulate, count
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -43,10 +45,26 @@ Groups = tuple[dist.ProcessGroup, dist.ProcessGroup | None]
 """The group that a unit is sharded over, and its replicas."""
 
 
+class _Place:
+    """Where a flat parameter is among those of the root.
+
+    Attributes:
+        number: of the flat parameter, alike on all ranks.
+        flat: refers to it, and `unit` to its unit.
+        reduces: how many of its gradients ranks have compared, `FIRST` at most.
+    """
+
+    __slots__ = ("flat", "number", "reduces", "unit")
+
+    def __init__(self, number: int, flat: FlatParam, unit: Unit, reduces: int) -> None:
+        self.number, self.reduces = number, reduces
+        self.flat, self.unit = weakref.ref(flat), weakref.ref(unit)
+
+
 class _Reduced(NamedTuple):
     """What a backward pass has reduced of a flat parameter."""
 
-    number: int  # of the flat parameter, alike on all ranks
+    number: int  # of its place
     flat: FlatParam
     unit: Unit
     unused: Indices  # on this rank
@@ -70,15 +88,15 @@ class Unused(Listener):
         self._numbers, self._has_warned = count(), False
         self._passes: dict[BackwardPass, list[_Reduced]] = {}
         self._lock = threading.Lock()  # gradients of shards in host memory arrive in another thread
-        self._reduces: weakref.WeakKeyDictionary[FlatParam, int] = weakref.WeakKeyDictionary()  # how many there were
+        self._places: weakref.WeakKeyDictionary[FlatParam, _Place] = weakref.WeakKeyDictionary()
+        self._at_rest: list[_Place] = []  # whose backward passes ask only if they leave something out
         self._is_on: dict[Groups, bool] = {}
         self._answers: list[_Answer] = []
 
     def forget(self) -> None:
         """Ask anew: ranks may be others."""
-        for flat in self._reduces:
-            flat.reduction.unused.is_asked = True
-        self._reduces.clear()
+        self._ask_of_all()
+        self._places.clear()
         self._is_on.clear()
         self._answers.clear()
 
@@ -95,14 +113,16 @@ class Unused(Listener):
 
     def _hear_of(self, unit: Unit) -> None:
         for flat in unit.flats if self._finds is not False else ():
-            place = next(self._numbers), weakref.ref(flat), weakref.ref(unit)
-            flat.reduction.unused.leave_out = partial(_leave_out, weakref.ref(self), *place)
+            known = self._places.get(flat)
+            place = _Place(next(self._numbers), flat, unit, 0 if known is None else known.reduces)
+            self._places[flat] = place
+            flat.reduction.unused.leave_out = partial(_leave_out, weakref.ref(self), place)
 
-    def left_out(self, index: int, flat: FlatParam, unit: Unit, grad: Tensor, unused: Indices) -> Indices:
+    def left_out(self, place: _Place, flat: FlatParam, unit: Unit, grad: Tensor, unused: Indices) -> Indices:
         """Which parameters of `flat` get no gradient in this pass: those of `unused` may get theirs at its end.
 
         Args:
-            index: of the flat parameter, alike on all ranks.
+            place: of the flat parameter.
             flat: the flat parameter, of `unit`.
             unit: the unit.
             grad: reduced, 1-D `[shard_numel]`.
@@ -110,12 +130,16 @@ class Unused(Listener):
         """
         backward = running_backward()
         assert backward is not None  # which has reduced it
-        self._read_answers()
-        reduces = self._reduces[flat] = self._reduces.get(flat, 0) + 1
+        if self._answers:
+            self._read_answers()
         if unused:
             unused = _may_have_none(flat, unused)
-        if reduces > FIRST and not self._is_on.get((unit.group, unit.replicas), self._finds):
-            flat.reduction.unused.is_asked = False
+        if place.reduces < FIRST:
+            place.reduces += 1
+        elif not self._is_on.get((unit.group, unit.replicas), self._finds):
+            if flat.reduction.unused.is_asked:
+                flat.reduction.unused.is_asked = False
+                self._at_rest.append(place)
             if unused:
                 self._warn(flat.names[min(unused)])
             return NONE
@@ -123,20 +147,18 @@ class Unused(Listener):
             if backward not in self._passes:
                 self._passes[backward] = []
                 backward.at_end(partial(self._end, backward), if_failed=partial(self._passes.pop, backward))
-        self._passes[backward].append(_Reduced(index, flat, unit, unused, grad if unused else None))
+        self._passes[backward].append(_Reduced(place.number, flat, unit, unused, grad if unused else None))
         return unused
 
     def _end(self, backward: BackwardPass) -> None:
         """The pass has reduced all: tell the other ranks what this one has used."""
         by_groups: dict[Groups, list[_Reduced]] = {}
-        for reduced in sorted(self._passes.pop(backward), key=lambda reduced: reduced.number):
+        for reduced in sorted(self._passes.pop(backward), key=itemgetter(0)):
             by_groups.setdefault((reduced.unit.group, reduced.unit.replicas), []).append(reduced)
         for groups, of_groups in by_groups.items():
-            used = [index not in each.unused for each in of_groups for index in range(len(each.flat.params))]
-            self._answers.append(answer := _start_asking(groups, used, of_groups[0].unit.device))
-            for flat in self._reduces:
-                flat.reduction.unused.is_asked = True  # and the answer is read before, at the same place on all ranks
-            if all(used):
+            self._answers.append(answer := _start_asking(groups, _used(of_groups), of_groups[0].unit.device))
+            self._ask_of_all()  # and the answer is read before, at the same place on all ranks
+            if not any(each.unused for each in of_groups):
                 continue
             self._read_answers()
             used_by_any = iter(answer.used.tolist())
@@ -144,6 +166,12 @@ class Unused(Listener):
                 late = [index for index in range(len(each.flat.params)) if next(used_by_any) and index in each.unused]
                 if late:
                     _add(each, late)
+
+    def _ask_of_all(self) -> None:
+        while self._at_rest:
+            flat = self._at_rest.pop().flat()
+            if flat is not None:
+                flat.reduction.unused.is_asked = True
 
     def _read_answers(self) -> None:
         while self._answers:
@@ -164,8 +192,18 @@ class Unused(Listener):
             )
 
 
-def _start_asking(groups: Groups, used: list[bool], device: torch.device) -> _Answer:
-    flags, filling = torch.tensor([*used, not all(used)], dtype=torch.uint8), None
+def _used(of_groups: Sequence[_Reduced]) -> Tensor:
+    """For each parameter 1 if this rank has used it, then 1 if it has left something out; uint8."""
+    sizes = [len(each.flat.params) for each in of_groups]
+    flags = torch.ones(sum(sizes) + 1, dtype=torch.uint8)
+    firsts = accumulate(sizes, initial=0)
+    unused = [first + index for each, first in zip(of_groups, firsts, strict=False) for index in each.unused]
+    flags[unused or -1] = 0
+    return flags
+
+
+def _start_asking(groups: Groups, flags: Tensor, device: torch.device) -> _Answer:
+    filling = None
     if device.type != "cpu":
         flags = flags.pin_memory().to(device, non_blocking=True)  # the host does not wait
     for group in groups:
@@ -203,18 +241,11 @@ def _may_have_none(flat: FlatParam, unused: Indices) -> Indices:
     return frozenset(index for index in unused if not has_hooks(flat.params[index], is_averaged))
 
 
-def _leave_out(
-    listener_ref: "weakref.ref[Unused]",
-    index: int,
-    flat_ref: "weakref.ref[FlatParam]",
-    unit_ref: "weakref.ref[Unit]",
-    grad: Tensor,
-    unused: Indices,
-) -> Indices:
-    listener, flat, unit = listener_ref(), flat_ref(), unit_ref()
+def _leave_out(listener_ref: "weakref.ref[Unused]", place: _Place, grad: Tensor, unused: Indices) -> Indices:
+    listener, flat, unit = listener_ref(), place.flat(), place.unit()
     if listener is None or flat is None or unit is None:  # deleted
         return NONE
-    return listener.left_out(index, flat, unit, grad, unused)
+    return listener.left_out(place, flat, unit, grad, unused)
 
 
 @torch.library.impl("fsdp_flat::leave_out", "default")
