@@ -3,6 +3,9 @@
 Values are compared with those of the unsharded model: bit for bit first, then by the largest difference of an element.
 How much rounding explains is measured: by how much the unsharded model itself differs when it is compiled, and when
 each of its parameters is moved by one unit in the last place.
+
+A gradient may be zero but for rounding, as that of a bias whose sum cancels: then its elements are random, and so is by
+how much they differ. What cancels is as large as gradients of other parameters, so those give the unit.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +17,7 @@ from torch import Tensor
 
 TIMES = 16.0  # the differences of the unsharded model that count as rounding
 UNITS = 32.0  # in the last place of a tensor's largest element, likewise
+OF_GRADIENTS = ("gradient", "state", "gradient of the output", "gradient of the input")  # kinds that may cancel
 SHOWN = 6  # digits of a value
 
 
@@ -34,6 +38,12 @@ class Key(NamedTuple):
         return text.get(self.kind, f"{self.kind} {{}}" if self.kind == "buffer" else f"{self.kind} of {{}}").format(
             self.name
         )
+
+    @property
+    def scale(self) -> str:
+        """Names the values that add up numbers as large as this one does, such as all "exp_avg"; "" if none do."""
+        entry = self.name.partition(" of ")[0] if self.kind == "state" else ""
+        return f"{self.kind} {entry}" if self.kind in OF_GRADIENTS else ""
 
 
 Values = dict[Key, Tensor]
@@ -139,13 +149,29 @@ def differences(found: Mapping[Key, Tensor], expected: Mapping[Key, Tensor], all
         expected: of the unsharded model.
         allowed: by how much the unsharded model differs from itself.
     """
-    made = (difference(key, found.get(key), value, allowed.get(key, 0.0)) for key, value in expected.items())
+    scales: dict[tuple[str, torch.dtype], float] = {}
+    for key, value in expected.items():
+        if key.scale:
+            scale = key.scale, value.dtype
+            scales[scale] = max(scales.get(scale, 0.0), _last_place(value))
+    made = (difference(key, found.get(key), value, allowed.get(key, 0.0), scales.get((key.scale, value.dtype), 0.0))
+            for key, value in expected.items())  # fmt: skip
     new = (difference(key, value, None, 0.0) for key, value in found.items() if key not in expected)
     return [each for each in (*made, *new) if each is not None]
 
 
-def difference(key: Key, found: Tensor | None, expected: Tensor | None, deviates: float) -> Difference | None:
-    """How a value differs, if it does."""
+def _last_place(tensor: Tensor) -> float:
+    """A unit in the last place of the largest finite element; 0 for integers."""
+    if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0.0
+    sizes = tensor.abs().double().nan_to_num(nan=0.0, posinf=0.0)
+    return torch.finfo(tensor.dtype).eps * sizes.max().item()
+
+
+def difference(
+    key: Key, found: Tensor | None, expected: Tensor | None, deviates: float, of_all: float = 0.0
+) -> Difference | None:
+    """How a value differs, if it does; `of_all`: a unit in the last place of what others of its scale have."""
     if found is None or expected is None:
         texts = ["none" if each is None else f"a tensor of shape {tuple(each.shape)}" for each in (expected, found)]
         return Difference(key, float("inf"), 0.0, texts[0], texts[1])
@@ -155,10 +181,7 @@ def difference(key: Key, found: Tensor | None, expected: Tensor | None, deviates
     if same_bits(found, expected):
         return None
     apart = distances(found, expected)
-    allowed = TIMES * deviates
-    if expected.is_floating_point() or expected.is_complex():
-        sizes = expected.abs().double().nan_to_num(nan=0.0, posinf=0.0)
-        allowed += UNITS * torch.finfo(expected.dtype).eps * sizes.max().item()
+    allowed = TIMES * deviates + UNITS * _last_place(expected) + of_all
     worst = int(apart.argmax())
     at = tuple(int(each) for each in torch.unravel_index(torch.tensor(worst), apart.shape))
     count = int((apart > allowed).sum()) or int((apart > 0).sum())

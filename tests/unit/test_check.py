@@ -47,6 +47,30 @@ def test_rounding() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "name", "other"),
+    [
+        ("gradient", "key.bias", "query.bias"),
+        ("state", "exp_avg of key.bias", "exp_avg of query.bias"),
+        ("gradient of the input", "`key`", "`query`"),
+    ],
+)
+def test_what_cancels(kind: str, name: str, other: str) -> None:
+    """Gradients and moments that are zero but for rounding differ by rounding of the others of their kind, no more;
+    values of another entry or dtype, and parameters, give no such unit."""
+    noise, large = torch.full((3,), 1e-11), torch.tensor([0.5, 0.01])
+    key, beside = Key(kind, name), Key(kind, other)
+
+    def faults(off: float, key: Key = key, beside: Key = beside, large: Tensor = large) -> list[Key]:
+        expected, found = {key: noise, beside: large}, {key: noise + off, beside: large}
+        return [each.key for each in differences(found, expected, {}) if each.is_fault]
+
+    assert faults(3e-11) == [] and faults(2e-7) == [key]
+    assert faults(3e-11, large=large.double()) == [key]
+    assert faults(3e-11, beside=Key("state", "step of key.bias")) == [key]
+    assert faults(3e-11, Key("parameter", "a"), Key("parameter", "b")) == [Key("parameter", "a")]
+
+
+@pytest.mark.parametrize(
     ("found", "expected"),
     [(None, torch.ones(2)), (torch.ones(3), torch.ones(2)), (torch.ones(2).double(), torch.ones(2))],
 )
