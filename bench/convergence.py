@@ -4,7 +4,7 @@ One process trains on the whole batch with three seeds, whose spread is the meas
 on its part of the batch, with the first seed. In bf16 one process uses autocast; parameters stay in float32.
 
     loss        mean of the last 50 steps
-    apart       the most by which the mean of 50 steps differs from that of one process with the same seed
+    apart       the most by which the mean of 50 steps differs from that of one process with the first seed
     spread      the most by which such means of one process differ between seeds, over the last half
 """
 
@@ -26,6 +26,7 @@ from bench.systems.ours import WIRES as WIRES_OF_OURS
 
 SYSTEMS = dict(fsdp2="FSDP2", ours="ours, eager", ours_compiled="ours, compiled", ours_step="ours, compile_step")
 WIRES = {f"ours:{name}": f"wire {name}" for name in WIRES_OF_OURS}
+Run = tuple[str, str, int]  # title, system, seed
 SEEDS, RANKS, WINDOW = 3, 2, 50
 Curves = dict[str, Tensor]
 SHAPE = dict(batch=8, context=64, layers=2, heads=4, dim=64)
@@ -101,21 +102,31 @@ def draw(precisions: dict[str, Curves]) -> None:
         figure.savefig(IMAGES / "convergence.png")
 
 
+def all_runs(wires_alone: bool) -> list[Run]:
+    """What trains, one process with each seed first."""
+    runs = [(f"one process, seed {seed}", "one process", seed) for seed in range(SEEDS)]
+    runs += [(title, system, 0) for system, title in SYSTEMS.items() if not wires_alone]
+    return runs + [(f"{title}, seed {seed}", system, seed) for system, title in WIRES.items() for seed in range(SEEDS)]
+
+
 def main() -> None:
     """Print the table, write the curves and the picture."""
     arguments = parser(__doc__)
     arguments.add_argument("--steps", type=int, default=1000)
+    arguments.add_argument("--wires", action="store_true", help="wire formats alone, in float32")
     args = arguments.parse_args()
-    runs = [(f"one process, seed {seed}", "one process", seed) for seed in range(SEEDS)]
-    runs += [(title, system, 0) for system, title in (SYSTEMS | WIRES).items()]
     found: dict[str, Curves] = {}
-    for precision in ("fp32", "bf16"):
-        found[precision] = {name: curve(way, precision == "bf16", seed, args.steps) for name, way, seed in runs}
-        for row in rows(found[precision]):
-            print(
-                f"{precision} {row['name']:22} {row['loss']:8.4f} {row['apart']:9.1e} {row['spread']:8.4f}", flush=True
-            )
-    if not args.dry:
+    for precision in ("fp32",) if args.wires else ("fp32", "bf16"):
+        curves = found[precision] = {}
+        for name, way, seed in all_runs(args.wires):
+            curves[name] = curve(way, precision == "bf16", seed, args.steps)
+            print(f"{precision} {name:45} {float(curves[name][-1]):8.4f}", flush=True)
+        for row in rows(curves):
+            print(f"{precision} {row['name']:45} {row['loss']:8.4f} {row['apart']:9.1e} {row['spread']:8.4f}")
+    if args.wires and not args.dry:
+        tables = {precision: rows(curves) for precision, curves in found.items()}
+        write("convergence_wires", {"date": today(), "commit": commit(), "rows": tables})
+    elif not args.dry:
         kept = {precision: {name: [round(loss, 4) for loss in each[::10].tolist()] for name, each in curves.items()}
                 for precision, curves in found.items()}  # fmt: skip
         tables = {precision: rows(curves) for precision, curves in found.items()}
