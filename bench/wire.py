@@ -1,12 +1,15 @@
 """Steps with wire formats on the emulated link: forward and backward of a compiled GPT, rank 0 of 8, beside FSDP2.
 
-For each ratio of communication to computing, of the same model in full precision on a free link, the model is compiled
-for that link with each wire, and measured. Seconds are those of CPU time that the process computes, and of transfers
-that it waits for.
+For each ratio of communication to computing the link is chosen for the plan in full precision: what this plan sends on
+it takes so many times as long as its step on a free link. The model is then compiled for that link with each wire, and
+all take turns. Seconds are those of CPU time that the process computes, and of transfers that it waits for.
 
-    step       ms of a forward and a backward
-    relative   to that of full precision on the same link
+    step       ms of a forward and a backward, the median over turns; relative to that in full precision
     sent       MB that the rank sends in a step
+    link       ms in which the link is busy; of these, waits are exposed
+    computes   ms of the step less what it waits: with the coding of messages
+    turned     which part of the link's saved time the step is shorter by
+    bound      ms of the step in full less all that it waits for: no format can be faster, however few bytes it has
 """
 
 import statistics
@@ -18,8 +21,9 @@ from bench import link
 from bench.link import FREE, LINK
 from bench.models import WORKLOADS
 from bench.parts import link_for
-from bench.report import parser, write
+from bench.report import commit, parser, write
 from fsdp_compile import Wire, fully_shard
+from fsdp_compile.compare.rounds import rotated
 
 WORLD = 8
 WIRES: dict[str, Any] = {
@@ -30,6 +34,7 @@ WIRES: dict[str, Any] = {
     "fp8 and bf16": Wire("fp8", "bf16"),
     "auto": "auto",
 }
+COLUMNS = ("step", "sent", "link", "exposed")
 
 
 class Stepped:
@@ -51,15 +56,15 @@ class Stepped:
         self.run: Any = self.model
 
     def compile(self, latency: float, bandwidth: float) -> None:
-        """From here on steps are planned for this link."""
-        if self.name == "FSDP2":
-            return
-        torch._dynamo.reset()
-        options = {"link": f"custom:{latency},{bandwidth}"}
-        self.run = torch.compile(self.model, fullgraph=True, backend="fsdp_compile", options=options)
+        """From here on steps are planned for this link; one is taken, on a free link."""
+        if self.name != "FSDP2":
+            options = {"link": f"custom:{latency},{bandwidth}"}
+            self.run = torch.compile(self.model, fullgraph=True, backend="fsdp_compile", options=options)
+        LINK.configure(0.0, FREE)
+        self()
 
     def __call__(self) -> dict[str, float]:
-        """Seconds of one step, and bytes sent."""
+        """Seconds of one step, MB sent."""
         batch = self.workload.batch(self.number, 0)
         self.number += 1
         LINK.reset()
@@ -67,12 +72,51 @@ class Stepped:
         self.run(*batch).backward()
         seconds = LINK.clock() - begin
         self.model.zero_grad()
-        return {"step": seconds, "sent": float(sum(call.nbytes for call in LINK.calls))}
+        seen = LINK.summary()
+        sent = sum(call.nbytes for call in LINK.calls) / 1e6
+        return {"step": seconds, "sent": sent, "link": seen["busy"], "exposed": seen["exposed"]}
 
-    def median(self, number: int) -> dict[str, float]:
-        """Of some steps; two that are not counted come first."""
-        steps = [self() for _ in range(number + 2)][2:]
-        return {key: statistics.median(each[key] for each in steps) for key in steps[0]}
+
+def turns(all_of_them: list[Stepped], number: int) -> dict[str, dict[str, float]]:
+    """By name the medians of steps that take turns; of each two that are not counted come first."""
+    for each in all_of_them:
+        each()
+        each()
+    by_name = {each.name: each for each in all_of_them}
+    steps: dict[str, list[dict[str, float]]] = {name: [] for name in by_name}
+    for turn in range(number):
+        for name in rotated(list(by_name), turn):
+            steps[name].append(by_name[name]())
+    return {name: {key: statistics.median(step[key] for step in each) for key in COLUMNS}
+            for name, each in steps.items()}  # fmt: skip
+
+
+def fitting_link(full: Stepped, ratio: float, number: int) -> tuple[float, float]:
+    """Latency and bandwidth on which what the plan in full precision sends takes `ratio` times its computing.
+
+    Plans differ between links: one that is planned for a slow link may send less.
+    """
+    latency, bandwidth = 2e-5, 1e9
+    for _ in range(3):
+        full.compile(latency, bandwidth)
+        free = turns([full], number)["full"]["step"]
+        full()
+        before, (latency, bandwidth) = bandwidth, link_for(ratio, free, LINK.summary())
+        if abs(bandwidth / before - 1) < 0.1:
+            break
+    return latency, bandwidth
+
+
+def with_arithmetic(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """The rows with what follows from them and from that of full precision."""
+    full = rows["full"]
+    for row in rows.values():
+        row["relative"] = row["step"] / full["step"]
+        row["computes"] = row["step"] - row["exposed"]
+        row["bound"] = (full["step"] - full["exposed"]) / full["step"]
+        saved = full["link"] - row["link"]
+        row["turned"] = (full["step"] - row["step"]) / saved if saved > 0 else 0.0
+    return rows
 
 
 def main() -> None:
@@ -80,7 +124,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--ratios", type=float, nargs="+", default=[0.3, 2.0, 4.0])
-    arguments.add_argument("--wires", nargs="+", default=[*WIRES, "FSDP2"])
+    arguments.add_argument("--wires", nargs="+", default=[*WIRES, "FSDP2"], help="the first is full")
     arguments.add_argument("--model", default="gpt")
     args = arguments.parse_args()
     torch._dynamo.config.recompile_limit = 64
@@ -88,25 +132,24 @@ def main() -> None:
     torch.set_flush_denormal(True)
     link.start(WORLD, 0.0, FREE)
     LINK.count_cpu_time()
-    full = Stepped("full", args.model)
-    full.compile(2e-5, 1e9)
-    free = full.median(args.rounds)["step"]
-    LINK.reset()
-    full()
-    sent = LINK.summary()
     found: dict[str, dict[str, Any]] = {}
     for ratio in args.ratios:
-        rows = found.setdefault(str(ratio), {})
-        latency, bandwidth = link_for(ratio, free, sent)
-        for name in args.wires:
-            stepped = Stepped(name, args.model)
-            LINK.configure(0.0, FREE)
-            stepped.compile(latency, bandwidth)
-            stepped()
-            LINK.configure(latency, bandwidth)
-            rows[name] = stepped.median(args.rounds)
-            relative = rows[name]["step"] / rows["full"]["step"]
-            print(f"{ratio} {name:14} step {rows[name]['step'] * 1e3:8.1f}  relative {relative:5.2f}  "
-                  f"sent {rows[name]['sent'] / 1e6:7.1f}", flush=True)  # fmt: skip
+        torch._dynamo.reset()
+        made = [Stepped(name, args.model) for name in args.wires]
+        latency, bandwidth = fitting_link(made[0], ratio, args.rounds)
+        for each in made:
+            each.compile(latency, bandwidth)
+        LINK.configure(latency, bandwidth)
+        rows = found[str(ratio)] = with_arithmetic(turns(made, args.rounds))
+        print(f"communication {ratio} times computing, {bandwidth / 1e6:.0f} MB/s; "
+              f"without any wait {rows['full']['bound']:.2f} of the step in full")  # fmt: skip
+        for name, row in rows.items():
+            times = "  ".join(f"{key} {1e3 * row[key]:7.1f}" for key in ("step", "link", "exposed", "computes"))
+            print(f"  {name:14} relative {row['relative']:5.2f}  {times}  sent {row['sent']:6.1f}  "
+                  f"turned {row['turned']:5.2f}", flush=True)  # fmt: skip
     if not args.dry:
-        write("wire", {"free": free, "rows": found})
+        write("wire", {"commit": commit(), "rows": found})
+
+
+if __name__ == "__main__":
+    main()

@@ -69,6 +69,7 @@ class FlatParam:
         self.params = [param for _, param in params]
         self.is_inner = is_inner(self.params[0])  # inner tensors of subclasses, which nothing casts
         self.wire = wire_of(self.params[0])
+        self.residual: Tensor | None = None  # what its format has lost of gradients (eager.error_feedback)
         self.specs: tuple[ShardSpec, ...] = ()  # for each parameter how it is sharded; empty if it is not
         self.rank = rank = 0  # which slice is this rank's
         if is_sharded:

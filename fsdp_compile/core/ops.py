@@ -255,17 +255,16 @@ for _name in ("add_accumulated", "leave_out", "wait_collective", "send_buffer"):
 for _name in ("defer_reduce", "update_shard"):
     torch.library.register_fake(f"fsdp_flat::{_name}", lambda grad, *_, **__: grad.new_empty((), dtype=torch.float32))
 for _name in ("check_ranks", "record_time", "prefetch_next"):
-    torch.library.register_fake(f"fsdp_flat::{_name}", lambda *given: torch.empty(0, device=_device_among(given)))
+    torch.library.register_fake(
+        f"fsdp_flat::{_name}",
+        lambda *given: torch.empty(0, device=next(each for each in given if isinstance(each, torch.device))),
+    )
 
 
 torch.library.register_fake("fsdp_flat::send_buffer_as", lambda shard, dtype: torch.empty_like(shard, dtype=dtype))
 torch.library.impl("fsdp_flat::send_buffer", "default", torch.clone)
 torch.library.register_fake("fsdp_flat::sum_in_pairs", lambda rows: rows.new_empty(rows.shape[1:]))
 torch.library.impl("fsdp_flat::send_buffer_as", "default", lambda shard, dtype: shard.to(dtype, copy=True))
-
-
-def _device_among(given: Sequence[Any]) -> torch.device:
-    return next(each for each in given if isinstance(each, torch.device))
 
 
 def _first(grads: list[Tensor | None]) -> Tensor:

@@ -2,7 +2,7 @@
 
     values    = gradient + residual          of this rank, for the whole flat parameter
     message   = encode(values)               what is sent
-    residual  = values - decode(message)     float32, kept until the next reduce
+    residual  = values - decode(message)     float32, 1-D `[layout.numel]`: the flat parameter keeps it until the next
 
 So the sum of all that was sent differs from the sum of all gradients by one residual, however many steps there are. The
 reduce is that of the wire's hop; graphs leave it to the eager runtime, as they do with communication hooks.
@@ -11,7 +11,6 @@ A residual is this rank's own. Other numbers of ranks share residuals anew: what
 which is what they will add to the mean of gradients, and that stays as it was.
 """
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,8 +27,6 @@ from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.unit import Unit
 
 State = Mapping[str, Tensor]
-
-_residuals: weakref.WeakKeyDictionary[FlatParam, Tensor] = weakref.WeakKeyDictionary()  # 1-D `[layout.numel]`
 
 
 def use_error_feedback(units: Iterable[Unit]) -> None:
@@ -60,15 +57,15 @@ def _reduce_by(unit: Unit, flat: FlatParam, _state: Any, reduce: Any, packed: Te
 def _reduce(unit: Unit, flat: FlatParam, packed: Tensor) -> Tensor:
     ((hop,), _), ranks = hops_of(flat.wire, unit.stages), unit.group_size
     values = packed.float() if packed.dtype != torch.float32 else packed
-    if (residual := _residuals.get(flat)) is not None:
-        values = values + residual.to(values.device)
+    if flat.residual is not None:
+        values = values + flat.residual.to(values.device)
     rows = values.view(ranks, -1)
     numel = rows.shape[1]
     messages = encode(rows, hop.reduce)
     exchange = collectives.start_exchange(messages.view(-1), hop.name)
     lost = (rows - decode(messages, numel, hop.reduce, torch.float32)).view(-1)
     exchange.wait()
-    _residuals[flat] = lost.masked_fill_(~lost.isfinite(), 0.0)  # not before: an error leaves the residual as it was
+    flat.residual = lost.masked_fill_(~lost.isfinite(), 0.0)  # not before: an error leaves the residual as it was
     total = add_up(exchange.full.view(ranks, -1), numel, hop.reduce, "sum", torch.float32)
     replicas = 1 if unit.replicas is None else unit.replicas.size()
     return total.div_((unit.divisor or ranks * replicas) / replicas).to(packed.dtype)
@@ -81,8 +78,8 @@ def state_of_residuals(units: Iterable[Unit]) -> dict[str, Tensor]:
     """Copies of this rank's residuals, by name of the parameter and in its shape; none before the first reduce."""
     found: dict[str, Tensor] = {}
     for flat in (flat for unit in units for flat in unit.flats):
-        if flat in _residuals:
-            views = view_parameters(_residuals[flat], flat.layout.text)
+        if flat.residual is not None:
+            views = view_parameters(flat.residual, flat.layout.text)
             found.update((name, view.clone()) for name, view in zip(flat.names, views, strict=True))
     return found
 
@@ -94,7 +91,7 @@ def load_residuals(units: Sequence[Unit], states: Sequence[State | None]) -> Non
     """
     flats = [(unit, flat) for unit in units for flat in unit.flats if _keeps_residual(flat)]
     for unit, flat in flats:
-        _residuals.pop(flat, None)
+        flat.residual = None
         ranks, rank, saved = unit.group_size * (unit.replicas.size() if unit.replicas else 1), _rank(unit), len(states)
         own = [each or {} for each in states[rank::ranks]] if saved else []
         wrong = [name for name, shape in zip(flat.names, flat.layout.shapes, strict=True) for each in states
@@ -110,7 +107,7 @@ def load_residuals(units: Sequence[Unit], states: Sequence[State | None]) -> Non
             total = parts[0].clone()
             for part in parts[1:]:
                 total.add_(part)
-            _residuals[flat] = total if ranks == saved else total.mul_(ranks / saved)
+            flat.residual = total if ranks == saved else total.mul_(ranks / saved)
 
 
 def _rank(unit: Unit) -> int:

@@ -1,17 +1,20 @@
-"""Choose the formats of `wire="auto"`: for each gather and reduce the widest that costs the step next to nothing.
+"""Choose the formats of `wire="auto"`: full precision wherever giving it up would save next to nothing.
 
     1. all in their narrowest formats: the shortest step that is predicted
-    2. one by one, or many at once where that is as good, in full, or in the next wider format, as long as the step that
-       is predicted stays within 1 % of that
+    2. all in full, if that takes at most 1 % more
+    3. else one by one, or many at once where that is as good, in full, or in the next wider format, as long as the step
+       that is predicted stays within 1 % of the shortest; the quickest collectives first, so that few stay narrow
+    4. all in full after all, if what is left saves less than 1 %
 
-So nothing loses precision that communicates while others compute anyway. Each step is planned anew for its prices.
-Without a link nothing is known of seconds, and all is sent in full.
+So nothing loses precision that communicates while others compute anyway. What a step takes is judged by the plans that
+are known, those of 1, 2 and of each round of 3, because making one takes a second. Without a link nothing is known of
+seconds, and all is sent in full.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from torch import fx
 
@@ -22,7 +25,7 @@ from fsdp_compile.passes.graph.costs import costs_of
 from fsdp_compile.passes.graph.nodes import set_tag, tag_of, tagged
 from fsdp_compile.passes.graph.work import Costs, size_of
 from fsdp_compile.passes.pipeline import GraphContext, log
-from fsdp_compile.passes.plan.plan import PlanError
+from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate
 from fsdp_compile.passes.plan.safe import safe_plan
 from fsdp_compile.passes.plan.workload import Workload
 
@@ -30,6 +33,9 @@ WORTH = 0.01  # of a step, for which precision is given up
 
 Slot = tuple[Literal["gather", "reduce"], int]
 """The gather or the reduce of a unit, by its number in tags."""
+
+Formats = Mapping[Slot, str]
+"""By slot its format; empty: in full."""
 
 
 def choose_wires(context: GraphContext) -> None:
@@ -65,7 +71,7 @@ def _decided(
     prices = _Prices(context.graph, costs, slots, allowed)
 
     def make() -> dict[str, Any]:
-        found = _widest(allowed, lambda chosen: _seconds(prices.workload(chosen), context.config.budget))
+        found = widest(prices.quickest_first(), _Prediction(prices, context.config.budget))
         return {f"{kind} {unit}": format for (kind, unit), format in found.items()}
 
     def read(table: dict[str, Any]) -> dict[Slot, str]:
@@ -89,6 +95,7 @@ class _Prices:
         slots: Mapping[Slot, Sequence[fx.Node]],
         allowed: Mapping[Slot, Sequence[str]],
     ) -> None:
+        self.allowed = allowed
         self.units: dict[str, int] = {}  # numbers in tags by name
         self.by_format: dict[str, Workload] = {}
         for format in dict.fromkeys(each for formats in allowed.values() for each in formats):
@@ -101,7 +108,7 @@ class _Prices:
             for name, reduce in info.reduces.items():
                 self.units.setdefault(name, tag_of(reduce.start[-1]).unit)
 
-    def workload(self, chosen: Mapping[Slot, str]) -> Workload:
+    def workload(self, chosen: Formats) -> Workload:
         """With the seconds of the chosen formats."""
         units = []
         for at, unit in enumerate(self.by_format[""].units):
@@ -111,23 +118,69 @@ class _Prices:
             units.append(replace(unit, gather=gather.gather, reduce=reduce.reduce, replicate=reduce.replicate))
         return replace(self.by_format[""], units=tuple(units))
 
+    def quickest_first(self) -> dict[Slot, Sequence[str]]:
+        """What is allowed, in the order of seconds in full."""
+        seconds: dict[Slot, float] = dict.fromkeys(self.allowed, 0.0)
+        for unit in self.by_format[""].units:
+            number = self.units.get(unit.name, -1)
+            for slot, took in {("gather", number): unit.gather, ("reduce", number): unit.reduce}.items():
+                if slot in seconds:
+                    seconds[slot] += took
+        return {slot: self.allowed[slot] for slot in sorted(self.allowed, key=lambda slot: (seconds[slot], slot))}
 
-def _seconds(workload: Workload, budget: int | None) -> float:
-    try:
-        return safe_plan(workload, budget).seconds
-    except PlanError:  # the bound of memory is too high here, or the graph's own plan will say it
-        return safe_plan(workload).seconds
+
+class Predicted(Protocol):
+    """What steps take."""
+
+    def planned(self, chosen: Formats) -> float:
+        """Seconds of the step by a plan made for these formats, which is known from then on."""
+
+    def by_known_plans(self, chosen: Formats) -> float:
+        """Seconds of the step by the best of the plans that are known."""
 
 
-def _widest(allowed: Mapping[Slot, Sequence[str]], seconds: Callable[[Mapping[Slot, str]], float]) -> dict[Slot, str]:
-    """For each slot the widest of its formats with which the step stays within `WORTH` of the shortest."""
+class _Prediction:
+    def __init__(self, prices: _Prices, budget: int | None) -> None:
+        self.prices, self.budget, self.plans = prices, budget, list[Plan]()
+
+    def planned(self, chosen: Formats) -> float:
+        """As in `Predicted`."""
+        workload = self.prices.workload(chosen)
+        try:
+            found = safe_plan(workload, self.budget)
+        except PlanError:  # the bound of memory is too high here, or the graph's own plan will say it
+            found = safe_plan(workload)
+        self.plans.append(found.plan)
+        return self.by_known_plans(chosen)
+
+    def by_known_plans(self, chosen: Formats) -> float:
+        """As in `Predicted`."""
+        workload = self.prices.workload(chosen)
+        return min(simulate(workload, plan).makespan for plan in self.plans)
+
+
+def widest(allowed: Mapping[Slot, Sequence[str]], predicted: Predicted) -> dict[Slot, str]:
+    """For each slot one of its formats, of which the widest comes first: see this file's first lines."""
+    full = {slot: formats[0] for slot, formats in allowed.items()}
     chosen = {slot: formats[-1] for slot, formats in allowed.items()}
-    limit = seconds(chosen) * (1 + WORTH)
+    limit, in_full = predicted.planned(chosen) * (1 + WORTH), predicted.planned(full)
+    if in_full <= limit:
+        return full
+    before: dict[Slot, str] = {}
+    while chosen != before:
+        before = dict(chosen)
+        _widen(chosen, allowed, lambda trial: predicted.by_known_plans(trial) <= limit)
+        seconds = predicted.planned(chosen)
+    return full if in_full <= seconds * (1 + WORTH) else chosen
+
+
+def _widen(chosen: dict[Slot, str], allowed: Mapping[Slot, Sequence[str]], is_short: Callable[[Formats], bool]) -> None:
+    """Give as many slots as can have it a wider format, the widest first."""
 
     def widen(slots: Sequence[Slot], level: int) -> None:
-        """Give `slots` the format `level` places before their narrowest, or as many as can have it."""
-        trial = {slot: allowed[slot][max(0, level)] for slot in slots}
-        if not slots or seconds({**chosen, **trial}) <= limit:
+        """Give `slots` the format `level` places behind their widest, or as many as can have it."""
+        trial = {slot: allowed[slot][level] for slot in slots}
+        if not slots or is_short({**chosen, **trial}):
             chosen.update(trial)
         elif len(slots) > 1:
             half = len(slots) // 2
@@ -136,7 +189,6 @@ def _widest(allowed: Mapping[Slot, Sequence[str]], seconds: Callable[[Mapping[Sl
 
     for level in range(max(map(len, allowed.values())) - 1):
         widen([slot for slot, formats in allowed.items() if level < formats.index(chosen[slot])], level)
-    return chosen
 
 
 def _tell(graph: fx.Graph) -> None:
