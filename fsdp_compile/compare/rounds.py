@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import fsdp_compile
 from fsdp_compile.compare.report import Comparison, Row
-from fsdp_compile.compare.systems import SYSTEMS, Spec, Task, Turn
+from fsdp_compile.compare.systems import OURS, SYSTEMS, Spec, Task, Turn
 from fsdp_compile.explain.batch import Inputs
 from fsdp_compile.explain.predict import predict_step
 from fsdp_compile.explain.prediction import Prediction, Setting
@@ -275,10 +275,12 @@ def compare(
         Row.of(name, side.turns[name], side.failed.get(name), predicted.get(name), again=task.device == "cuda")
         for name in systems
     )
+    wires = {"parameters in": task.wire_gather, "gradients in": task.wire_reduce}
     where = {
         "model": side.about.get("model", ""), "ranks": launched.world, "device": side.about.get("device", task.device),
         "backend": "nccl" if task.device == "cuda" else "gloo", "precision": "bf16" if task.bf16 else "fp32",
         "batch": task.batch, "sequence": task.sequence, "steps": steps, "rounds": min(rounds, steps),
+        **{name: format for name, format in wires.items() if format is not None},
         "torch": torch.__version__, "fsdp_compile": version("fsdp_compile"), "date": f"{date.today()}",
     }  # fmt: skip
     return Comparison(where, rows, note)
@@ -298,7 +300,10 @@ def predict(
         here = hardware()
         alike = {"world_size": world, "batch": task.batch, "sequence": task.sequence, "clip": False,
                  "precision": "bf16" if task.bf16 else "fp32", "hardware": here.name}  # fmt: skip
-        settings = [Setting(**{**alike, **SYSTEMS[name].setting}) for name in systems]
+        wires = {"wire_gather": task.wire_gather, "wire_reduce": task.wire_reduce}
+        settings = [
+            Setting(**{**alike, **(wires if name in OURS else {}), **SYSTEMS[name].setting}) for name in systems
+        ]
         found = predict_step(make, settings, example_inputs, hardware=here, alternatives=False)
     except ValueError as error:
         return {}, f"nothing is predicted: {error}"

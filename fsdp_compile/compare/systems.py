@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile.api import fully_shard
+from fsdp_compile.comm.hops import Wire
 from fsdp_compile.compare.memory import alive, resident, states_of, waited
 from fsdp_compile.construct.blocks import repeated_blocks
 from fsdp_compile.core._torch import tree_map
@@ -34,12 +35,17 @@ LOOKS = 5  # steps whose waits are timed
 
 @dataclass(frozen=True)
 class Task:
-    """What all systems do alike: on each rank `batch` sequences a step, of `sequence` tokens."""
+    """What all systems do alike: on each rank `batch` sequences a step, of `sequence` tokens.
+
+    Those of this package send parameters and gradients in the formats `wire_gather` and `wire_reduce`; None: in full.
+    """
 
     batch: int
     sequence: int
     bf16: bool
     device: str
+    wire_gather: str | None = None
+    wire_reduce: str | None = None
 
 
 @dataclass(frozen=True)
@@ -216,8 +222,11 @@ def _with_loss(run: Run) -> Run:
 
 
 def _eager(training: Training, model: nn.Module) -> tuple[nn.Module, Run]:
-    precision = MixedPrecision(torch.bfloat16, torch.float32) if training.task.bf16 else None
-    fully_shard(model, mixed_precision=precision, device_id=training.device if training.device.type == "cuda" else None)
+    task = training.task
+    precision = MixedPrecision(torch.bfloat16, torch.float32) if task.bf16 else None
+    wire = Wire(task.wire_gather, task.wire_reduce) if task.wire_gather or task.wire_reduce else None
+    device = training.device if training.device.type == "cuda" else None
+    fully_shard(model, mixed_precision=precision, device_id=device, wire=wire)
     return model, _with_loss(model)
 
 
@@ -273,3 +282,5 @@ SYSTEMS = {
     "ddp": System("torch.compile(DistributedDataParallel(model))", _ddp, {**FSDP2, "strategy": "NO_SHARD"}),
     "unsharded": System("torch.compile(model): each rank for itself", _unsharded, {"world_size": 1}, shares=False),
 }
+OURS = ("eager", "compiled", "step")
+"""Those of this package."""

@@ -42,8 +42,9 @@ def _keeps_residual(flat: FlatParam) -> bool:
 
 def _reduce_by(unit: Unit, flat: FlatParam, _state: Any, reduce: Any, packed: Tensor) -> Tensor:
     """Reduce `packed`, 1-D `[layout.numel]`, over the unit's group; eager/reduce.py averages it over replicas."""
-    if not unit.is_sharded:  # on one rank
-        return packed
+    if not unit.is_sharded:  # on one rank nothing is rounded; what more of them had lost is still added
+        lost, flat.residual = flat.residual, None
+        return packed if lost is None else packed.add_(lost.to(packed.device))
     if _keeps_residual(flat):
         reduced: Tensor = reduce(unit, flat, packed)
         return reduced

@@ -15,16 +15,19 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from fsdp_compile.comm.formats import ratio
 from fsdp_compile.config import check_type, update_moves
-from fsdp_compile.explain.prediction import UPDATE, Alternative, Prediction, Scheduled, Setting
+from fsdp_compile.explain.prediction import UPDATE, Alternative, Message, Prediction, Scheduled, Setting
 from fsdp_compile.explain.report import Report
 from fsdp_compile.explain.trace import Model
 from fsdp_compile.explain.work import StepWork, UnitWork
 from fsdp_compile.passes.cost.hardware import Hardware, device, link, read_hardware
 from fsdp_compile.passes.cost.roofline import (
     all_reduce_seconds,
+    chain_seconds,
     launch_seconds,
     level_of,
     transfer_seconds,
@@ -39,6 +42,7 @@ from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 USUAL = "h100-80"  # hardware, where none is named
 LARGEST = 1 << 20  # ranks that are tried at most to make a step fit
 _PREFETCHED = 2  # units that `compile_step` gathers beside its update by default
+_DTYPES = {4: torch.float32, 2: torch.bfloat16}  # by bytes of an element
 _TASKS = 8  # of a block's forward or backward in a compiled graph, between which collectives may begin
 _STATES = {"adamw": 8, "adam": 8, "momentum": 4, "sgd": 0, "none": 0}  # bytes for each parameter
 UPDATE_MOVES = {name: 4 * update_moves(states / 4) if name != "none" else 0 for name, states in _STATES.items()}
@@ -85,6 +89,8 @@ class Priced:
         self._gathered_width = self._packed_width = 4 if setting.precision == "fp32" else 2
         if setting.reduce_dtype is not None:
             self._packed_width = 4 if setting.reduce_dtype == "float32" else 2
+        formats = (setting.wire_gather, self._gathered_width), (setting.wire_reduce, self._packed_width)
+        self._ratios = tuple(ratio(format or "", _DTYPES[width]) for format, width in formats)
         shard = -(-work.parameters // self.shards)
         # Bytes of the shards of parameters, which are those of their gradients, and of the optimizer's state.
         self._stored = 4 * shard, _STATES[setting.optimizer] * shard
@@ -101,12 +107,18 @@ class Priced:
 
         def cost(parameters: int) -> UnitCost:
             gathered, packed = parameters * self._gathered_width, parameters * self._packed_width
-            gather, reduce = (transfer_seconds(each, self.shards, self._link) for each in (gathered, packed))
+            sent = gathered * self._ratios[0], packed * self._ratios[1]
+            gather, reduce = (transfer_seconds(each, self.shards, self._link) for each in sent)
             is_copied = self.shards > 1 or self._gathered_width < 4
             replicate = 0.0
             if self._replicas > 1:
-                seconds = all_reduce_seconds(packed / self.shards, self._replicas, self._replica_link)
+                seconds = all_reduce_seconds(sent[1] / self.shards, self._replicas, self._replica_link)
                 replicate = max(0.0, seconds - self._launch)
+            if self.shards > 1:  # messages are coded beside what computes
+                gather, reduce = (
+                    seconds + (chain_seconds(full + each, True, self.hardware) if each < full else 0.0)
+                    for seconds, full, each in zip((gather, reduce), (gathered, packed), sent, strict=True)
+                )
             return UnitCost("", gather, reduce, gathered if is_copied else 0, packed, replicate)
 
         return cache(cost)
@@ -202,6 +214,7 @@ class Priced:
             gradients=(*gradients, parameters),
             logits=self.work.end.logits_bytes,
             fragments=self.hardware.fragments,
+            messages=dict(self._messages(workload)),
         )
 
     def _beside_update(self, plan: Plan) -> Plan:
@@ -219,6 +232,16 @@ class Priced:
         trained = replace(workload, tasks=workload.tasks[at:], backward=workload.backward - at)
         steps = safe_plan(trained, is_lean=True).plan.steps
         return replace(by_rule, plan=self._beside_update(Plan(tuple(s._replace(at=s.at + at) for s in steps))))
+
+    def _messages(self, workload: Workload) -> Iterator[tuple[str, Message]]:
+        """What is sent in a format, by collective."""
+        for unit in workload.units:
+            sizes = {"gather": unit.gathered, "reduce": unit.packed, "replicate": unit.packed // self.shards}
+            formats = self.setting.wire_gather, self.setting.wire_reduce, self.setting.wire_reduce
+            ratios = self._ratios[0], self._ratios[1], self._ratios[1]
+            for (kind, size), format, part in zip(sizes.items(), formats, ratios, strict=True):
+                if format is not None:
+                    yield f"{kind} {unit.name}", Message(format, size, round(size * part))
 
     @property
     def tokens(self) -> int:

@@ -8,11 +8,11 @@ Seconds, bytes and tokens are per rank.
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fsdp_compile.passes.cost.hardware import Hardware, Origin
 from fsdp_compile.passes.cost.roofline import Level
@@ -28,6 +28,8 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRI
 PRECISIONS = ("fp32", "bf16", "fp16", "amp_bf16", "amp_fp16", "fp8")
 OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "none")
 RUNTIMES = ("fsdp_compile", "fsdp2")
+WIRE_FORMATS = ("bf16", "fp8", "int8")
+"""Those of `fsdp_compile.Wire`."""
 
 UPDATE = "update"
 """Name of the optimizer's update where it is one task or span."""
@@ -68,6 +70,8 @@ class Setting:
             file says.
         keep: blocks that are not resharded after forward, counted from the last one, where the strategy reshards.
         reduce_dtype: in which dtype gradients are reduced; None: as they are gathered.
+        wire_gather: the format in which parameters are sent, as in `Wire`; None: in full.
+        wire_reduce: the same of gradients.
 
     Raises:
         ValueError: a field has a value that it cannot have, and is named.
@@ -92,6 +96,8 @@ class Setting:
     network: str | None = None
     keep: int = 0
     reduce_dtype: str | None = None
+    wire_gather: str | None = None
+    wire_reduce: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -106,6 +112,8 @@ class Setting:
             ("optimizer", OPTIMIZERS),
             ("runtime", RUNTIMES),
             ("reduce_dtype", (None, "float32", "bfloat16", "float16")),
+            ("wire_gather", (None, *WIRE_FORMATS) if self.runtime == "fsdp_compile" else (None,)),
+            ("wire_reduce", (None, *WIRE_FORMATS) if self.runtime == "fsdp_compile" else (None,)),
             ("clip", (True, False)),
             ("compiled", (True, False)),
             ("compile_step", (True, False)),
@@ -145,6 +153,8 @@ class Collective:
         limit: why they are exposed; empty if none are. "dependency": nothing can compute before it, or the last
             gradient comes late. "link": it queued behind another collective. "memory": the budget did not let it start
             earlier, or made something wait for it. "compute": what computes beside it is too short.
+        format: in which its values are sent; empty: in full. Of a launch of several units all of theirs.
+        sent: bytes of the same buffers in that format; None: as `bytes`.
     """
 
     name: str
@@ -154,6 +164,8 @@ class Collective:
     seconds: float
     exposed: float
     limit: str
+    format: str = ""
+    sent: int | None = None
 
 
 @dataclass(frozen=True)
@@ -315,6 +327,14 @@ class BlockChoice:
     units: int
 
 
+class Message(NamedTuple):
+    """What a gather, a reduce, or an average over replicas ("replicate") sends in a format: bytes in full and in it."""
+
+    format: str
+    bytes: int
+    sent: int
+
+
 @dataclass(frozen=True)
 class Scheduled:
     """A step, and the plan that it follows.
@@ -333,6 +353,7 @@ class Scheduled:
         gradients: bytes of their shards at each task and at the end, also part of that; empty: not known.
         logits: bytes of that at the end of forward and the beginning of backward.
         fragments: bytes that the allocator holds beside those that are alive, as a part of these.
+        messages: what is sent in a format, by collective, as in "gather blocks.0".
     """
 
     workload: Workload
@@ -348,6 +369,7 @@ class Scheduled:
     gradients: tuple[int, ...] = ()
     logits: int = 0
     fragments: float = 0.0
+    messages: Mapping[str, Message] = field(default_factory=dict)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -371,17 +393,28 @@ class Scheduled:
         found, before = list[Collective](), 0.0  # when the link had finished all that was launched before
         for step, span in zip(self.plan.of("gather", "reduce"), timeline.link, strict=True):
             gathers = step.kind == "gather"
-            size = sum(units[name].gathered if gathers else units[name].packed for name in step.units)
-            limit = self._limit(step, span, size, queued=span.start <= before)
-            found.append(self._single(span, "all-gather" if gathers else "reduce-scatter", size, limit))
+            sizes = {name: units[name].gathered if gathers else units[name].packed for name in step.units}
+            limit = self._limit(step, span, sum(sizes.values()), queued=span.start <= before)
+            single = self._single(span, "all-gather" if gathers else "reduce-scatter", sum(sizes.values()), limit)
+            found.append(self._in_formats(single, step.kind, sizes))
             before = span.end
         for span in timeline.replicas:
-            size = sum(units[name].packed for name in span.name.split(" ")[1:]) // self.shards
+            sizes = {name: units[name].packed // self.shards for name in span.name.split(" ")[1:]}
             at_the_end = span.end >= timeline.makespan * (1 - 1e-9)
-            found.append(self._single(span, "all-reduce", size, "dependency" if at_the_end else "compute"))
+            single = self._single(span, "all-reduce", sum(sizes.values()), "dependency" if at_the_end else "compute")
+            found.append(self._in_formats(single, "replicate", sizes))
         norms = (Collective(each.name, "all-reduce", self.levels[0], 4, each.seconds, each.seconds, "dependency")
                  for each in timeline.norms)  # fmt: skip
         return [*found, *norms]
+
+    def _in_formats(self, single: Collective, kind: str, sizes: Mapping[str, int]) -> Collective:
+        """`single`, a launch for units of these sizes, with what it sends."""
+        sent = {name: self.messages.get(f"{kind} {name}", Message("", size, size)) for name, size in sizes.items()}
+        if not any(each.format for each in sent.values()):
+            return single
+        return replace(single, format=" ".join(sorted({each.format or "full" for each in sent.values()})),
+                       bytes=sum(each.bytes for each in sent.values()),
+                       sent=sum(each.sent for each in sent.values()))  # fmt: skip
 
     def _single(self, span: Span, kind: CollectiveKind, size: int, limit: str) -> Collective:
         exposed = self.timeline.exposed_of(span)

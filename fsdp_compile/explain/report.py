@@ -21,7 +21,15 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fsdp_compile.config import read_json
-from fsdp_compile.explain.prediction import FORMAT, BlockChoice, Collective, Prediction, Scheduled, Setting
+from fsdp_compile.explain.prediction import (
+    FORMAT,
+    BlockChoice,
+    Collective,
+    CollectiveKind,
+    Prediction,
+    Scheduled,
+    Setting,
+)
 from fsdp_compile.passes.plan.plan import Plan, Timeline
 from fsdp_compile.passes.plan.whole_step import prefetched
 from fsdp_compile.passes.plan.workload import Workload
@@ -166,8 +174,10 @@ def _words(setting: Setting) -> str:
     accumulation = [f"{setting.accumulation} times accumulated"] if setting.accumulation > 1 else []
     checkpointing = f"checkpointing {setting.checkpointing}"
     update = setting.optimizer + (", clipped" if setting.clip and setting.optimizer != "none" else "")
+    wires = {"gathers": setting.wire_gather, "reduces": setting.wire_reduce}
+    sent = [f"{name} in {format}" for name, format in wires.items() if format]
     return ", ".join([f"{setting.world_size:,} x {setting.hardware}", setting.strategy, batch, *accumulation,
-                      setting.precision, checkpointing, update])  # fmt: skip
+                      setting.precision, *sent, checkpointing, update])  # fmt: skip
 
 
 def _detail(prediction: Prediction) -> Iterator[str]:
@@ -256,11 +266,19 @@ def _count(value: int) -> str:
 def _plan(step: Scheduled) -> Iterator[str]:
     """Each collective, what hides it and what limits the rest; updates, blocks, totals."""
     workload = step.workload
-    yield from table(("~collective", "bytes", "ms", "hidden", "exposed", "~limited by"), [
-        (each.name, f"{each.bytes:,}", *(f"{1e3 * seconds:.3f}" for seconds in (
-            each.seconds, each.seconds - each.exposed, each.exposed)), each.limit)
+    has_formats = any(each.format for each in step.collectives)
+    heads = ("~collective", "bytes", *(("~format", "sent") if has_formats else ()), "ms", "hidden", "exposed",
+             "~limited by")  # fmt: skip
+    yield from table(heads, [
+        (each.name, f"{each.bytes:,}", *((each.format or "full", f"{_sent(each):,}") if has_formats else ()),
+         *(f"{1e3 * seconds:.3f}" for seconds in (each.seconds, each.seconds - each.exposed, each.exposed)), each.limit)
         for each in step.collectives
     ])  # fmt: skip
+    if has_formats:
+        kinds = {kind: [each for each in step.collectives if each.kind == kind] for kind in get_args(CollectiveKind)}
+        sums = [(kind, str(len(those)), f"{sum(each.bytes for each in those):,}", f"{sum(map(_sent, those)):,}")
+                for kind, those in kinds.items() if those]  # fmt: skip
+        yield from ("", *table(("~collectives", "number", "bytes", "sent"), sums))
     updates = [*enumerate(workload.tasks, 1)][workload.end_of_backward : workload.forward]
     if updates:
         begun = {after: " ".join(name for each in prefetched(workload, step.plan) if each.at == after
@@ -280,6 +298,10 @@ def _plan(step: Scheduled) -> Iterator[str]:
     yield from ("", f"step      {1e3 * seconds:.3f} ms{repeats}: {rest}")
     yield f"bound     {1e3 * step.bound:.3f} ms, a lower bound for all plans; this one takes {gap:.2%} more"
     yield f"memory    {step.timeline.peak:,} bytes at most, budget: {limit}"
+
+
+def _sent(single: Collective) -> int:
+    return single.bytes if single.sent is None else single.sent
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

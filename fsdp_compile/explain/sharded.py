@@ -7,29 +7,33 @@ from the figures of the link and of the device that the configuration names.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_compile.comm.collectives import STARTS
+from fsdp_compile.comm.formats import FORMATS, ratio
 from fsdp_compile.config import CompileConfig, StepUpdate
 from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.explain._torch import fake_tensors
 from fsdp_compile.explain.predict import UPDATE_MOVES
-from fsdp_compile.explain.prediction import BlockChoice, Scheduled, Setting
+from fsdp_compile.explain.prediction import BlockChoice, Message, Scheduled, Setting
 from fsdp_compile.explain.report import Report
 from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import fake_store, reset_dynamo
 from fsdp_compile.passes.cost.hardware import device
 from fsdp_compile.passes.cost.roofline import Level
+from fsdp_compile.passes.graph.analyze import GraphInfo
 from fsdp_compile.passes.graph.costs import costs_of, group_size
-from fsdp_compile.passes.graph.nodes import tagged
-from fsdp_compile.passes.graph.work import node_work
+from fsdp_compile.passes.graph.nodes import tag_of, tagged
+from fsdp_compile.passes.graph.work import node_work, size_of
 from fsdp_compile.passes.inductor import compile_with
 from fsdp_compile.passes.joint.choose_memory import choose_policies, read_blocks
 from fsdp_compile.passes.pipeline import GraphContext, Pass
@@ -62,6 +66,7 @@ def report(
     parameters: int = 0,
     flops: int = 0,
     levels: tuple[Level, Level] = ("network", "network"),
+    messages: Mapping[str, Message] = MappingProxyType({}),
 ) -> Report:
     """Verify `plan` and report on it. What lives beside gathered and packed buffers counts as activations.
 
@@ -73,7 +78,8 @@ def report(
     verify(workload, plan, budget)
     hardware = device(setting.hardware) if setting else None
     setting = setting or Setting(1)
-    step = Scheduled(workload, plan, budget, blocks, levels, setting.shard_size or setting.world_size)
+    shards = setting.shard_size or setting.world_size
+    step = Scheduled(workload, plan, budget, blocks, levels, shards, messages=messages)
     tokens = setting.batch * setting.sequence
     return Report((step.predict(model, parameters, setting, hardware, tokens, (flops, flops)),), step)
 
@@ -104,7 +110,7 @@ def explain_sharded(
     with process_group(world_size), nullcontext() if exists else fake_tensors():
         made = model if isinstance(model, nn.Module) else model()
         sharded = made if sharding_of(made) else shard(copy.deepcopy(made) if exists else made)
-        choices, setting, flops, levels = choices_of(sharded, example_inputs, config)
+        choices, setting, flops, levels, messages = choices_of(sharded, example_inputs, config)
         parameters = sum(each.numel() for each in sharded.parameters())
     if config.device not in (None, "cpu"):  # on that device, though not here, one launch serves several units
         plain, stored = (replace(each, can_coalesce=True) for each in (choices.plain, choices.stored))
@@ -119,7 +125,8 @@ def explain_sharded(
         unsharded = len(set(units).intersection(planned.keep_unsharded))
         blocks.append(BlockChoice(block.name, policy.name if policy else KEEP, unsharded, len(units)))
     return report(chosen.workload, planned.plan, config.budget, tuple(blocks), setting=setting,
-                  model=type(sharded).__name__, parameters=parameters, flops=flops, levels=levels)  # fmt: skip
+                  model=type(sharded).__name__, parameters=parameters, flops=flops, levels=levels,
+                  messages=messages)  # fmt: skip
 
 
 @contextmanager
@@ -141,12 +148,13 @@ def process_group(world_size: int | None) -> Iterator[None]:
 
 
 class _Read(NamedTuple):
-    """Of a joint graph: what may be chosen, the setting, the number of operations, the links of collectives."""
+    """Of a joint graph: what may be chosen, the setting, its operations, the links and messages of collectives."""
 
     choices: Options
     setting: Setting
     flops: int
     levels: tuple[Level, Level]
+    messages: dict[str, Message]
 
 
 class _GraphRead(Exception):
@@ -163,7 +171,8 @@ def choices_of(model: nn.Module, inputs: Sequence[object], config: CompileConfig
 
     def read_graph(context: GraphContext) -> None:
         costs = costs_of(context.graph, config)
-        choices = read_blocks(context.graph, costs).options(config)
+        blocks = read_blocks(context.graph, costs)
+        choices = blocks.options(config)
         gathers = tagged(context.graph, "gather")
         dtypes = {each.meta["val"].dtype for each in gathers}
         tensors = [each for each in inputs if isinstance(each, torch.Tensor) and each.dim()]
@@ -182,7 +191,8 @@ def choices_of(model: nn.Module, inputs: Sequence[object], config: CompileConfig
             network=config.link,
         )
         flops = sum(node_work(node).flops for node in context.graph.nodes)
-        found.append(_Read(choices, setting, flops, costs.levels if costs else ("network", "network")))
+        found.append(_Read(choices, setting, flops, costs.levels if costs else ("network", "network"),
+                           messages_of(blocks.info)))  # fmt: skip
         raise _GraphRead
 
     before = tuple(each for each in PASSES if each.name in ("insert_collectives", "choose_wires"))
@@ -197,3 +207,20 @@ def choices_of(model: nn.Module, inputs: Sequence[object], config: CompileConfig
     if not found:
         raise ValueError("model: expected sharded parameters in its graph, found none")
     return found[0]
+
+
+def messages_of(info: GraphInfo) -> dict[str, Message]:
+    """What the collectives of a graph send in formats."""
+    found: dict[str, Message] = {}
+    starts = {f"gather {name}": gather.starts for name, gather in info.gathers.items()}
+    for name, reduce in info.reduces.items():
+        starts[f"reduce {name}"] = [reduce.start[-1]]
+        starts[f"replicate {name}"] = [node for node in (*reduce.wait, *reduce.end) if node.target in STARTS]
+    for name, nodes in starts.items():
+        formats = [tag_of(node).wire for node in nodes]
+        if any(format in FORMATS for format in formats):
+            sizes = [max(size_of(node), size_of(node.all_input_nodes[0])) for node in nodes]
+            parts = [ratio(format, node.meta["val"].dtype) for format, node in zip(formats, nodes, strict=True)]
+            sent = sum(size * part for size, part in zip(sizes, parts, strict=True))
+            found[name] = Message(" ".join(dict.fromkeys(formats)), sum(sizes), round(sent))
+    return found

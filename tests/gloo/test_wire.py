@@ -1,5 +1,6 @@
 """Parameters and gradients that ranks send in formats of fewer bytes."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -337,18 +338,59 @@ def _learn(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> 
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("world", ["two", "three"])
-def test_saved_feedback(request: pytest.FixtureRequest, two: Ranks, world: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world", "steps"),
+    [
+        ("two", 5),
+        ("three", 5),
+        *(pytest.param(world, 50, marks=pytest.mark.nightly) for world in ("one", "two", "three")),
+    ],
+)
+def test_saved_feedback(request: pytest.FixtureRequest, two: Ranks, world: str, steps: int, tmp_path: Path) -> None:
     """Residuals are saved; as many ranks go on with the same bits, others with the same mean over ranks."""
     (expected, *_), (found, *_) = (
-        two.run(_save, str(tmp_path), 5),
-        request.getfixturevalue(world).run(_load, str(tmp_path), 5),
+        two.run(_save, str(tmp_path), steps),
+        request.getfixturevalue(world).run(_load, str(tmp_path), steps),
     )
     for one, other in zip(expected, found, strict=True):
         if world == "two":
             assert torch.equal(one, other)
         else:
             torch.testing.assert_close(one.view(-1), other.view(-1), rtol=0.2, atol=0.05)
+
+
+def _add_once(rank: int) -> None:
+    model = fully_shard(_Scaled(), wire=Wire(reduce="fp8", error_feedback=True))
+    lost, x = torch.randn(2, 300, generator=torch.Generator().manual_seed(1)), torch.ones(300)
+    assert isinstance(model, FSDPModule)
+    model.load_error_feedback([{"weight": each} for each in lost])
+    for expected in (x + lost.mean(0), x):
+        model(x).backward()
+        assert torch.equal(model.weight.grad.full_tensor(), expected)
+        model.zero_grad()
+    assert not model.error_feedback()
+
+
+def test_feedback_on_one_rank(one: Ranks) -> None:
+    """One rank rounds nothing, and adds the mean of what ranks had lost to its first gradient, once."""
+    one.run(_add_once)
+
+
+def _copy(rank: int) -> None:
+    model, optimizer = _model_with_feedback()
+    _learn(model, optimizer, range(3))
+    copied: Any = copy.deepcopy(model)
+    other = torch.optim.AdamW(copied.parameters(), lr=0.01)
+    other.load_state_dict(optimizer.state_dict())
+    for each, stepped in ((model, optimizer), (copied, other)):
+        _learn(each, stepped, range(3, 5))
+    for one, two in zip(model.parameters(), copied.parameters(), strict=True):
+        assert torch.equal(local(one), local(two))
+
+
+def test_copies_have_feedback(two: Ranks) -> None:
+    """A copy of a model goes on with its residuals: both train with the same bits, each with its own."""
+    two.run(_copy)
 
 
 # --- whole steps ------------------------------------------------------------------------------------------------------

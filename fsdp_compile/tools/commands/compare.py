@@ -4,6 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
+from fsdp_compile.explain.prediction import WIRE_FORMATS
 from fsdp_compile.tools.files import TORCHTITAN, load_factory
 from fsdp_compile.tools.options import Add, check_folders, one_of, positive, write_files
 
@@ -46,6 +47,8 @@ def add_options(add: Add) -> None:
     add("--seq", type=positive, metavar="N", help="tokens of a sequence (default: 256)")
     add("--precision", choices=("fp32", "bf16"), help="to compute in (default: bf16 on GPUs, else fp32)")
     add("--device", choices=("cuda", "cpu"), help="default: the GPUs, if there are any")
+    add("--wire-gather", choices=WIRE_FORMATS, help="this package sends parameters in this format (default: in full)")
+    add("--wire-reduce", choices=WIRE_FORMATS, help="likewise gradients")
     add("--hardware", metavar="NAME|FILE", help="of predictions (default: by the device's name)")
     add("--json", type=Path, metavar="OUT", help="write all figures")
     add("--html", type=Path, metavar="OUT", help="write one page, with pictures of speed and losses")
@@ -82,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
                          "leave it out")  # fmt: skip
     hardware = hardware_of(args.hardware, None) if args.hardware else None
     bf16 = args.precision == "bf16" or (args.precision is None and kind == "cuda")
-    task = Task(batch, sequence, bf16, kind)
+    task = Task(batch, sequence, bf16, kind, args.wire_gather, args.wire_reduce)
     launched = launch(here)
     found = compare(factory, make, example_inputs, task, launched, systems=list(dict.fromkeys(args.systems)),
                     steps=args.steps, rounds=args.rounds, hardware=hardware)  # fmt: skip

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from fsdp_compile.explain.prediction import OPTIMIZERS, PRECISIONS, RUNTIMES, STRATEGIES
+from fsdp_compile.explain.prediction import OPTIMIZERS, PRECISIONS, RUNTIMES, STRATEGIES, WIRE_FORMATS
 from fsdp_compile.tools.files import load_factory
 from fsdp_compile.tools.options import STANDARD_OUTPUT, Add, check_folders, numbers, one_of, positive, write_files
 
@@ -12,7 +12,7 @@ FIELDS = {"gpus": "world_size", "batch": "batch", "seq": "sequence", "strategy":
           "checkpointing": "checkpointing", "accumulate": "accumulation", "precision": "precision",
           "optimizer": "optimizer", "clip": "clip", "gpus_per_node": "ranks_per_node", "shard_size": "shard_size",
           "compiled": "compiled", "network": "network", "runtime": "runtime", "compile_step": "compile_step",
-          "reduce_dtype": "reduce_dtype"}  # fmt: skip
+          "reduce_dtype": "reduce_dtype", "wire_gather": "wire_gather", "wire_reduce": "wire_reduce"}  # fmt: skip
 
 DESCRIPTION = """Predict what a training step takes on clusters that need not exist here: time, tokens per second,
 memory by part, whether it fits, what is exposed, and what else could be chosen. No GPU is needed."""
@@ -51,6 +51,8 @@ def add_options(add: Add) -> None:
         "'selective N' (default: none)")
     add("--precision", type=one_of(*PRECISIONS), metavar="P[,P...]", help=f"{', '.join(PRECISIONS)} (default: bf16)")
     add("--reduce-dtype", choices=("float32", "bfloat16", "float16"), help="of gradients that are reduced")
+    add("--wire-gather", choices=WIRE_FORMATS, help="the format in which parameters are sent (default: in full)")
+    add("--wire-reduce", choices=WIRE_FORMATS, help="the format in which gradients are sent (default: in full)")
     add("--optimizer", choices=OPTIMIZERS, help="default: adamw")
     add("--clip", action=argparse.BooleanOptionalAction, help="clip gradients to a norm (default: yes)")
     add("--compile-step", action="store_true", default=None, help="as compile_step runs it")

@@ -1,0 +1,161 @@
+"""A GPT on eight ranks with wires: bytes by count, which formats "auto" chooses, and what the plan says of them."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from bench.link import LINK
+from bench.models import Workload, gpt
+from fsdp_compile import Wire, explain_plan, fully_shard
+from fsdp_compile.passes.joint.choose_wires import Formats, widest
+
+SMALL = dict(batch=2, context=32, layers=2, heads=4, dim=128)
+KINDS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_to_all": "reduce"}
+COMPILED = ("aot_eager", "inductor")
+HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+def _sharded(workload: Workload, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return fully_shard(workload.build(), **options)
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def _sent(how: str, **options: Any) -> Counter[str]:
+    """Bytes that this rank sends to others in a forward and backward, by what they are for."""
+    workload = gpt(**SMALL)
+    run: Any = _sharded(workload, reshard_after_forward=True, **options)
+    if how != "eager":
+        run = torch.compile(run, fullgraph=True, backend=how)
+    for step in range(2):  # in the first one ranks tell each other what they have
+        LINK.reset()
+        run(*workload.batch(step, 0)).backward()
+    sent: Counter[str] = Counter()
+    for call in LINK.calls:
+        sent[KINDS.get(call.kind, call.kind)] += call.nbytes  # an all-reduce is of what ranks compare
+    return sent
+
+
+@pytest.mark.parametrize("how", ["eager", *(pytest.param(each, marks=pytest.mark.nightly) for each in COMPILED)])
+@pytest.mark.parametrize(("policy", "of_gather"), [(None, 0.27), (HALF, 0.53)])
+def test_bytes(emulated: None, how: str, policy: Any, of_gather: float) -> None:
+    """Gathers in int8 or fp8 send at most 0.27 times the bytes of float32 and 0.53 of bfloat16; reduces of float32
+    gradients 0.5 times as many in bf16, and at most 0.27 in fp8.
+    """
+    options = {} if policy is None else {"mp_policy": policy}
+    full = _sent(how, **options)
+    assert full["gather"] > 0 and full["reduce"] > 0
+    for wire, of_reduce in ((Wire("fp8", "bf16"), 0.5), (Wire("int8", "fp8"), 0.27)):
+        sent = _sent(how, wire=wire, **options)
+        assert 0 < sent["gather"] <= of_gather * full["gather"], (wire, sent, full)
+        assert 0 < sent["reduce"] <= of_reduce * full["reduce"], (wire, sent, full)
+
+
+# --- what "auto" chooses ----------------------------------------------------------------------------------------------
+
+
+class _Serial:
+    """Predicts a step in which nothing is hidden: the sum of the seconds of what is sent, and some that computes."""
+
+    def __init__(self, computing: float, seconds: dict[str, float]) -> None:
+        self.computing, self.seconds, self.made = computing, seconds, 0
+
+    def planned(self, chosen: Formats) -> float:
+        self.made += 1
+        return self.by_known_plans(chosen)
+
+    def by_known_plans(self, chosen: Formats) -> float:
+        part = {"": 1.0, "bf16": 0.5, "fp8": 0.25}
+        return self.computing + sum(part[chosen["gather", at]] * took for at, took in enumerate(self.seconds.values()))
+
+
+def _chosen(computing: float, *seconds: float) -> list[str]:
+    """The formats of gathers that take so many seconds in full."""
+    by_name = {str(at): each for at, each in enumerate(seconds)}
+    allowed = {("gather", at): ("", "bf16", "fp8") for at in sorted(range(len(seconds)), key=seconds.__getitem__)}
+    found = widest(allowed, _Serial(computing, by_name))
+    return [found["gather", at] for at in range(len(seconds))]
+
+
+def test_what_is_chosen() -> None:
+    """All in full where all narrow ones save less than 1 %, or what would be chosen saves less than 1 %; else the step
+    is within 1 % of the shortest, and the longest collectives are the narrow ones.
+    """
+    assert _chosen(100.0, 1.0, 0.1) == ["", ""]  # fp8 saves 0.8 %
+    assert _chosen(100.0, 0.4, 0.4, 0.4, 0.4, 0.4) == [""] * 5  # 1.5 %, of which 1 % would be given back
+    assert _chosen(100.0, 8.0, 0.5, 0.5) == ["fp8", "", ""]
+    assert _chosen(10.0, *[1.0] * 10).count("fp8") >= 9
+    for computing in (1.0, 10.0, 40.0):
+        prediction = _Serial(computing, {"0": 1.0, "1": 2.0, "2": 0.5})
+        found = widest({("gather", at): ("", "bf16", "fp8") for at in (2, 0, 1)}, prediction)
+        shortest = prediction.by_known_plans(dict.fromkeys(found, "fp8"))
+        full = prediction.by_known_plans(dict.fromkeys(found, ""))
+        took = prediction.by_known_plans(found)
+        assert took <= 1.01 * shortest or full <= 1.01 * 1.01 * shortest
+
+
+def test_few_plans_are_made() -> None:
+    """Each plan takes a second: with 40 collectives there are at most six."""
+    prediction = _Serial(100.0, {str(at): 1.0 + at / 40 for at in range(40)})
+    widest({("gather", at): ("", "bf16", "fp8") for at in range(40)}, prediction)
+    assert prediction.made <= 6
+
+
+ALL = {"gather": ["bf16", "fp8"], "reduce": ["bf16", "fp8"]}
+
+
+def _report(link: str, **options: Any) -> Any:
+    workload = gpt(**SMALL)
+    return explain_plan(_sharded(workload, **options), workload.batch(0, 0), link=link)
+
+
+def _link_of(ratio: float) -> str:
+    """On which what is sent in full takes so many times as long as what computes."""
+    bandwidth = 1e9
+    for _ in range(2):
+        found = _report(f"custom:1e-9,{bandwidth}")
+        sent = sum(each.seconds for each in found.collectives)
+        bandwidth *= sent / sum(each.seconds for each in found.workload.tasks) / ratio
+    return f"custom:1e-9,{bandwidth}"
+
+
+def test_full_precision_where_communication_is_hidden(emulated: None) -> None:
+    """Where communication takes 0.3 of the computation the plan of "auto" is that in full precision, whatever is
+    allowed; where it takes four times as long, it is nearly as short as with all in the narrowest format.
+    """
+    link = _link_of(0.3)
+    found = _report(link, wire="auto", allow=ALL)
+    assert {each.format for each in found.collectives} == {""}
+    assert found.timeline.makespan <= 1.001 * _report(link).timeline.makespan
+    link = _link_of(4.0)
+    found, narrow, full = (
+        _report(link, **options) for options in ({"wire": "auto", "allow": ALL}, {"wire": "fp8"}, {})
+    )
+    assert found.timeline.makespan <= 1.02 * narrow.timeline.makespan < 0.6 * full.timeline.makespan
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_prints_formats_and_bytes(emulated: None) -> None:
+    """Each collective with its format and what it sends, and sums; without a wire there are no such columns."""
+    found = _report("custom:1e-6,1e9", wire=Wire("fp8", "bf16"))
+    assert {(each.kind, each.format) for each in found.collectives} == {
+        ("all-gather", "fp8"),
+        ("reduce-scatter", "bf16"),
+    }
+    full = _report("custom:1e-6,1e9")
+    parts = {"all-gather": 0.2521, "reduce-scatter": 0.5}
+    for kind, part in parts.items():
+        sent, size = (sum(getattr(each, name) for each in found.collectives if each.kind == kind)
+                      for name in ("sent", "bytes"))  # fmt: skip
+        assert sent == pytest.approx(part * size, rel=1e-3)
+        assert size == sum(each.bytes for each in full.collectives if each.kind == kind)
+        assert f"{size:,}" in str(found) and f"{sent:,}" in str(found)
+    assert "format" in str(found) and "format" not in str(full)
