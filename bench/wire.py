@@ -13,15 +13,18 @@ all take turns. Seconds are those of CPU time that the process computes, and of 
 """
 
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from bench import link
 from bench.link import FREE, LINK
 from bench.models import WORKLOADS
 from bench.parts import link_for
 from bench.report import commit, parser, write
+from bench.systems import Setup, prepare
 from fsdp_compile import Wire, fully_shard
 from fsdp_compile.compare.rounds import rotated
 
@@ -38,22 +41,22 @@ COLUMNS = ("step", "sent", "link", "exposed")
 
 
 class Stepped:
-    """A model with a wire, or blocks of FSDP2 compiled one by one (`wire` is "FSDP2")."""
+    """A model with a wire, or blocks of FSDP2 compiled one by one, with the help that bench/README.md names."""
 
     def __init__(self, name: str, model: str) -> None:
         self.workload, self.name, self.number = WORKLOADS[model](), name, 0
+        self.run: Callable[..., Any]
         torch.manual_seed(0)
-        made = self.workload.build()
+        self.model = self.workload.build()
+        self.after_backward: Callable[[], None] = lambda: None
         if name == "FSDP2":
-            from torch.distributed.fsdp import fully_shard as fully_shard_2
-
-            for block in self.workload.blocks(made):
-                fully_shard_2(block)
-                block.compile(fullgraph=True)
-            self.model: Any = fully_shard_2(made)
+            blocks, mesh = self.workload.blocks(self.model), init_device_mesh("cpu", (WORLD,))
+            names = [name for name, each in self.model.named_modules() if each in set(blocks)]
+            setup = Setup(torch.device("cpu"), mesh, blocking=True, block_names=names)
+            prepared = prepare("fsdp2_compile", self.model, blocks, setup)
+            self.run, self.after_backward = prepared.forward, prepared.after_backward
         else:
-            self.model = fully_shard(made, wire=WIRES[name])
-        self.run: Any = self.model
+            fully_shard(self.model, wire=WIRES[name])
 
     def compile(self, latency: float, bandwidth: float) -> None:
         """From here on steps are planned for this link; one is taken, on a free link."""
@@ -70,6 +73,7 @@ class Stepped:
         LINK.reset()
         begin = LINK.clock()
         self.run(*batch).backward()
+        self.after_backward()
         seconds = LINK.clock() - begin
         self.model.zero_grad()
         seen = LINK.summary()

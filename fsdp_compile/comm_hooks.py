@@ -1,18 +1,17 @@
-"""A communication hook that sends gradients in float8, with error feedback: rounding errors go into the next step.
+"""Error feedback as a communication hook, for code that registers hooks; `Wire` does the same as an option.
 
-    model = fully_shard(Net())
+    model = fully_shard(Net(), wire=Wire(reduce="fp8", error_feedback=True))
+
+    model = fully_shard(Net())                                                     the hook, for FSDP's users
     model.register_comm_hook(Float8ErrorFeedback(), float8_reduce_scatter)
 
-It replaces the reduce-scatter, in eager and compiled steps. It sends one byte for each element of a unit's flat
-gradient, and one for each block of `block_size` elements; float32 takes four for each element.
+Both send messages of the format "fp8" (comm/formats.py) and add them up in float32. What a wire keeps is in checkpoints
+of any number of ranks; the state of the hook is a state dict of each rank.
 """
 
-# Note [Scales are powers of two]
-# A block is divided by the power of two that brings its largest finite element into [128, 256), and rounded to
-# float8_e4m3fn. The division itself rounds nothing, so the float32 difference between a value and what was sent for it
-# is exact, unless it underflows: sent values plus residuals are the gradient plus the last residuals. Other scales
-# would not be more precise, because float8 is a floating-point format, and an exponent takes one byte. No finite
-# element reaches 448, the largest number of float8_e4m3fn, which has no infinity: 448 stands for infinity.
+# The scales of "fp8" are powers of two, so a division by them rounds nothing, and the float32 difference between a
+# value and what was sent for it is exact, unless it underflows: sent values plus residuals are the gradient plus the
+# last residuals.
 
 import weakref
 from collections.abc import Mapping
@@ -23,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_compile.comm import collectives
+from fsdp_compile.comm.formats import BLOCK, add_up, decode, encode
 
 __all__ = ["Float8ErrorFeedback", "float8_reduce_scatter"]
 
-_INFINITY = 448.0  # see Note [Scales are powers of two]
-_BIAS = 127  # of the exponents that are sent, as in float32
+_FORMAT = "fp8"
 
 
 class Float8ErrorFeedback:
@@ -41,16 +40,16 @@ class Float8ErrorFeedback:
 
     Args:
         error_feedback: whether what rounding has lost is added to the next gradient.
-        block_size: how many consecutive elements share a scale.
+        block_size: how many consecutive elements share a scale: 128, as in every format.
 
     Raises:
-        ValueError: `block_size` is below 1.
+        ValueError: `block_size` is another number.
     """
 
-    def __init__(self, *, error_feedback: bool = True, block_size: int = 1024) -> None:
-        if block_size < 1:
-            raise ValueError(f"block_size: expected at least 1, found {block_size}")
-        self.error_feedback, self.block_size = error_feedback, block_size
+    def __init__(self, *, error_feedback: bool = True, block_size: int = BLOCK) -> None:
+        if block_size != BLOCK:
+            raise ValueError(f"block_size: expected {BLOCK}, as in every wire format, found {block_size}; leave it out")
+        self.error_feedback = error_feedback
         self._of_flat_params: weakref.WeakKeyDictionary[Any, _Feedback] = weakref.WeakKeyDictionary()
         self._loaded: dict[str, Tensor] = {}
 
@@ -114,8 +113,7 @@ def float8_reduce_scatter(state: Any, gradients: Tensor, output: Tensor | None =
 
     Under hybrid sharding it reduces within the shard group; the all-reduce over replicas is not compressed. The sum is
     divided by the size of the group, whatever `set_gradient_divide_factor` says. A `GradScaler` scales residuals too:
-    when its scale changes, the residual of one step is added at the wrong scale. Finite values above 3.2e38 may become
-    infinite.
+    when its scale changes, the residual of one step is added at the wrong scale.
 
     Args:
         state: a `Float8ErrorFeedback`, as `register_comm_hook` passes it on.
@@ -133,7 +131,7 @@ def float8_reduce_scatter(state: Any, gradients: Tensor, output: Tensor | None =
             f"state: expected the Float8ErrorFeedback of a model that fully_shard has sharded, found a "
             f"{type(state).__name__}; call model.register_comm_hook(Float8ErrorFeedback(), float8_reduce_scatter)"
         )
-    ranks, block_size = state.group.size(), state.shared.block_size
+    ranks = state.group.size()
     if output is None and ranks > 1:
         raise ValueError(
             f"float8_reduce_scatter: the unit of {state.name} is not sharded (NO_SHARD); shard it, or register "
@@ -141,42 +139,13 @@ def float8_reduce_scatter(state: Any, gradients: Tensor, output: Tensor | None =
         )
     if output is None or not gradients.numel():
         return
-    count = output.numel()
-    values = state.add_to(gradients).view(ranks, count)
-    messages = quantize(values, block_size)
+    numel = output.numel()
+    values = state.add_to(gradients).view(ranks, numel)
+    messages = encode(values, _FORMAT)
     if state.shared.error_feedback:
-        values.sub_(dequantize(messages, count, block_size))
+        values.sub_(decode(messages, numel, _FORMAT, torch.float32))
     size = [messages.shape[1]] * ranks
     received = collectives.all_to_all(messages.view(-1), size, size, state.group.group_name).view_as(messages)
     if state.shared.error_feedback:  # not before: if the collective raises, this gradient may be reduced again
         state.residual = values.view(-1).masked_fill_(~values.view(-1).isfinite(), 0.0)
-    output.copy_(dequantize(received, count, block_size).sum(0).div_(ranks))
-
-
-def quantize(values: Tensor, block_size: int) -> Tensor:
-    """A message for each row of `values`, float32 `[rows, n]`: n bytes of float8_e4m3fn, then the blocks' exponents."""
-    rows, count = values.shape
-    blocks = _in_blocks(values, block_size)
-    largest = blocks.abs().nan_to_num_(0.0, 0.0, 0.0).amax(2, keepdim=True)  # (rows, blocks, 1)
-    exponents = (torch.frexp(largest).exponent - 8).clamp_(-126, 120)  # -126: its inverse is the last power of two
-    scaled = (blocks * _power_of_two(-exponents)).clamp_(-_INFINITY, _INFINITY)
-    elements = scaled.to(torch.float8_e4m3fn).view(torch.uint8).view(rows, -1)[:, :count]
-    return torch.cat([elements, (exponents.squeeze(2) + _BIAS).to(torch.uint8)], 1)
-
-
-def dequantize(messages: Tensor, count: int, block_size: int) -> Tensor:
-    """The float32 values, `[rows, count]`, that the rows of `messages` stand for."""
-    scales = _power_of_two(messages[:, count:].int() - _BIAS).unsqueeze(2)
-    blocks = _in_blocks(messages[:, :count], block_size).view(torch.float8_e4m3fn).float()
-    blocks.masked_fill_(blocks == _INFINITY, torch.inf).masked_fill_(blocks == -_INFINITY, -torch.inf)
-    return blocks.mul_(scales).view(len(messages), -1)[:, :count]
-
-
-def _in_blocks(rows: Tensor, block_size: int) -> Tensor:
-    """`rows`, `[rows, n]`, as `[rows, blocks, block_size]`, with zeros at the end of each row."""
-    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % block_size)).reshape(len(rows), -1, block_size)
-
-
-def _power_of_two(exponents: Tensor) -> Tensor:
-    """2 to the power of integers from -126 to 127, exactly: the bits of float32."""
-    return ((exponents.int() + _BIAS) << 23).view(torch.float32)
+    output.copy_(add_up(received, numel, _FORMAT, "avg", torch.float32))

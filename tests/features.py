@@ -231,6 +231,7 @@ ROWS: tuple[Row, ...] = (
     Row("accumulation, every backward reduces", MLP, syncs=(True, True)),
     Row("accumulation under `no_sync`", MLP, syncs=(False, False, True)),
     Row("`register_comm_hook`", MLP, _hook),
+    Row("`wire=\"bf16\"`", MLP, partial(fully_shard, wire="bf16"), tolerance=LOW, apart=LOW, sizes=MANY),
     Row("`reshard_after_forward=False`", MLP, partial(fully_shard, reshard_after_forward=False)),
     Row("`reshard_after_forward=2`, 4 ranks", MLP, partial(fully_shard, reshard_after_forward=2), ranks=4),
     # Each call is reduced by itself: a sum of means, where one process has the mean of sums.

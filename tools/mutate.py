@@ -62,8 +62,9 @@ NEAREST = {
     "core/layout.py": "tests/unit/test_layout.py tests/unit/test_flat_param.py tests/unit/test_rows.py",
     "core/flat_param.py": "tests/unit/test_flat_param.py tests/fake/test_groups.py tests/gloo/test_gradients.py "
                           "tests/gloo/test_matrix.py tests/gloo/test_summon.py tests/gloo/test_features.py "
-                          "tests/gloo/test_reads.py tests/unit/test_update_in_backward.py tests/gloo/test_update_in_backward.py "
-                          "tests/gloo/test_frozen.py tests/gloo/test_changed_parameters.py",
+                          "tests/gloo/test_reads.py tests/unit/test_update_in_backward.py "
+                          "tests/gloo/test_update_in_backward.py tests/gloo/test_frozen.py "
+                          "tests/gloo/test_changed_parameters.py",
     "tensors/shard_spec.py": f"tests/unit/test_chunks.py {_STATES} tests/gloo/test_sharded_tensor.py "
                           "tests/gloo/test_fsdp1.py",
     "core/flat_collectives.py": "tests/fake/test_streams.py tests/fake/test_races.py "

@@ -83,7 +83,7 @@ EXTRA_PASSES = (
     Pass("place_updates", "post_grad", updates.place_updates, after="order"),
     Pass("name_prefetched", "post_grad", updates.name_prefetched, needs=("read_graph",), after="order"),
     Pass("record_times", "post_grad", record_times, needs=("read_graph",), after="order"),
-    Pass("send_messages", "post_grad", send_messages, after="order"),
+    Pass("send_messages", "post_grad", send_messages, needs=("choose_wires",), after="order"),
     Pass("coalesce_launches", "post_grad", coalesce_launches, after="order"),
     Pass("check_ranks", "post_grad", check_ranks, after="all_gather_into_buffer"),
     Pass("start_reduces", "post_grad", blocks.start_reduces, after="all_gather_into_buffer"),

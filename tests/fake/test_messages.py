@@ -129,6 +129,20 @@ def test_open_formats() -> None:
     assert set(_formats("auto", "custom:1e-9,1e3", allow=allow)) == {("gather", "fp8"), ("reduce", "bf16")}
 
 
+def test_names_say_the_format() -> None:
+    """The text of a graph that compilers keep code by differs where formats do: tags and passes are no part of it."""
+    texts = []
+    for wire in (None, "fp8", Wire("fp8", "bf16")):
+        seen: list[str] = []
+        look = Pass("look", "post_grad", lambda context, seen=seen: seen.append(str(context.graph)), version="1")
+        run = torch.compile(fully_shard(mlp(2), wire=wire), fullgraph=True, backend=backend((look, *PASSES)))
+        squared_error(run, (torch.rand(8, 7), torch.rand(8, 5))).backward()
+        assert len(seen) == 2
+        texts += seen
+    assert len(set(texts)) == 5  # forwards of the last two are equal
+    assert texts[2] == texts[4]
+
+
 def test_hybrid_formats() -> None:
     """Between nodes only, the average over replicas has a format, and what is within a node has none."""
     mesh = init_device_mesh("cpu", (2, 2))

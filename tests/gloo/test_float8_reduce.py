@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, Shardin
 
 from fsdp_compile import Float8ErrorFeedback, float8_reduce_scatter, fully_shard
 from fsdp_compile.comm import collectives
-from fsdp_compile.comm_hooks import quantize
+from fsdp_compile.comm.formats import encode, message_bytes
 
 from .ranks import Ranks
 from .test_compiled_accumulation import _Both
@@ -52,7 +52,7 @@ def _count(rank: int, how: str, choice: str) -> None:
     precision = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16) if choice == "bfloat16" else None
     model = fully_shard(build(SMALL), **({"mp_policy": precision} if precision else {}))
     if choice == "float8":
-        model.register_comm_hook(Float8ErrorFeedback(block_size=64), float8_reduce_scatter)
+        model.register_comm_hook(Float8ErrorFeedback(), float8_reduce_scatter)
     run, ranks = executor(model, how), dist.get_world_size()
     for seed in (0, 1):  # in the first two, ranks tell each other what they use
         backward(run, SMALL, mine(SMALL, seed))
@@ -61,8 +61,7 @@ def _count(rank: int, how: str, choice: str) -> None:
     reduces = sorted((each.kind, each.nbytes) for each in sent if each.kind != "gather")
     layouts = [flat.layout for unit in units(model) for flat in unit.flats]
     if choice == "float8":
-        blocks = [-(-layout.shard_numel // 64) for layout in layouts]
-        expected = [layout.numel + ranks * count for layout, count in zip(layouts, blocks, strict=True)]
+        expected = [ranks * message_bytes(layout.shard_numel, "fp8") for layout in layouts]
         assert reduces == sorted(("all_to_all", size) for size in expected), reduces
         return
     size = 2 if choice == "bfloat16" else 4
@@ -83,8 +82,8 @@ def test_bytes_on_four_ranks(four: Ranks) -> None:
 
 
 def test_messages_are_a_quarter() -> None:
-    """With the default block, a message has 1/4 of float32's bytes and one in a thousand more."""
-    assert quantize(torch.zeros(1, 1 << 20), 1024).nbytes == (1 << 20) + 1024
+    """A message has 1/4 of float32's bytes and one for each block of 128."""
+    assert encode(torch.zeros(1, 1 << 20), "fp8").nbytes == (1 << 20) + (1 << 13)
 
 
 # --- error feedback ---------------------------------------------------------------------------------------------------
@@ -121,7 +120,7 @@ def _mean_of_all(tensor: Tensor) -> Tensor:
 
 def _feed_back(rank: int, feedback: bool) -> None:
     model = fully_shard(_Linear(NUMEL))
-    state = Float8ErrorFeedback(error_feedback=feedback, block_size=100)
+    state = Float8ErrorFeedback(error_feedback=feedback)
     model.register_comm_hook(state, float8_reduce_scatter)
     given, arrived, steps = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64), 20
     for seed in range(steps):
@@ -156,7 +155,7 @@ def test_feedback_on_four_ranks(four: Ranks) -> None:
 
 def _exactness(rank: int) -> None:
     model = fully_shard(_Linear(NUMEL))
-    state = Float8ErrorFeedback(block_size=100)
+    state = Float8ErrorFeedback()
     model.register_comm_hook(state, float8_reduce_scatter)
     gradient = _gradient(1, rank)
     model(gradient).backward()
@@ -213,7 +212,7 @@ def test_feedback_reaches_the_optimum(two: Ranks) -> None:
 
 
 def _fail(rank: int) -> None:
-    state, group = Float8ErrorFeedback(block_size=64), dist.group.WORLD
+    state, group = Float8ErrorFeedback(), dist.group.WORLD
     assert group is not None
     first, again = torch.empty(64), torch.empty(64)
     of_flat_param = state.of_flat_param(model := nn.Module(), "weight", group)
@@ -240,7 +239,7 @@ def test_residuals_outlive_failures(two: Ranks) -> None:
 
 def _pass_on(rank: int, how: str) -> None:
     model = fully_shard(_Linear(NUMEL))
-    state = Float8ErrorFeedback(block_size=64)
+    state = Float8ErrorFeedback()
     model.register_comm_hook(state, float8_reduce_scatter)
     run = executor(model, how)
     gradient = _gradient(1, rank)
@@ -273,7 +272,7 @@ def test_nan_and_infinity_pass(two: Ranks, how: str) -> None:
 
 def _compile(rank: int, how: str, options: dict[str, Any]) -> None:
     both = _Both(SMALL, how, **options)
-    states = [Float8ErrorFeedback(block_size=64) for _ in both.models]
+    states = [Float8ErrorFeedback() for _ in both.models]
     for model, state in zip(both.models, states, strict=True):
         model.register_comm_hook(state, float8_reduce_scatter)
     both.accumulate("snns")
@@ -409,8 +408,8 @@ def test_unsharded_units_are_refused(two: Ranks) -> None:
 
 
 def test_errors() -> None:
-    """A block has elements, and the state comes from a sharded model."""
-    with pytest.raises(ValueError, match="block_size: expected at least 1, found 0"):
-        Float8ErrorFeedback(block_size=0)
+    """Blocks are those of wire formats, and the state comes from a sharded model."""
+    with pytest.raises(ValueError, match="block_size: expected 128, as in every wire format, found 1024"):
+        Float8ErrorFeedback(block_size=1024)
     with pytest.raises(TypeError, match="expected the Float8ErrorFeedback of a model"):
         float8_reduce_scatter(Float8ErrorFeedback(), torch.zeros(4), torch.zeros(2))

@@ -1,6 +1,7 @@
 """A GPT on eight ranks with wires: bytes by count, which formats "auto" chooses, and what the plan says of them."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ def _sharded(workload: Workload, **options: Any) -> nn.Module:
 def _sent(how: str, **options: Any) -> Counter[str]:
     """Bytes that this rank sends to others in a forward and backward, by what they are for."""
     workload = gpt(**SMALL)
+    torch._dynamo.reset()
     run: Any = _sharded(workload, reshard_after_forward=True, **options)
     if how != "eager":
         run = torch.compile(run, fullgraph=True, backend=how)
@@ -55,6 +57,17 @@ def test_bytes(emulated: None, how: str, policy: Any, of_gather: float) -> None:
         sent = _sent(how, wire=wire, **options)
         assert 0 < sent["gather"] <= of_gather * full["gather"], (wire, sent, full)
         assert 0 < sent["reduce"] <= of_reduce * full["reduce"], (wire, sent, full)
+
+
+@pytest.mark.nightly
+def test_kept_code_has_the_wire(emulated: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that compilers have kept for other formats is not taken, and that for the same formats is."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    wires = (None, "bf16", "fp8", Wire("fp8", "bf16"))
+    with torch._inductor.config.patch(force_disable_caches=False):
+        once, again = ([_sent("inductor", wire=wire) for wire in wires] for _ in range(2))
+    assert once == again
+    assert len({each["gather"] for each in once}) == len({each["reduce"] for each in once}) == 3, once
 
 
 # --- what "auto" chooses ----------------------------------------------------------------------------------------------

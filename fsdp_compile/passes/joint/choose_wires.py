@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 from torch import fx
 
-from fsdp_compile.comm.formats import allowed_formats, ratio
+from fsdp_compile.comm.formats import FORMATS, allowed_formats, ratio
 from fsdp_compile.passes.agreement import decide_together, shape_of
 from fsdp_compile.passes.graph.analyze import analyze
 from fsdp_compile.passes.graph.costs import costs_of
@@ -51,7 +51,24 @@ def choose_wires(context: GraphContext) -> None:
         chosen = dict.fromkeys(slots, "") if costs is None else _decided(context, costs, slots, allowed)
         for slot, starts in slots.items():
             _set(starts, chosen[slot])
+    _name(graph)
     _tell(graph)
+
+
+# Note [Names say the format]
+# Compilers keep code by the text of graphs, which has names but no tags, and what is sent in a format is rewritten
+# behind that (post_grad/messages.py). So names differ where formats do: else a model would run with the code of another
+# one, or of a run before, that has other formats. Without this pass nothing is sent in a format.
+def _name(graph: fx.Graph) -> None:
+    """See Note [Names say the format]."""
+    names = {node.name for node in graph.nodes}
+    for start in tagged(graph, "gather", "reduce"):
+        if tag_of(start).wire in FORMATS:
+            name = f"{start.name}_{tag_of(start).wire}"
+            while name in names:
+                name += "_"
+            names.add(name)
+            start.name = name
 
 
 def _slot_of(start: fx.Node) -> Slot:
