@@ -12,6 +12,7 @@ import pytest
 import torch
 from compiling import small
 from models import mlp
+from refusing import units
 from torch import Tensor, nn
 from torch._dynamo.compiled_autograd import _enable
 from torch.autograd.graph import allow_mutation_on_saved_tensors
@@ -267,3 +268,19 @@ def test_ranks_compare_their_units_once(how: str) -> None:
         for _ in range(3):
             run(torch.ones(2, 3))
     compare.assert_called_once_with(model, mock.ANY, how != "eager")
+
+
+@pytest.mark.parametrize("how", ["eager", "module", "function"])
+def test_replaced_data_is_taken_over_before_a_forward(how: str) -> None:
+    """Eager or compiled, a forward computes with what users have assigned to `.data`, and the shard has it then."""
+    model = fully_shard(small())
+    run = {"eager": model, "module": torch.compile(model, backend="eager")}.get(
+        how, torch.compile(lambda x: model(x), backend="eager")
+    )
+    run(torch.ones(2, 3))
+    for param in model.parameters():
+        param.data = param.data.clone().fill_(2.0)
+    run(torch.ones(2, 3))
+    assert all(unit.is_current() for unit in units(model))
+    stored = {value for unit in units(model) for flat in unit.flats for value in flat.shard.tolist()}
+    assert stored == {0.0, 2.0}  # the former is padding

@@ -245,6 +245,29 @@ def test_a_late_gradient_opens_nothing(strategy: str) -> None:
     assert units(model[1])[0].describe_phase() == "idle"
 
 
+@pytest.mark.parametrize(
+    ("strategy", "of_shard", "named"),
+    [
+        ("FULL_SHARD", False, r"0\.down\.weight of 0 "),
+        ("FULL_SHARD", True, r"0\.up\.weight or another one of 0 "),
+        ("NO_SHARD", False, r"0\.up\.weight or another one of 0 "),  # plain parameters have their shard's counter
+    ],
+)
+def test_a_change_between_forward_and_backward_is_named(strategy: str, of_shard: bool, named: str) -> None:
+    """Backward raises with the parameter that was changed in place, or with the first one of a shard that was; the
+    next step runs."""
+    model = fully_shard(
+        nn.Sequential(Residual(7, 9), nn.Linear(7, 2)),
+        auto_wrap_policy={Residual}, sharding_strategy=ShardingStrategy[strategy],
+    )  # fmt: skip
+    loss = _loss(model)
+    with torch.no_grad():
+        (units(model[0])[0].flats[0].shard if of_shard else model[0].down.weight).mul_(2)
+    with pytest.raises(RuntimeError, match=f"^parameter {named}.*was changed in place between forward and backward"):
+        loss.backward()
+    _loss(model).backward()
+
+
 @pytest.mark.parametrize("follow", [torch.clone, torch.sin])
 def test_a_unit_that_runs_twice_in_a_checkpoint(follow: Callable[[Tensor], Tensor]) -> None:
     """What was recomputed of both forwards reads the buffer of the second one, which stays until both have had their

@@ -95,6 +95,24 @@ def test_an_interrupted_summon(name: str, strategy: str) -> None:
     step(model)
 
 
+@pytest.mark.parametrize("records", [True, False])
+@pytest.mark.parametrize(
+    ("options", "complete"),
+    [({}, True), ({"writeback": False}, True), ({"writeback": False, "rank0_only": True}, False),
+     ({"writeback": False, "rank0_only": True, "offload_to_cpu": True}, False)],
+)  # fmt: skip
+def test_evaluation_within_a_summon(options: dict[str, Any], complete: bool, records: bool) -> None:
+    """A forward without gradients computes with the full parameters that are shown, where each rank has them where it
+    computes; any other forward gathers, which is refused there (E-FWD-12)."""
+    model = fully_shard(nn.Linear(7, 2))
+    with summon_full_params(model, **options), torch.set_grad_enabled(records):
+        if complete and not records:
+            assert model(torch.ones(3, 7)).shape == (3, 2)
+        else:
+            with pytest.raises((AssertionError, ValueError), match="summon_full_params"):
+                model(torch.ones(3, 7))
+
+
 @all_strategies
 def test_the_cycle_of_a_unit(strategy: str) -> None:
     """Open in forward and in backward, idle before, between and after, with sharded parameters: explicit states.
