@@ -85,7 +85,9 @@ NEAREST = {
     "optim/matrix_program.py": "tests/gloo/test_matrix_optimizers.py",
     "optim/matrix_step.py": "tests/gloo/test_matrix_optimizers.py",
     "optim/owner_plan.py": "tests/unit/test_owner_plan.py",
-    "core/autograd.py": f"tests/fake/test_states.py {_RUNTIME} tests/gloo/test_update_in_backward.py "
+    "core/autograd.py": "tests/fake/test_states.py tests/fake/test_handle.py tests/fake/test_accumulated_gradients.py "
+                        "tests/fake/test_backends.py::test_gradients_stay_in_low_precision "
+                        f"{_RUNTIME} tests/gloo/test_update_in_backward.py "
                         "tests/gloo/test_read_guard.py tests/gloo/test_precision.py tests/gloo/test_flat_gradients.py "
                         "tests/gloo/test_same_bits.py",
     "core/backward_pass.py": "tests/unit/test_backward_pass.py tests/fake/test_states.py tests/fake/test_handle.py "

@@ -1,13 +1,15 @@
 """What `.grad` shows while gradients are accumulated without communication."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from models import Residual
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_compile import ShardingStrategy, fully_shard
+from fsdp_compile.comm import collectives
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient
 
@@ -50,3 +52,29 @@ def test_accumulated_gradients_add_up(options: dict[str, Any]) -> None:
             _step(model)
             seen.append(model.bias.grad.sum().item())
     assert seen == [6.0, 12.0, 18.0, 24.0]  # of three samples and two outputs
+
+
+class _Chooses(nn.Sequential):
+    """Runs one of its blocks."""
+
+    chosen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[self.chosen](x)
+
+
+def test_ranks_ask_each_other_only_after_no_sync() -> None:
+    """Whether anything is accumulated of a unit that a backward pass leaves out: nobody asks where no_sync was never in
+    force, each unit is asked for once after it was, and no more when it has reduced."""
+    model = fully_shard(_Chooses(Residual(7, 9), Residual(7, 9)), auto_wrap_policy={Residual})
+    with mock.patch.object(collectives, "holds_on_all_ranks", wraps=collectives.holds_on_all_ranks) as asks:
+        model.set_requires_gradient_sync(True)
+        _step(model)
+        assert asks.call_count == 0
+        with model.no_sync():
+            _step(model)
+        model.chosen = 1
+        _step(model)
+        assert asks.call_count == 1
+        _step(model)
+        assert asks.call_count == 1
