@@ -107,6 +107,7 @@ def test_cpu_has_nothing_to_order() -> None:
     """On a CPU the same calls do nothing: no stream, no event, no wait (E-STREAM-5)."""
     streams = Streams(Device(torch.device("cpu")), limit_gathers=True)
     with streams.unsharding(), streams.reducing(), streams.finishing():
+        streams.begin_iteration("an event that nobody waits for")
         streams.note_free()
         streams.limit()
         streams.await_reduce(torch.ones(2))
@@ -294,3 +295,8 @@ def test_accelerator_speaks_to_its_torch_module() -> None:
         streams.note_free()
     streams.limit()
     compute.record_event.return_value.synchronize.assert_called_once_with()
+    streams.unshard.wait_stream.assert_not_called()
+    streams.begin_iteration("event")
+    streams.unshard.wait_event.assert_called_once_with("event")
+    streams.begin_iteration()
+    streams.unshard.wait_stream.assert_called_once_with(compute)
