@@ -78,3 +78,33 @@ def test_ranks_ask_each_other_only_after_no_sync() -> None:
         assert asks.call_count == 1
         _step(model)
         assert asks.call_count == 1
+
+
+class _Halves(nn.Module):
+    """One unit of two layers, of which one is left out at times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.both = nn.Linear(7, 2), nn.Linear(7, 2), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) + self.other(x) if self.both else self.one(x)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_what_is_not_used_keeps_its_reduced_gradient(strategy: str) -> None:
+    """A parameter that no backward pass under no_sync has used shows the gradient that was reduced before, however
+    many passes there are, and shows the sum once one has used it (E-ACC-3)."""
+    model: Any = fully_shard(_Halves(), sharding_strategy=ShardingStrategy[strategy])
+    _step(model)
+    reduced, model.both = model.other.bias.grad, False
+    values = reduced.to_local().clone() if isinstance(reduced, ShardedTensor) else reduced.clone()
+    with model.no_sync():
+        for passes in (1, 2, 3):
+            _step(model)
+            assert model.other.bias.grad is reduced and model.one.bias.grad.sum().item() == 6.0 * passes
+        now = reduced.to_local() if isinstance(reduced, ShardedTensor) else reduced
+        assert torch.equal(now, values)
+        model.both = True
+        _step(model)
+        assert model.other.bias.grad.sum().item() == 6.0 and model.one.bias.grad.sum().item() == 24.0
