@@ -79,20 +79,16 @@ def reference(source: Subject | Pickled | Any, task: Task) -> dict[str, Any]:
     """
     subject = source if isinstance(source, Subject) else source.subject()
     training = _unsharded(subject, task)
-    if task.resumes:
-        _write(training.state(), task.values / "0")
     for number, values in enumerate(_steps(training, task), 1):
         _write(values, task.values / str(number))
-    if task.saves and dist.get_rank() == 0:
-        state = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
-        _write(state, Path(task.folder) / "unsharded")
+    _save(training, task, _named())
     about: dict[str, Any] = {"model": type(training.model).__name__, "absent": {},
              "parameters": sum(each.numel() for each in training.model.parameters())}  # fmt: skip
-    _write(_deviations(_unsharded(subject, task, moved=True), task), task.values / "moved")
+    _write_deviations(subject, task, moved=True)
     for backend in task.backends:
         torch.compiler.reset()
         try:
-            _write(_deviations(_unsharded(subject, task, backend), task), task.values / backend)
+            _write_deviations(subject, task, backend)
         except Exception as error:  # whatever the compiler or the model raises
             about["absent"][backend] = one_line(error)
     return about
@@ -102,16 +98,25 @@ def _unsharded(
     subject: Subject, task: Task, backend: str | None = None, moved: bool = False,
     hook: Callable[[nn.Module], None] | None = None,
 ) -> Unsharded:  # fmt: skip
-    """The unsharded model at the task's start."""
+    """The unsharded model at the task's start, where what it has gathered of differences goes on."""
     training = Unsharded(subject, task.where, backend, moved and not task.resumes, hook)
     training.micro_batches = task.start
     if task.resumes:
-        state = _read(Path(task.folder) / "unsharded")
+        state = _read(Path(task.folder) / _named(backend, moved))
         training.model.load_state_dict(state["model"])
         training.optimizer.load_state_dict(state["optimizer"])
-        if moved:
-            training.move()
     return training
+
+
+def _named(backend: str | None = None, moved: bool = False) -> str:
+    """The file of the unsharded model that is compiled or moved."""
+    return backend or ("moved" if moved else "unsharded")
+
+
+def _save(training: Unsharded, task: Task, name: str) -> None:
+    if task.saves and dist.get_rank() == 0:
+        state = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
+        _write(state, Path(task.folder) / name)
 
 
 def _steps(training: Training, task: Task) -> Iterator[Values]:
@@ -119,10 +124,14 @@ def _steps(training: Training, task: Task) -> Iterator[Values]:
         yield training.step(count)
 
 
-def _deviations(training: Unsharded, task: Task) -> list[dict[Key, float]]:
+def _write_deviations(subject: Subject, task: Task, backend: str | None = None, moved: bool = False) -> None:
     """By how much the values of each step differ from those that were kept."""
-    return [deviation(values, _read(task.values / str(number)))
-            for number, values in enumerate(_steps(training, task), 1)]  # fmt: skip
+    training, name = _unsharded(subject, task, backend, moved), _named(backend, moved)
+    found: list[dict[Key, float]] = [
+        deviation(values, _read(task.values / str(number))) for number, values in enumerate(_steps(training, task), 1)
+    ]
+    _write(found, task.values / name)
+    _save(training, task, name)
 
 
 # --- a way ------------------------------------------------------------------------------------------------------------
@@ -147,9 +156,7 @@ def _compared(subject: Subject, task: Task, way: Way, row: Row) -> Row:
     all_allowed = [largest(each) for each in zip(*deviations, strict=True)]
     small: list[tuple[float, str]] = []
     if task.resumes:
-        expected = _read(task.values / "0")
-        found = training.state()
-        fault = _fault(0, Step({}, found), Step({}, expected), {}, training.model)
+        fault = _fault(0, Step({}, training.state()), Step({}, _read(_saved(task, way))), {}, training.model)
         if fault is not None:
             return replace(row, verdict=DIFFERS, fault=fault)
     for number, values in enumerate(_steps(training, task), 1):
@@ -164,8 +171,16 @@ def _compared(subject: Subject, task: Task, way: Way, row: Row) -> Row:
     if task.saves:
         state = {"model": training.model, "optimizer": training.optimizer}
         checkpoint.save(state, Path(task.folder) / "checkpoints" / way.name.replace(":", "_"), len(task.counts))
+        values = training.state()
+        if dist.get_rank() == 0:
+            _write(values, _saved(task, way))
     most = max((each for of_rank in _of_ranks(max(small, default=None)) if (each := of_rank)), default=None)
     return row if most is None else replace(row, verdict=ROUNDING, largest=f"most: {most[1]}")
+
+
+def _saved(task: Task, way: Way) -> Path:
+    """The file of all values beside the checkpoint."""
+    return Path(task.folder) / f"saved_{way.name.replace(':', '_')}"
 
 
 def _sharded(subject: Subject, task: Task, way: Way, hook: Callable[[nn.Module], None] | None = None) -> Sharded:
@@ -240,6 +255,8 @@ def _fault(number: int, found: Step, expected: Step, allowed: Any, model: nn.Mod
     if not firsts:
         return None
     earliest, rank = min(firsts, key=lambda each: each[0].position)
-    own = next(each for each in types[earliest.module] if not issubclass(each, FSDPModule))
+    own = next(
+        each for each in types[earliest.module] if not issubclass(each, FSDPModule) and not issubclass(FSDPModule, each)
+    )
     note = "" if found.events else NOT_SEEN if expected.events else ""
     return Fault(number, rank, earliest.module, own.__name__, str(earliest.difference.key), earliest.difference, note)
