@@ -30,6 +30,9 @@ from .models import Caller, Model, Nest, build, loss_of, play_rank
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 5e-4, torch.bfloat16: 5e-2}
 AUTOCAST = 2e-3  # where both models round the same values; Inductor leaves out casts within a kernel
 WIRE = 0.5  # of a format: values are rounded by a 16th, and updates may have another sign
+# Of weights in a format of one byte: where an unsharded model of case 286 of `--wires` computes with weights that are
+# rounded by blocks, gradients of one rank alone differ by 0.39 in a step, and those differences grow with updates.
+WIRE_OF_WEIGHTS = 2.0
 CLIP = 0.05
 INVALID = "the unsharded model raises too"
 
@@ -157,7 +160,7 @@ class Comparison:
         used |= {torch.bfloat16} if case.autocast and how == "inductor" else set()
         self.tolerance = max([AUTOCAST * case.autocast, *(TOLERANCES[dtype] for dtype in used)])
         if case.wire:
-            self.tolerance = WIRE
+            self.tolerance = WIRE_OF_WEIGHTS if case.wire[0] in ("fp8", "int8") else WIRE
         self.is_exact = case.order == "tree"
         if self.is_exact:
             self.tolerance = 0.0
