@@ -33,6 +33,8 @@ def test_accumulated_gradients_hide_reduced_ones() -> None:
         assert [grad.shape for grad in shown] == [param.shape for param in params]
         _step(model)
         assert all(param.grad is grad for param, grad in zip(params, shown, strict=True))
+    with pytest.raises(RuntimeError, match=r"0\.up\.weight: its gradient was accumulated under no_sync and not"):
+        torch.optim.SGD(params, 0.1).step()
     _step(model)
     assert {type(param.grad) for param in params} == {ShardedTensor}
     assert all(param.grad.shape == param.shape for param in params)
@@ -51,7 +53,10 @@ def test_accumulated_gradients_add_up(options: dict[str, Any]) -> None:
         for _ in range(4):
             _step(model)
             seen.append(model.bias.grad.sum().item())
-    assert seen == [6.0, 12.0, 18.0, 24.0]  # of three samples and two outputs
+        model.bias.grad = None
+        _step(model)
+        seen.append(model.bias.grad.sum().item())
+    assert seen == [6.0, 12.0, 18.0, 24.0, 6.0]  # of three samples and two outputs
 
 
 class _Chooses(nn.Sequential):
@@ -65,7 +70,7 @@ class _Chooses(nn.Sequential):
 
 def test_ranks_ask_each_other_only_after_no_sync() -> None:
     """Whether anything is accumulated of a unit that a backward pass leaves out: nobody asks where no_sync was never in
-    force, each unit is asked for once after it was, and no more when it has reduced."""
+    force, each unit is asked for once after it was, and has reduced then."""
     model = fully_shard(_Chooses(Residual(7, 9), Residual(7, 9)), auto_wrap_policy={Residual})
     with mock.patch.object(collectives, "holds_on_all_ranks", wraps=collectives.holds_on_all_ranks) as asks:
         model.set_requires_gradient_sync(True)
@@ -73,11 +78,11 @@ def test_ranks_ask_each_other_only_after_no_sync() -> None:
         assert asks.call_count == 0
         with model.no_sync():
             _step(model)
+            assert type(model[0].up.bias.grad) is UnreducedGradient
         model.chosen = 1
-        _step(model)
-        assert asks.call_count == 1
-        _step(model)
-        assert asks.call_count == 1
+        for _ in range(2):
+            _step(model)
+            assert asks.call_count == 1 and type(model[0].up.bias.grad) is ShardedTensor
 
 
 class _Halves(nn.Module):
