@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from bench.link import LINK
 from bench.models import Workload, gpt
-from fsdp_compile import Wire, explain_plan, fully_shard
+from fsdp_compile import Wire, explain, explain_plan, fully_shard
 from fsdp_compile.passes.joint.choose_wires import Formats, widest
 
 SMALL = dict(batch=2, context=32, layers=2, heads=4, dim=128)
@@ -172,3 +172,21 @@ def test_the_plan_prints_formats_and_bytes(emulated: None) -> None:
         assert size == sum(each.bytes for each in full.collectives if each.kind == kind)
         assert f"{size:,}" in str(found) and f"{sent:,}" in str(found)
     assert "format" in str(found) and "format" not in str(full)
+
+
+def test_explain_knows_formats() -> None:
+    """A predicted step on a slow link is shorter where less is sent, by how much is said; FSDP2 has no formats."""
+    options = {"world_size": 8, "batch": 2, "sequence": 32, "network": "custom:1e-6,1e8", "ranks_per_node": 1}
+    full, sent = (
+        explain(gpt(**SMALL).build, alternatives=False, **options, **wires)
+        for wires in ({}, {"wire_gather": "fp8", "wire_reduce": "bf16"})
+    )
+    one, other = full.predictions[0], sent.predictions[0]
+    assert other.step < 0.8 * one.step  # bfloat16: two gathers in half the bytes, a reduce in as many
+    assert {each.format for each in one.top} == {""}
+    assert {(each.kind, each.format) for each in other.top} == {("all-gather", "fp8"), ("reduce-scatter", "bf16")}
+    assert all(each.sent == pytest.approx({"fp8": 1.0078 / 2, "bf16": 1.0}[each.format] * each.bytes, rel=1e-3)
+               for each in other.top)  # fmt: skip
+    assert "gathers in fp8, reduces in bf16" in str(sent)
+    with pytest.raises(ValueError, match="wire_gather: expected one of None, found 'fp8'"):
+        explain(gpt(**SMALL).build, runtime="fsdp2", wire_gather="fp8", **options)
