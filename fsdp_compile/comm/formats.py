@@ -90,6 +90,8 @@ def decode(messages: Tensor, numel: int, format: str, dtype: torch.dtype) -> Ten
     if format == "bf16":
         return _within(messages.float(), messages.isinf(), dtype)
     rows, blocks = len(messages), -(-numel // BLOCK)
+    if not blocks:  # parameters without elements
+        return messages.narrow(1, 0, 0).to(dtype)
     elements = messages.narrow(1, 0, blocks * BLOCK).reshape(rows, blocks, BLOCK)  # not by `[]`: it asks for the device
     scale_bytes = messages.narrow(1, blocks * BLOCK, blocks * _SCALE_BYTES[format])
     first, *second = scale_bytes.int().split(blocks, 1)

@@ -174,3 +174,12 @@ def test_which_hops_have_formats() -> None:
     assert formats_of(*Wire("fp8", "bf16", True).hops((far, near), copies)) == [sent, full, sent]
     assert formats_of(*Wire("fp8", "bf16", True).hops((near,), copies)) == [full, sent]
     assert formats_of(*wire.hops((alone,), None)) == [full]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_elements(format: str) -> None:
+    """What has no elements is sent as nothing, and arrives as nothing."""
+    message = encode(torch.zeros(2, 0), format)
+    assert message.numel() == 0
+    assert decode(message, 0, format, torch.float32).shape == (2, 0)
+    assert add_up(message, 0, format, "avg", torch.float32).shape == (0,)
