@@ -3,8 +3,9 @@
 One process plays rank 0 of 8 and counts CPU seconds. Each model is built, parallelized and initialized as torchtitan's
 trainer does, from its own config; a step is a forward, a cross entropy and a backward. All take turns.
 
-    fsdp2     torchtitan's `parallelize_llama`, which compiles each block
-    blocks    `fsdp_compile.integrations.torchtitan`, each block compiled
+    fsdp2     torchtitan's `parallelize_llama`, which compiles each block. The next unit is gathered ahead and no reduce
+              blocks the host (systems/fsdp2.py), as on a GPU, where the host runs ahead
+    blocks    `fsdp_compile.integrations.torchtitan`, each block compiled, the next unit gathered ahead
     whole     the same with FSDP_COMPILE_WHOLE_MODEL=1: one graph, planned for the link that the package has measured
 
     exposed   ms of a step in which a wait sleeps; tokens/s from the whole step, waits included
@@ -17,7 +18,8 @@ import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +30,21 @@ from bench.link import FREE, LINK
 from bench.parts import link_for
 from bench.planned_step import WORLD, count_one_thread
 from bench.report import parser, write
+from bench.systems.fsdp2 import overlap
 from bench.systems.ours import measure
 
 SYSTEMS = ("fsdp2", "blocks", "whole")
 ROWS, LENGTH = 1, 256  # of tokens
 
 
-def build(system: str) -> nn.Module:
+class System(NamedTuple):
+    """A model, and what waits for the reduces of a backward that has ended."""
+
+    model: nn.Module
+    finish: Callable[[], None]
+
+
+def build(system: str) -> System:
     """torchtitan's debug model, as its trainer makes it ready: sharded and compiled by one of the systems."""
     utils: Any = import_module("torchtitan.tools.utils")
     utils.device_type, utils.device_module = "cpu", torch.cpu  # before anything else of it is imported
@@ -67,11 +77,16 @@ def build(system: str) -> nn.Module:
     model.to_empty(device="cpu")
     with torch.no_grad():
         model.init_weights(buffer_device=None)
-    for module in model.modules() if system == "fsdp2" else ():
-        if isinstance(module, FSDPModule):  # torchtitan's factor is a product before the sum, unknown to gloo
-            module.set_force_sum_reduction_for_comms(True)
-    made: nn.Module = model.train()
-    return made
+    model.train()
+    parts = [model.tok_embeddings, *model.layers.values(), model.norm]
+    if system == "fsdp2":
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # torchtitan's factor is a product before the sum, unknown to gloo
+                module.set_force_sum_reduction_for_comms(True)
+        return System(model, overlap(model, parts))
+    for part, following in pairwise(parts if system == "blocks" else ()):
+        part.set_modules_to_forward_prefetch([following])
+    return System(model, lambda: None)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,19 +95,20 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def step(model: nn.Module) -> tuple[float, float]:
+def step(system: System) -> tuple[float, float]:
     """Seconds of forward and backward, and of what waits sleep in them."""
     tokens, target = batch()
     LINK.reset()
     begin = LINK.clock()
-    out = model(tokens, positions=torch.arange(LENGTH).expand(ROWS, -1).contiguous())
+    out = system.model(tokens, positions=torch.arange(LENGTH).expand(ROWS, -1).contiguous())
     F.cross_entropy(out.flatten(0, 1).float(), target.flatten()).backward()
+    system.finish()
     seconds = LINK.clock() - begin
-    model.zero_grad()
+    system.model.zero_grad()
     return seconds, LINK.summary()["exposed"]
 
 
-def row(models: dict[str, nn.Module], ratio: float, rounds: int) -> dict[str, Any]:
+def row(models: dict[str, System], ratio: float, rounds: int) -> dict[str, Any]:
     """All systems on a link that takes `ratio` times as long as computing: medians, and of paired steps."""
     LINK.configure(0.0, FREE)
     warm: Callable[[], list[float]] = lambda: [step(models["whole"])[0] for _ in range(4)]  # noqa: E731

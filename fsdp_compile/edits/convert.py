@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fsdp_compile.core.layout import ShardRecord
 from fsdp_compile.core.sharding import units_used_below
 from fsdp_compile.core.unit import Unit, check_idle
 from fsdp_compile.eager.accumulate import drop_cleared
@@ -68,12 +69,26 @@ def convert(module: Any, function: Convert, transform: Callable[[], T]) -> T:
             if shard is not flat.shard:
                 with torch.inference_mode(False), torch.no_grad():  # what inference mode made may not be trained
                     trainable = shard.clone() if shard.is_inference() else shard
+                    _clear_padding(trainable, flat.records)
                 flat.bind(trainable)
         set_grads(unit.params, of_params)
         if not unit.settings.offload:
             unit.device = unit.flats[0].shard.device
         unit.update_dtypes()
     return result
+
+
+def _clear_padding(shard: Tensor, records: Sequence[ShardRecord | None]) -> None:
+    """Set the elements of `shard` that belong to no parameter to zero.
+
+    `to_empty`, or a function that does not keep zeros, leaves anything there, and nobody who initializes parameters can
+    see it: but ranks compare shards that are replicated, and scales of wire formats are those of whole blocks.
+    """
+    end = 0
+    for record in filter(None, records):
+        shard[end : record.offset].zero_()
+        end = record.offset + record.numel
+    shard[end:].zero_()
 
 
 def _check_shards(unit: Unit, shards: Sequence[Tensor]) -> None:

@@ -1,12 +1,13 @@
 """Conversion of sharded modules: `.to()`, `.half()` and all else that goes through `Module._apply`."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from models import MODELS
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
 from fsdp_compile import fully_shard, summon_full_params
 
@@ -70,6 +71,41 @@ def test_conversion(two: Ranks, how: str, strategy: str, to: str) -> None:
     Eagerly, and compiled: replaced memory is not an error then (E-MOD-3, E-MOD-8, E-MP-4, E-VIEW-6).
     """
     two.run(_convert, how, strategy, to)
+
+
+def _padding(rank: int, strategy: str, offload: bool, conversion: str) -> None:
+    with torch.device("meta" if conversion == "to_empty" else "cpu"):
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    fully_shard(model, sharding_strategy=ShardingStrategy[strategy], cpu_offload=CPUOffload(offload))
+    if conversion == "to_empty":
+        model.to_empty(device="cpu")  # of NaN, while torch fills uninitialized memory
+        for param in model.parameters():
+            nn.init.ones_(param)
+    else:
+        model._apply(lambda tensor: torch.full_like(tensor, 3.0))
+    for unit in units(model):
+        for flat in unit.flats:
+            rest = flat.shard.detach().clone()
+            for part in flat.split(rest):
+                if part is not None:
+                    part.zero_()
+            assert rest.eq(0).all()
+    model(torch.ones(2, 5)).sum().backward()
+
+
+@pytest.mark.parametrize("conversion", ["to_empty", "another function"])
+@pytest.mark.parametrize(("strategy", "offload"), [("FULL_SHARD", False), ("FULL_SHARD", True), ("NO_SHARD", False)])
+def test_padding_is_zero_after_a_conversion(two: Ranks, strategy: str, offload: bool, conversion: str) -> None:
+    """What a conversion leaves between parameters is zero: ranks compare it, and formats of wires scale by it."""
+    two.run(_padding_of_new_memory, strategy, offload, conversion)
+
+
+def _padding_of_new_memory(rank: int, *given: Any) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        _padding(rank, *given)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def _convert_mixed(rank: int, how: str) -> None:
