@@ -16,7 +16,7 @@ from fsdp_compile.passes.joint.choose_wires import Formats, widest
 
 SMALL = dict(batch=2, context=32, layers=2, heads=4, dim=128)
 KINDS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_to_all": "reduce"}
-COMPILED = ("aot_eager",)  # Inductor plans what to free and gather again: tests/gloo/test_wire.py counts its bytes
+COMPILED = ("aot_eager", "inductor")
 HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
