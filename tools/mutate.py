@@ -89,7 +89,7 @@ NEAREST = {
                         "tests/fake/test_backends.py::test_gradients_stay_in_low_precision "
                         f"{_RUNTIME} tests/gloo/test_update_in_backward.py "
                         "tests/gloo/test_read_guard.py tests/gloo/test_precision.py tests/gloo/test_flat_gradients.py "
-                        "tests/gloo/test_same_bits.py",
+                        "tests/gloo/test_same_bits.py tests/gloo/test_manual.py tests/gloo/test_writeback.py",
     "core/backward_pass.py": "tests/unit/test_backward_pass.py tests/fake/test_states.py tests/fake/test_handle.py "
                              f"{_RUNTIME} tests/gloo/test_update_in_backward.py tests/gloo/test_mishaps.py",
     "eager/block_reader.py": "tests/fake/test_regional.py tests/gloo/test_regional.py tests/gloo/test_mishaps.py",
