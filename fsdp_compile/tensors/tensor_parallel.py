@@ -22,12 +22,12 @@ replicated over the data-parallel ranks, on a mesh that has dimensions for both:
 # computes with DTensors on the whole mesh, whose inputs are split over these dimensions. So module code finds such
 # DTensors again. The gradient of one is a sum over all data-parallel ranks, and each rank has an addend, which the unit
 # reduces. It is labeled `Partial`, or `Replicate` where the module computes with `weight.to_local()`; as in FSDP2 the
-# label of these dimensions is not looked at. A graph has to know it while it is traced, so such models run eagerly. All
-# else knows the other dimensions alone.
+# label of these dimensions is not looked at. Dynamo, which guesses what gradients are like, does not trace into
+# `_Replicated`: AOTAutograd does, and sees the labels. All else knows the other dimensions alone.
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeGuard
 
@@ -55,12 +55,14 @@ class TensorParallel:
     shape: torch.Size  # of the full tensor
     stride: tuple[int, ...]  # of it, contiguous. A field, because Dynamo reads it and traces no cached property
     summed: tuple[int, ...] = ()  # dimensions of the mesh over which gradients are addends of a sum: Note [One mesh]
+    in_graph: Callable[[Tensor], Tensor] | None = field(default=None, compare=False, repr=False)  # with `summed` alone
 
     @staticmethod
     def of(tensor: DTensor, summed: tuple[int, ...] = ()) -> "TensorParallel":
         """How `tensor` is distributed."""
         contiguous = torch.empty(tensor.shape, device="meta").stride()
-        return TensorParallel(tensor.device_mesh, tuple(tensor.placements), tensor.shape, contiguous, summed)
+        found = TensorParallel(tensor.device_mesh, tuple(tensor.placements), tensor.shape, contiguous, summed)
+        return replace(found, in_graph=_replicated_in_graph(found)) if summed else found
 
     def without(self, dims: tuple[int, ...]) -> "TensorParallel | None":
         """How it is distributed over the other dimensions of the mesh; None if there are no others."""
@@ -85,12 +87,8 @@ class TensorParallel:
         """The DTensor whose local tensor is `local`, of the local shape; differentiable, and nothing is copied."""
         if not self.summed:
             return self.from_local(local)
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                f"a parameter of shape {tuple(self.shape)} is a DTensor that is replicated over data-parallel ranks, "
-                f"whose gradients a graph may take for means: run this model eagerly, or distribute its parameters "
-                f"over the other dimensions of the mesh alone"
-            )
+        if self.in_graph is not None and torch.compiler.is_compiling():
+            return self.in_graph(local)
         distributed: Tensor = _Replicated.apply(local, self)
         return distributed
 
@@ -138,6 +136,17 @@ class _Replicated(torch.autograd.Function):
             for dim, (of_grad, of_param) in enumerate(zip(grad.placements, parallel.placements, strict=True))
         ]
         return grad.redistribute(placements=wanted).to_local(), None
+
+
+def _replicated_in_graph(parallel: TensorParallel) -> Callable[[Tensor], Tensor]:
+    """`_Replicated` as a function that Dynamo puts into its graph as a whole."""
+
+    def distribute_replicated(local: Tensor) -> Tensor:
+        distributed: Tensor = _Replicated.apply(local, parallel)
+        return distributed
+
+    function: Callable[[Tensor], Tensor] = torch.compiler.allow_in_graph(distribute_replicated)
+    return function
 
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:

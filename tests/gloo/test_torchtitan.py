@@ -19,11 +19,6 @@ REFUSED = {  # layout and system: part of the message
     ("TP, spmd_types", "eager"): "dp_mesh_dims leaves tp of 2 ranks",
     ("TP, spmd_types", "blocks"): "dp_mesh_dims leaves tp of 2 ranks",
     ("TP, spmd_types", "whole"): "dp_mesh_dims leaves tp of 2 ranks",
-    **{
-        (layout, system): "full_dtensor cannot be compiled"
-        for layout in ("full_dtensor", "HSDP, full_dtensor", "TP, full_dtensor")
-        for system in ("blocks", "whole")
-    },
 }
 
 

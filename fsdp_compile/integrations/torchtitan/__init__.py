@@ -102,18 +102,12 @@ def parallelize(
 
     Raises:
         TypeError: the model is no `Decoder`.
-        ValueError: FSDP_COMPILE_WHOLE_MODEL is neither 0 nor 1, `compile.enable` comes with the backend full_dtensor,
-            or a parameter cannot be sharded.
+        ValueError: FSDP_COMPILE_WHOLE_MODEL is neither 0 nor 1, or a parameter cannot be sharded.
     """
     if not isinstance(model, Decoder):
         raise TypeError(f"model: expected a torchtitan Decoder, found {type(model).__name__}")
     compiles = compile_config.enable and "model" in compile_config.components
     whole = _compiles_whole_models() and compiles
-    if compiles and parallelism.spmd_backend == "full_dtensor" and parallel_dims.dp_enabled:
-        raise ValueError(
-            "parallelism.spmd_backend: full_dtensor cannot be compiled, because graphs do not know how its "
-            "gradients are labeled; use spmd_types or partial_dtensor, or leave compile.enable out"
-        )
     typed = parallelism.spmd_backend in ("full_dtensor", "spmd_types")
     if typed:
         validate_config(parallel_dims, model)
