@@ -21,6 +21,7 @@ from bench.first_plan import SPEED, step
 from bench.link import FREE, LINK
 from bench.models import WORKLOADS
 from bench.parts import link_for
+from bench.pictures import IMAGES, STYLE, plt
 from bench.planned_step import count_one_thread
 from bench.report import parser, write
 from fsdp_compile import fully_shard
@@ -71,8 +72,25 @@ def row(model: str, ratio: float, off: float, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def draw(rows: list[dict[str, Any]]) -> None:
+    """Exposed milliseconds by step, a panel for each row; lines are the rule and the plan for the right prices."""
+    with plt.rc_context(STYLE):
+        figure, panels = plt.subplots(1, len(rows), figsize=(3.2 * len(rows), 2.6), sharey=True, squeeze=False)
+        for axes, found in zip(panels[0], rows, strict=True):
+            axes.plot([seconds * 1e3 for seconds in found["steps"]], c="#e07a5f", lw=1.0, label="the plan that learns")
+            for name, colour, title in (("rule", "#9aa5b1", "rule"), ("right", "#5b8def", "plan for the right prices")):
+                axes.axhline(found[name] * 1e3, c=colour, lw=1.0, ls="--", label=title)
+            axes.set_title(f"communication {found['ratio']:g}, link priced {found['off']:g} times", loc="left")
+            axes.set_xlabel("step")
+        panels[0][0].set_ylabel("exposed, ms")
+        panels[0][0].set_ylim(bottom=0.0)
+        panels[0][-1].legend(frameon=False)
+        figure.tight_layout()
+        figure.savefig(IMAGES / "learned_steps.png")
+
+
 def main() -> None:
-    """Print a table and write `bench/results/learned_steps.json`."""
+    """Print a table, write `bench/results/learned_steps.json` and draw docs/images/learned_steps.png."""
     arguments = parser(__doc__)
     arguments.add_argument("--model", choices=WORKLOADS, default="gpt")
     arguments.add_argument("--ratios", nargs="+", type=float, default=[0.6, 0.9])
@@ -95,3 +113,4 @@ def main() -> None:
             print("  by step:", *(f"{each * 1e3:.0f}" for each in found["steps"]), flush=True)
     if not args.dry:
         write("learned_steps", {"rows": rows})
+        draw(rows)

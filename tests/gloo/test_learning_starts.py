@@ -53,12 +53,14 @@ def _starts(ranks: Ranks) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 def test_two_ranks_start_often(two: Ranks) -> None:
     """In each of 20 starts both ranks follow the same plan at every call, also where it is kept or taken back."""
     _starts(two)
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 def test_four_ranks_start_often(four: Ranks) -> None:
     """As two ranks."""
     _starts(four)
