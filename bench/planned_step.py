@@ -36,7 +36,7 @@ from fsdp_compile.passes.cost.roofline import measured_update
 from fsdp_compile.passes.plan.plan import Plan, Step, Timeline, simulate, verify
 from fsdp_compile.passes.plan.whole_step import UpdateCost, with_update
 from fsdp_compile.passes.plan.workload import Task, Workload, lower_bound
-from fsdp_compile.passes.post_grad.plan_pass import plan_log
+from fsdp_compile.passes.post_grad.plan_by_rule import plan_log
 from fsdp_compile.passes.post_grad.record_times import TaskProfile
 
 UNITS: dict[str, Any] = {"blocks": "auto", "layers": {nn.Linear}}  # by these policies

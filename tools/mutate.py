@@ -144,7 +144,7 @@ BROKEN = {
     "reuse_gathered": (f"{_POST}/reuse_gathered.py", "            _put_in_order(pack, wait)\n", ""),
     "place_deferred_reduces": (f"{_POST}/order.py", 'last.op != "placeholder"', 'last.op == "placeholder"'),
     "read_graph": ("passes/graph/analyze.py", "*(last + 1 for _, last in spans)}", "*(last for _, last in spans)}"),
-    "choose_plan": (f"{_POST}/plan_pass.py", "if in_flight == 1:", "if not in_flight:"),
+    "choose_plan": (f"{_POST}/plan_by_rule.py", "if in_flight == 1:", "if not in_flight:"),
     "verify_plan": ("passes/plan/plan.py", "if reduces[name].at <= ready:", "if reduces[name].at < ready:"),
     "order": (f"{_POST}/order.py", "[info.gathers[name].first + ahead.get(name, [])", "[info.gathers[name].first"),
     "check_order": ("passes/checks.py", "if actual != planned:", "if len(actual) != len(planned):"),

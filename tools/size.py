@@ -33,7 +33,7 @@ STORY = tuple(
         "passes/joint": "insert_collectives reshard __init__",
         "passes/graph": "nodes work analyze lifetimes __init__",
         "passes/plan": "workload plan schedule __init__",
-        "passes/post_grad": "plan_pass order in_place_grads lower_collectives __init__",
+        "passes/post_grad": "plan_by_rule order in_place_grads lower_collectives __init__",
     }.items()
     for name in names.split()
 )

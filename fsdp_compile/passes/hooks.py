@@ -25,7 +25,7 @@ from fsdp_compile.passes.graph.nodes import is_ours
 from fsdp_compile.passes.joint import insert_collectives, reshard
 from fsdp_compile.passes.pipeline import GraphContext, Pass, Stage, enabled, hash_of_sources, run_passes
 from fsdp_compile.passes.plan.plan import PlanError
-from fsdp_compile.passes.post_grad import in_place_grads, lower_collectives, order, plan_pass
+from fsdp_compile.passes.post_grad import in_place_grads, lower_collectives, order, plan_by_rule
 
 CORE_PASSES = (
     Pass("insert_collectives", "joint", insert_collectives.insert_collectives),
@@ -35,9 +35,9 @@ CORE_PASSES = (
     Pass("separate_reduces", "post_grad", in_place_grads.separate_reduces),
     Pass("pack_in_place", "post_grad", in_place_grads.pack_in_place),
     Pass("place_deferred_reduces", "post_grad", order.place_deferred_reduces),
-    Pass("read_graph", "post_grad", plan_pass.read_graph),
-    Pass("choose_plan", "post_grad", plan_pass.choose_plan, needs=("read_graph",)),
-    Pass("verify_plan", "post_grad", plan_pass.verify_plan, needs=("choose_plan",)),
+    Pass("read_graph", "post_grad", plan_by_rule.read_graph),
+    Pass("choose_plan", "post_grad", plan_by_rule.choose_plan, needs=("read_graph",)),
+    Pass("verify_plan", "post_grad", plan_by_rule.verify_plan, needs=("choose_plan",)),
     Pass("order", "post_grad", order.order, needs=("choose_plan",)),
     Pass("reduce_scatter_by_all_to_all", "post_grad", lower_collectives.reduce_scatter_by_all_to_all),
     Pass("all_gather_into_buffer", "post_grad", lower_collectives.all_gather_into_buffer),

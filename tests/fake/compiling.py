@@ -17,7 +17,7 @@ from fsdp_compile import ShardingStrategy, fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.passes.plan.plan import Plan
 from fsdp_compile.passes.plan.workload import Workload
-from fsdp_compile.passes.post_grad.plan_pass import plan_log
+from fsdp_compile.passes.post_grad.plan_by_rule import plan_log
 from fsdp_compile.passes.printed import graph_log
 
 

@@ -13,7 +13,7 @@ from fsdp_compile import MixedPrecision, fully_shard
 from fsdp_compile.comm import collectives
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.passes.plan.plan import Plan
-from fsdp_compile.passes.post_grad.plan_pass import plan_log
+from fsdp_compile.passes.post_grad.plan_by_rule import plan_log
 
 FAR = "custom:1e-3,1e9"  # latency is all that counts
 

@@ -32,7 +32,7 @@ from fsdp_compile.construct import units
 from fsdp_compile.passes import PASSES, GraphContext, Pass, Plan, backend, tagged
 from fsdp_compile.passes.hooks import CORE_PASSES, Pipeline
 from fsdp_compile.passes.plan.workload import Workload
-from fsdp_compile.passes.post_grad.plan_pass import plan_log
+from fsdp_compile.passes.post_grad.plan_by_rule import plan_log
 
 PAGE = Path(__file__).parents[2] / "docs" / "passes.md"
 SHOWN = re.compile(

@@ -25,7 +25,7 @@ from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate
 from fsdp_compile.passes.plan.schedule import TOLERANCE, PlannedStep, search_plan
 from fsdp_compile.passes.plan.workload import Workload
-from fsdp_compile.passes.post_grad.plan_pass import plan_log
+from fsdp_compile.passes.post_grad.plan_by_rule import plan_log
 
 SLOW = "custom:1e-6,1e6"  # seconds, bytes per second: communication takes far longer than computing
 

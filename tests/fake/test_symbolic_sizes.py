@@ -16,7 +16,7 @@ from fsdp_compile.passes import PASSES, GraphContext, Pass, backend
 from fsdp_compile.passes._torch import sizes_chosen, symbols_of
 from fsdp_compile.passes.plan.plan import PlanError, simulate, verify
 from fsdp_compile.passes.post_grad.plan_by_cost import read_graph
-from fsdp_compile.passes.post_grad.plan_pass import plan_log
+from fsdp_compile.passes.post_grad.plan_by_rule import plan_log
 
 MLP = MODELS["mlp"]
 LINK = {"link": "h100-ib400", "device": "h100"}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bench.link import start
 from fsdp_compile import fully_shard
 from fsdp_compile.passes.plan.plan import Plan
-from fsdp_compile.passes.post_grad.plan_pass import plan_log
+from fsdp_compile.passes.post_grad.plan_by_rule import plan_log
 
 LINKS = {"slow": "custom:1e-6,1e6", "far": "custom:1e-2,1e12"}  # bytes count; launches do
 

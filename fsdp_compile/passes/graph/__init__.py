@@ -1,10 +1,10 @@
 """What passes read in a graph.
 
-nodes.py       tags, and kinds of nodes: a view, a matrix product, a loop
-work.py        operations and bytes of nodes; what they take relative to each other
-lifetimes.py   when values are alive, and how many bytes that is
-analyze.py     a graph as tasks and units, as the planner sees it; choices noted on nodes
+nodes.py              tags, and kinds of nodes: a view, a matrix product, a loop
+work.py               operations and bytes of nodes; what they take relative to each other
+lifetimes.py          when values are alive, and how many bytes that is
+analyze.py            a graph as tasks and units, as the planner sees it; choices noted on nodes
 
-costs.py       seconds of nodes, collectives and updates, on the named hardware
-whole_step.py  the optimizer's update behind a joint graph
+costs.py              seconds of nodes, collectives and updates, on the named hardware
+optimizer_update.py   the optimizer's update behind a joint graph
 """

@@ -66,7 +66,7 @@ from fsdp_compile.passes.graph.nodes import (
     set_tag,
     source_of,
 )
-from fsdp_compile.passes.graph.whole_step import note_arrivals, update_cost
+from fsdp_compile.passes.graph.optimizer_update import note_arrivals, update_cost
 from fsdp_compile.passes.graph.work import size_of
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.memory import (

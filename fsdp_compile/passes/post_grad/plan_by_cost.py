@@ -20,14 +20,14 @@ from fsdp_compile.passes.cost.roofline import with_profile
 from fsdp_compile.passes.graph.analyze import GraphInfo, analyze
 from fsdp_compile.passes.graph.costs import costs_of, stretches_of
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
-from fsdp_compile.passes.graph.whole_step import units_updated_in_backward, update_cost
+from fsdp_compile.passes.graph.optimizer_update import units_updated_in_backward, update_cost
 from fsdp_compile.passes.graph.work import relative_costs
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate
 from fsdp_compile.passes.plan.whole_step import UpdateCost, updating_in_backward
 from fsdp_compile.passes.plan.workload import Workload
-from fsdp_compile.passes.post_grad import plan_pass
-from fsdp_compile.passes.post_grad.plan_pass import plan_log, tell_plan
+from fsdp_compile.passes.post_grad import plan_by_rule
+from fsdp_compile.passes.post_grad.plan_by_rule import plan_log, tell_plan
 
 
 def read_graph(context: GraphContext) -> None:
@@ -59,7 +59,7 @@ def _read(context: GraphContext) -> tuple[GraphInfo, Workload]:
 
 
 def choose_plan(context: GraphContext) -> None:
-    """Set `context.plan`: from a file, by search, or by a fixed rule (`plan_pass.choose_plan`).
+    """Set `context.plan`: from a file, by search, or by a fixed rule (`plan_by_rule.choose_plan`).
 
     Raises:
         PlanError: the file has no plan for this direction, or no plan fits into the budget.
@@ -82,7 +82,7 @@ def choose_plan(context: GraphContext) -> None:
         if plan_log.isEnabledFor(logging.DEBUG):
             context.plan = replace(context.plan, note=_in_symbols(context, context.plan))
     else:
-        plan_pass.choose_plan(context)
+        plan_by_rule.choose_plan(context)
         return
     tell_plan(context)
 

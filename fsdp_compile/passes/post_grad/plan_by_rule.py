@@ -1,4 +1,4 @@
-"""Read a graph as tasks and units, choose its plan, and verify it."""
+"""Read a graph as tasks and units, choose its plan by a fixed rule, and verify it."""
 
 import logging
 

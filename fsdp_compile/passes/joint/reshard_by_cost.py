@@ -8,7 +8,7 @@ from fsdp_compile.passes.cost.roofline import step_with_profile
 from fsdp_compile.passes.graph.analyze import analyze, keep_unsharded
 from fsdp_compile.passes.graph.costs import costs_of, stretches_of
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
-from fsdp_compile.passes.graph.whole_step import note_arrivals, update_cost
+from fsdp_compile.passes.graph.optimizer_update import note_arrivals, update_cost
 from fsdp_compile.passes.joint import reshard
 from fsdp_compile.passes.pipeline import GraphContext, log
 from fsdp_compile.passes.plan.whole_step import budget_of_step, with_update
