@@ -58,7 +58,7 @@ from fsdp_compile.edits.own_writes import OwnWrites
 from fsdp_compile.edits.writeback import UserEdits
 from fsdp_compile.fsdp_module import FSDPModule, HasShardedParameters
 from fsdp_compile.optim.flat import step_on_flat_shards
-from fsdp_compile.state_dict.optimizer import watch_optimizers
+from fsdp_compile.state_dict.watched_optimizer import watch_optimizers
 from fsdp_compile.torch_names import TESTED_TORCH, is_untested
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from fsdp_compile.checkpoint.structure import Stored
 from fsdp_compile.checkpoint.untrusted import CheckpointError
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharding import WRAPPED, clean_name, clean_names
-from fsdp_compile.state_dict.optimizer import load_saved_state, state_to_fill, state_to_save
+from fsdp_compile.state_dict.saved_optimizer import load_saved_state, state_to_fill, state_to_save
 from fsdp_compile.tensors.nested import Path, dotted, is_container, leaves, map_leaves
 
 _EXTRA = "_extra_state"  # the last part of its names in a model's state dict

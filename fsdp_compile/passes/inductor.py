@@ -19,11 +19,12 @@ from torch import fx
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import is_first
 from fsdp_compile.config import AUTO, CompileConfig, check_type
-from fsdp_compile.core.ops import MARKERS, UNSHARD, UnshardSpec, set_inductor_settings
+from fsdp_compile.core.ops import MARKERS, PACK_GRADS, UNSHARD, UnshardSpec, set_inductor_settings
 from fsdp_compile.passes._torch import (
     InductorError,
     compile_by_inductor,
     inductor_config,
+    register_lowering,
     switched_off,
     without_dispatch_modes,
 )
@@ -48,7 +49,7 @@ from fsdp_compile.passes.post_grad.foreign import PipelineOfOthers, Sent, commun
 from fsdp_compile.passes.post_grad.messages import send_messages
 from fsdp_compile.passes.post_grad.plan_by_cost import plans_in_file
 from fsdp_compile.passes.post_grad.record_times import record_times
-from fsdp_compile.passes.post_grad.reuse_gathered import reuse_gathered
+from fsdp_compile.passes.post_grad.reuse_gathered import lower_pack_grads, reuse_gathered
 from fsdp_compile.passes.printed import print_graph
 
 
@@ -91,6 +92,8 @@ EXTRA_PASSES = (
 )
 PASSES = placed(CORE_PASSES, EXTRA_PASSES)
 """What is done to a graph, in order, which docs/compiling.md explains."""
+
+register_lowering(PACK_GRADS, type_promotion_kind=None)(lower_pack_grads)  # of `reuse_gathered`, in place of the core's
 
 watchers[:] = print_graph, check_settings
 

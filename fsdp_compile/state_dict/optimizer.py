@@ -1,22 +1,14 @@
-"""State of optimizers over sharded parameters, in `optimizer.state_dict()` and by names: `optim_state_dict`.
-
-    what the optimizer has                             what its state dict has, unless LOCAL is set
-    exp_avg   ShardedTensor of the parameter's shape   ShardedValue of that shape
-    others    0-d and other plain tensors, numbers     the same: equal on all ranks
-    nested    dicts, lists, tuples, dataclasses        the same containers, with each tensor converted as above
+"""State of optimizers over sharded parameters by names: `optim_state_dict`, and back.
 
     optimizer.state_dict()      {0: {"exp_avg": original shape, "step": ()}, ...}, groups of integers
     optim_state_dict            {"blocks.0.weight": {"exp_avg": original shape, "step": ()}, ...}, groups of names
 
-Sharded tensors share memory with the optimizer in both directions, so a checkpoint is read into its state, without
-communication. For full state the ranks first check that they have the same state, then gather one parameter after the
-other.
+For full state the ranks first check that they have the same state, then gather one parameter after the other.
 """
 
 import functools
 import itertools
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -30,152 +22,26 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.core.sharding import clean_name, clean_names, units_used_below
+from fsdp_compile.core.sharding import clean_names, units_used_below
 from fsdp_compile.core.unit import Unit, unit_of
-from fsdp_compile.state_dict.model import FULL, LOCAL, SHARDED, is_first_rank, settings_of
-from fsdp_compile.state_dict.sharded_value import (
-    ManagedParameter,
-    ShardedValue,
-    full_tensor,
-    managed,
-    torch_values,
-    value_of,
+from fsdp_compile.state_dict.model import FULL, SHARDED, is_first_rank, settings_of
+from fsdp_compile.state_dict.sharded_value import ShardedValue, full_tensor, managed, torch_values
+from fsdp_compile.state_dict.watched_optimizer import (
+    State,
+    StateDict,
+    converted,
+    local_state,
+    params_by_key,
+    saved_state,
+    watch_state,
 )
-from fsdp_compile.tensors.nested import ABSENT, Path, dotted, leaves, map_leaves, nested_as
-from fsdp_compile.tensors.shard_spec import ShardSpec
-from fsdp_compile.tensors.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.nested import Path, dotted, leaves, map_leaves
 from fsdp_compile.tensors.tensor_parallel import is_dtensor
 
-StateDict = dict[str, Any]
-State = dict[str, Any]  # of one parameter
 Group = dict[str, Any]  # of parameters
 Params = list[dict[str, Any]] | Iterable[nn.Parameter]
-
-# State of a parameter of shape () has that shape too. These are not sharded: one per parameter in torch's optimizers.
-_SCALARS = ("step", "mu_product", "eta", "mu")
-
-# torch's hook on steps belongs to the process, and so do these two sets.
-_watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_unrelated: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # had no sharded parameter when last looked at
-
-
-# --- what enters and leaves `optimizer.state_dict()` ------------------------------------------------------------------
-
-
-def watch_optimizers() -> None:
-    """Call `watch_state` on each optimizer before its next step. Called whenever parameters have been sharded."""
-    _register_hook()
-    _unrelated.clear()
-
-
-@functools.cache
-def _register_hook() -> None:
-    register_optimizer_step_pre_hook(watch_state)
-
-
-def watch_state(optimizer: Optimizer, *_: Any) -> None:
-    """Convert the state of `optimizer`, and from now on its state dicts, if it has sharded parameters.
-
-    One with a true attribute `shards_own_state` is left alone: optim/owners.py shards state in another way.
-    """
-    if optimizer not in _watched and optimizer not in _unrelated:
-        _watch(optimizer)
-
-
-@torch.compiler.disable  # once for each optimizer, in a step that may be compiled
-def _watch(optimizer: Optimizer) -> None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if _shards_own_state(optimizer) or not any(managed(param) for param in params):
-        _unrelated.add(optimizer)
-        return
-    _watched.add(optimizer)
-    try:
-        optimizer.register_state_dict_post_hook(functools.partial(_converted, convert=_saved))
-    except AttributeError:  # it has no hooks, as it is around another optimizer, which is watched when it steps
-        return
-    optimizer.register_load_state_dict_pre_hook(_before_load)
-    for param in params:
-        if param in optimizer.state:
-            optimizer.state[param] = local_state(param, optimizer.state[param])
-
-
-def _before_load(optim: Optimizer, state_dict: StateDict) -> StateDict:
-    """What `load_state_dict` of a watched optimizer gets: state that is sharded as its parameters."""
-
-    def convert(param: nn.Parameter, state: State) -> State:
-        return local_state(param, nested_as(optim.state.get(param, {}), state))
-
-    for own, group in zip(optim.param_groups, state_dict["param_groups"], strict=False):
-        if "lr" in own and "lr" not in group:
-            raise ValueError(
-                "load_state_dict: a parameter group has no lr; torch's set_optimizer_state_dict loses the options of a "
-                "group if an empty one is before it: save and load with fsdp_compile.checkpoint, or leave out the "
-                "empty group"
-            )
-    return _converted(optim, state_dict, convert)
-
-
-def _params_by_key(
-    optimizer: Optimizer, groups: list[dict[str, Any]], named: dict[str, nn.Parameter]
-) -> Iterator[tuple[Any, nn.Parameter]]:
-    """The optimizer's parameters, each with its key in the parameter groups of a state dict, a name or an integer."""
-    for own, saved in zip(optimizer.param_groups, groups, strict=False):
-        for key, param in zip(saved["params"], own["params"], strict=False):
-            yield key, named.get(clean_name(key), param) if isinstance(key, str) else param
-
-
-def _converted(
-    optim: Optimizer,
-    state_dict: StateDict,
-    convert: Callable[[nn.Parameter, State], State],
-    named: dict[str, nn.Parameter] | None = None,
-) -> StateDict:
-    states = dict(state_dict["state"])
-    for key, param in _params_by_key(optim, state_dict["param_groups"], named or {}):
-        if key in states:
-            states[key] = convert(param, states[key])
-    return {**state_dict, "state": states}
-
-
-def _saved(param: nn.Parameter, state: State, kind: StateDictType | None = None) -> State:
-    """One parameter's state as state dicts of `kind` have it; None: the kind that is set for the parameter's unit."""
-    parameter = managed(param)
-    if parameter is None or (kind or settings_of(parameter.unit).state_dict_type) is LOCAL:
-        return state
-    return {name: map_leaves(_value, value) for name, value in state.items()}
-
-
-def _value(_: Path, value: Any) -> Any:
-    if type(value) is ShardedTensor:
-        return value_of(value.to_local(), value.spec)
-    # DCP's stagers do not copy 0-d tensors.
-    return value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
-
-
-def local_state(param: nn.Parameter, state: State) -> State:
-    """One parameter's state as its optimizer has it: tensors of the parameter's shape are sharded like it.
-
-    They share memory with given ones that are sharded in the same way. RuntimeError for another rank's part.
-    """
-    parameter = managed(param)
-    if parameter is None:
-        return {name: map_leaves(lambda _, leaf: full_tensor(leaf), value) for name, value in state.items()}
-    return {name: map_leaves(functools.partial(_local, parameter), value, (name,)) for name, value in state.items()}
-
-
-def _local(parameter: ManagedParameter, path: Path, value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    is_scalar = value.dim() == 0 and (parameter.spec.shape or path[-1] in _SCALARS)
-    flat, index = parameter.unit.in_flat(parameter.index)
-    what = f"optimizer state {dotted(path)} of parameter {flat.names[index]}"
-    local = None if is_scalar else parameter.local_of(value, what)
-    if local is None:
-        return full_tensor(value)
-    return ShardedTensor(local if parameter.is_alike(value) else local.clone(), parameter.spec)
 
 
 # --- to names ---------------------------------------------------------------------------------------------------------
@@ -222,7 +88,7 @@ def _by_name(
 ) -> StateDict:
     watch_state(optim)
     given = optim.state_dict() if state_dict is None else state_dict
-    params, named = _named(model, optim, given, functools.partial(_saved, kind=kind))
+    params, named = named_state(model, optim, given, functools.partial(saved_state, kind=kind))
     states = named["state"]
     if kind is FULL:
         unit = units_used_below(model)[0]
@@ -239,7 +105,7 @@ def _by_name(
     return {**named, "state": states} if "param_groups" in given else {"state": states}
 
 
-def _named(
+def named_state(
     model: nn.Module, optim: Optimizer, given: StateDict, convert: Callable[[nn.Parameter, State], State]
 ) -> tuple[dict[str, nn.Parameter], StateDict]:
     """The optimizer's parameters by name, and `given` with names in the place of its keys and with converted states.
@@ -251,9 +117,9 @@ def _named(
     own_groups = [{**each, "params": list(itertools.islice(keys, len(each["params"])))} for each in optim.param_groups]
     given_groups = given.get("param_groups", own_groups)
     by_name = {name: param for param, name in names.items()}
-    params = {key: (_name_of(param, names), param) for key, param in _params_by_key(optim, given_groups, by_name)}
+    params = {key: (name_of(param, names), param) for key, param in params_by_key(optim, given_groups, by_name)}
     groups = [{**each, "params": [params[key][0] for key in each["params"]]} for each in given_groups]
-    states = _converted(optim, {**given, "param_groups": given_groups}, convert, by_name)["state"]
+    states = converted(optim, {**given, "param_groups": given_groups}, convert, by_name)["state"]
     # In the model's order, so that ranks whose optimizers have another one may gather values one after the other.
     of_name = {name: (param, key) for key, (name, param) in params.items()}
     ordered = {name: of_name[name] for name in by_name if name in of_name}
@@ -358,7 +224,8 @@ def _copied(config: OptimStateDictConfig, value: Any) -> Any:
     return value.cpu() if config.offload_to_cpu and value.device.type != "cpu" else value.clone()
 
 
-def _name_of(param: nn.Parameter, names: dict[nn.Parameter, str]) -> str:
+def name_of(param: nn.Parameter, names: dict[nn.Parameter, str]) -> str:
+    """The name of a parameter of an optimizer; ValueError if it is none of the model's."""
     if param not in names:
         raise ValueError(f"optim: a parameter of shape {tuple(param.shape)} is not one of the model's; pass the module "
                          f"that all of the optimizer's parameters are in")  # fmt: skip
@@ -428,7 +295,7 @@ def _to_load(
     names, saved = clean_names(model), state_dict.get("param_groups")
     if saved is None:  # the optimizer's settings stay
         own_groups = _groups_of(optim, model.parameters() if optim_input is None else optim_input)
-        saved = [{**group, "params": [_name_of(param, names) for param in group["params"]]} for group in own_groups]
+        saved = [{**group, "params": [name_of(param, names) for param in group["params"]]} for group in own_groups]
     if optim is None and optim_input is None:
         groups = [{"params": [param for param, name in names.items() if name in group["params"]]} for group in saved]
     else:
@@ -436,12 +303,12 @@ def _to_load(
     params = [param for group in groups for param in group["params"]]
     keys: dict[nn.Parameter, Any] = {param: index for index, param in enumerate(params)}
     if named and optim is not None:  # its names may have prefixes of wrappers
-        own = _params_by_key(optim, optim.state_dict()["param_groups"], {name: param for param, name in names.items()})
+        own = params_by_key(optim, optim.state_dict()["param_groups"], {name: param for param, name in names.items()})
         keys = {param: key for key, param in own}
     saved_group = {name for group in saved for name in group["params"]}
     # Others load the state of parameters that fully_shard left alone, if it is not in this state dict.
-    params = [param for param in params if _name_of(param, names) in saved_group or unit_of(param) is not None]
-    expected = {_name_of(param, names) for param in params}
+    params = [param for param in params if name_of(param, names) in saved_group or unit_of(param) is not None]
+    expected = {name_of(param, names) for param in params}
     if expected != saved_group or not expected >= state_dict["state"].keys():
         raise ValueError(
             f"optim_state_dict: expected the optimizer's parameters in its param_groups, found missing "
@@ -451,17 +318,17 @@ def _to_load(
     wanted = set(params)
     matched = [
         {**settings, "params": [keys[param] for param in group["params"] if param in wanted]}
-        for group, settings in zip(groups, _saved_settings(groups, saved, names), strict=True)
+        for group, settings in zip(groups, saved_settings(groups, saved, names), strict=True)
     ]
     states = {}
     for param, name in names.items():  # in the same order on all ranks, as some state may have to be gathered
         state = local_state(param, state_dict["state"].get(name, {})) if param in wanted else {}
         if state:
-            states[keys[param]] = _saved(param, state) if as_saved else state
+            states[keys[param]] = saved_state(param, state) if as_saved else state
     return {"state": states, "param_groups": matched}
 
 
-def _saved_settings(groups: list[Group], saved: list[Group], names: dict[nn.Parameter, str]) -> list[Group]:
+def saved_settings(groups: list[Group], saved: list[Group], names: dict[nn.Parameter, str]) -> list[Group]:
     """For each of an optimizer's groups the saved one with its parameters; itself, if no group has any of them.
 
     Groups without parameters have no names: they are matched in order, if equally many were saved.
@@ -524,91 +391,6 @@ def _without_values(_: Path, value: Any) -> Any:
     return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
 
 
-# --- checkpoints: without communication and without a step ------------------------------------------------------------
-
-
-def state_to_save(model: nn.Module, optim: Optimizer) -> StateDict:
-    """The state that the optimizer has, by names, whichever kind is set; its tensors share memory with the optimizer.
-
-    An optimizer that has not stepped yet has no state, and does not step here.
-    """
-    watch_state(optim)
-    return _named(model, optim, optim.state_dict(), _kept if _shards_own_state(optim) else _sharded)[1]
-
-
-def state_to_fill(model: nn.Module, optim: Optimizer, saved: dict[str, State]) -> dict[str, State]:
-    """`saved`, states by name with tensors without values, with tensors in their places that can be filled.
-
-    Where the optimizer has a tensor of that shape it is filled in place; others are new, and sharded as their
-    parameters if they have their shapes.
-    """
-    params = {name: param for param, name in clean_names(model).items()}
-    own = dict(leaves(state_to_save(model, optim)["state"]))
-
-    def to_fill(path: Path, outline: Any) -> Any:
-        if not isinstance(outline, Tensor):
-            return outline
-        here, param = own.get(path), params[path[0]]
-        if isinstance(here, Tensor) and (here.shape, here.dtype) == (outline.shape, outline.dtype):
-            return here
-        return _new_like(param, path[-1], outline, ShardedTensor if _shards_own_state(optim) else value_of)
-
-    return {name: map_leaves(to_fill, state, (name,)) for name, state in saved.items() if name in params}
-
-
-def load_saved_state(model: nn.Module, optim: Optimizer, saved: StateDict) -> list[str]:
-    """Load state by names; return the names of what the optimizer needs or has and `saved` lacks: it starts anew.
-
-    A parameter that `saved` does not have keeps its group's settings. Names in `saved` that are none of the optimizer's
-    are ignored. ValueError: parameters of one group are in several groups of `saved`.
-    """
-    names, current = clean_names(model), optim.state
-    ordered = [param for group in optim.param_groups for param in group["params"]]
-    had = [(param, key) for param in ordered for key in current.get(param, {})]
-    groups, keys = [], itertools.count()
-    for group, settings in zip(
-        optim.param_groups, _saved_settings(optim.param_groups, saved["param_groups"], names), strict=True
-    ):
-        own = {key: group[key] for key in ("param_names",) if key in group}
-        groups.append({**settings, **own, "params": [next(keys) for _ in group["params"]]})
-    found = [saved["state"].get(_name_of(param, names), {}) for param in ordered]
-    converted = found if _shards_own_state(optim) else map(local_state, ordered, found)
-    states = {index: state for index, state in enumerate(converted) if state}
-    optim.load_state_dict({"state": states, "param_groups": groups})
-    of_param = dict(zip(ordered, found, strict=True))
-    stateless = {param for param in ordered if param.requires_grad and not of_param[param] and saved["state"]}
-    lost = [f"{names[param]}.{key}" for param, key in had if key not in of_param[param] and param not in stateless]
-    return [*(names[param] for param in ordered if param in stateless), *lost]
-
-
-def _shards_own_state(optim: Optimizer) -> bool:
-    return getattr(optim, "shards_own_state", False)
-
-
-def _kept(_: nn.Parameter, state: State) -> State:
-    """State that an optimizer shards itself: what is in full on the owner of a parameter is `ABSENT` on other ranks."""
-    sharded = [leaf for _, leaf in leaves(state) if isinstance(leaf, ShardedTensor)]
-    if not sharded or any(leaf.spec.numel for leaf in sharded):
-        return state
-    return map_leaves(lambda _, leaf: leaf if isinstance(leaf, ShardedTensor) else ABSENT, state)
-
-
-def _sharded(param: nn.Parameter, state: State) -> State:
-    return _saved(param, state, SHARDED)
-
-
-def _new_like(param: nn.Parameter, key: Any, outline: Tensor, sharded: Callable[[Tensor, ShardSpec], Tensor]) -> Tensor:
-    """A tensor for the state `key` of `param`, of the shape and dtype that `outline` has."""
-    parameter = managed(param)
-    alike = outline.shape == param.shape and (outline.dim() > 0 or key not in _SCALARS)
-    if alike and parameter is not None:
-        local = torch.empty(parameter.spec.numel, dtype=outline.dtype, device=parameter.local.device)
-        return sharded(local, parameter.spec)
-    if alike and is_dtensor(param):
-        return torch.empty_like(param, dtype=outline.dtype, requires_grad=False)
-    return torch.empty(outline.shape, dtype=outline.dtype, device=param.device if outline.dim() else "cpu")
-
-
 # --- between names and integers ---------------------------------------------------------------------------------------
 
 
@@ -637,7 +419,7 @@ def rekey_optim_state_dict(
         return optim_state_dict
     names = clean_names(model)
     of_optim = _groups_of(optim, model.parameters() if optim_input is None else optim_input)
-    ordered = [_name_of(param, names) for group in of_optim for param in group["params"]]
+    ordered = [name_of(param, names) for group in of_optim for param in group["params"]]
     new: dict[Any, Any] = {name: index for index, name in enumerate(ordered)} if to_ids else dict(enumerate(ordered))
     unknown = [key for keys in (states, *(group["params"] for group in groups)) for key in keys if key not in new]
     if unknown:

@@ -11,7 +11,7 @@ from torch import fx
 from fsdp_compile.comm.collectives import ALL_GATHER, WAIT
 from fsdp_compile.core.layout import FlatParamLayout, LayoutSegment
 from fsdp_compile.core.ops import PACK_GRADS
-from fsdp_compile.passes._torch import V, WaitKernel, bounds, ir, register_lowering, tree_leaves
+from fsdp_compile.passes._torch import V, WaitKernel, bounds, ir, tree_leaves
 from fsdp_compile.passes.graph import nodes
 from fsdp_compile.passes.graph.analyze import gradients_of
 from fsdp_compile.passes.pipeline import GraphContext
@@ -130,9 +130,8 @@ def _next_pointwise(before: list[fx.Node], end: fx.Node) -> list[fx.Node]:
 # lowered, when all operations that read parameters of the unit are known.
 
 
-@register_lowering(PACK_GRADS, type_promotion_kind=None)
-def _lower_pack_grads(grads: list[Any], layout: str, into: Any = None) -> Any:
-    """In place of the story's lowering, which knows of no gathered buffer."""
+def lower_pack_grads(grads: list[Any], layout: str, into: Any = None) -> Any:
+    """In place of the lowering in in_place_grads.py, which knows of no gathered buffer."""
     parsed = FlatParamLayout.parse(layout)
     contents = contents_of(grads, parsed)
     reads = None if into is None else _reads_before(into.get_name(), contents)

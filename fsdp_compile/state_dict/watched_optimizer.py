@@ -1,0 +1,156 @@
+"""The state of an optimizer over sharded parameters, as it enters and leaves `optimizer.state_dict()`.
+
+    what the optimizer has                             what its state dict has, unless LOCAL is set
+    exp_avg   ShardedTensor of the parameter's shape   ShardedValue of that shape
+    others    0-d and other plain tensors, numbers     the same: equal on all ranks
+    nested    dicts, lists, tuples, dataclasses        the same containers, with each tensor converted as above
+
+Sharded tensors share memory with the optimizer in both directions, so a checkpoint is read into its state, without
+communication.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import StateDictType
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fsdp_compile.core.sharding import clean_name
+from fsdp_compile.state_dict.model import LOCAL, settings_of
+from fsdp_compile.state_dict.sharded_value import ManagedParameter, full_tensor, managed, value_of
+from fsdp_compile.tensors.nested import Path, dotted, map_leaves, nested_as
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
+
+StateDict = dict[str, Any]
+State = dict[str, Any]  # of one parameter
+
+# State of a parameter of shape () has that shape too. These are not sharded: one per parameter in torch's optimizers.
+SCALARS = ("step", "mu_product", "eta", "mu")
+
+# torch's hook on steps belongs to the process, and so do these two sets.
+_watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_unrelated: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # had no sharded parameter when last looked at
+
+
+def watch_optimizers() -> None:
+    """Call `watch_state` on each optimizer before its next step. Called whenever parameters have been sharded."""
+    _register_hook()
+    _unrelated.clear()
+
+
+@functools.cache
+def _register_hook() -> None:
+    register_optimizer_step_pre_hook(watch_state)
+
+
+def watch_state(optimizer: Optimizer, *_: Any) -> None:
+    """Convert the state of `optimizer`, and from now on its state dicts, if it has sharded parameters.
+
+    One with a true attribute `shards_own_state` is left alone: optim/owners.py shards state in another way.
+    """
+    if optimizer not in _watched and optimizer not in _unrelated:
+        _watch(optimizer)
+
+
+@torch.compiler.disable  # once for each optimizer, in a step that may be compiled
+def _watch(optimizer: Optimizer) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if shards_own_state(optimizer) or not any(managed(param) for param in params):
+        _unrelated.add(optimizer)
+        return
+    _watched.add(optimizer)
+    try:
+        optimizer.register_state_dict_post_hook(functools.partial(converted, convert=saved_state))
+    except AttributeError:  # it has no hooks, as it is around another optimizer, which is watched when it steps
+        return
+    optimizer.register_load_state_dict_pre_hook(_before_load)
+    for param in params:
+        if param in optimizer.state:
+            optimizer.state[param] = local_state(param, optimizer.state[param])
+
+
+def _before_load(optim: Optimizer, state_dict: StateDict) -> StateDict:
+    """What `load_state_dict` of a watched optimizer gets: state that is sharded as its parameters."""
+
+    def convert(param: nn.Parameter, state: State) -> State:
+        return local_state(param, nested_as(optim.state.get(param, {}), state))
+
+    for own, group in zip(optim.param_groups, state_dict["param_groups"], strict=False):
+        if "lr" in own and "lr" not in group:
+            raise ValueError(
+                "load_state_dict: a parameter group has no lr; torch's set_optimizer_state_dict loses the options of a "
+                "group if an empty one is before it: save and load with fsdp_compile.checkpoint, or leave out the "
+                "empty group"
+            )
+    return converted(optim, state_dict, convert)
+
+
+def params_by_key(
+    optimizer: Optimizer, groups: list[dict[str, Any]], named: dict[str, nn.Parameter]
+) -> Iterator[tuple[Any, nn.Parameter]]:
+    """The optimizer's parameters, each with its key in the parameter groups of a state dict, a name or an integer."""
+    for own, saved in zip(optimizer.param_groups, groups, strict=False):
+        for key, param in zip(saved["params"], own["params"], strict=False):
+            yield key, named.get(clean_name(key), param) if isinstance(key, str) else param
+
+
+def converted(
+    optim: Optimizer,
+    state_dict: StateDict,
+    convert: Callable[[nn.Parameter, State], State],
+    named: dict[str, nn.Parameter] | None = None,
+) -> StateDict:
+    """`state_dict` of `optim` with each parameter's state converted; `named`: parameters by the names it may have."""
+    states = dict(state_dict["state"])
+    for key, param in params_by_key(optim, state_dict["param_groups"], named or {}):
+        if key in states:
+            states[key] = convert(param, states[key])
+    return {**state_dict, "state": states}
+
+
+def saved_state(param: nn.Parameter, state: State, kind: StateDictType | None = None) -> State:
+    """One parameter's state as state dicts of `kind` have it; None: the kind that is set for the parameter's unit."""
+    parameter = managed(param)
+    if parameter is None or (kind or settings_of(parameter.unit).state_dict_type) is LOCAL:
+        return state
+    return {name: map_leaves(_value, value) for name, value in state.items()}
+
+
+def _value(_: Path, value: Any) -> Any:
+    if type(value) is ShardedTensor:
+        return value_of(value.to_local(), value.spec)
+    # DCP's stagers do not copy 0-d tensors.
+    return value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
+
+
+def local_state(param: nn.Parameter, state: State) -> State:
+    """One parameter's state as its optimizer has it: tensors of the parameter's shape are sharded like it.
+
+    They share memory with given ones that are sharded in the same way. RuntimeError for another rank's part.
+    """
+    parameter = managed(param)
+    if parameter is None:
+        return {name: map_leaves(lambda _, leaf: full_tensor(leaf), value) for name, value in state.items()}
+    return {name: map_leaves(functools.partial(_local, parameter), value, (name,)) for name, value in state.items()}
+
+
+def _local(parameter: ManagedParameter, path: Path, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    is_scalar = value.dim() == 0 and (parameter.spec.shape or path[-1] in SCALARS)
+    flat, index = parameter.unit.in_flat(parameter.index)
+    what = f"optimizer state {dotted(path)} of parameter {flat.names[index]}"
+    local = None if is_scalar else parameter.local_of(value, what)
+    if local is None:
+        return full_tensor(value)
+    return ShardedTensor(local if parameter.is_alike(value) else local.clone(), parameter.spec)
+
+
+def shards_own_state(optim: Optimizer) -> bool:
+    """Whether the optimizer's state is not to be converted."""
+    return getattr(optim, "shards_own_state", False)
