@@ -56,8 +56,9 @@ from fsdp_compile.eager.prefetch import Prefetch
 from fsdp_compile.eager.runtime import Runtime
 from fsdp_compile.edits.own_writes import OwnWrites
 from fsdp_compile.edits.writeback import UserEdits
-from fsdp_compile.fsdp_module import FSDPModule, HasShardedParameters
+from fsdp_compile.fsdp_module import FSDPModule
 from fsdp_compile.optim.flat import step_on_flat_shards
+from fsdp_compile.parameter_owner import HasShardedParameters
 from fsdp_compile.state_dict.watched_optimizer import watch_optimizers
 from fsdp_compile.torch_names import TESTED_TORCH, is_untested
 

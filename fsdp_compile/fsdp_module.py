@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed.fsdp
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile.comm.groups import separate_group
 from fsdp_compile.comm.hops import NamedGroup
@@ -20,7 +19,6 @@ from fsdp_compile.core.sharding import (
     ModuleSharding,
     by_original_class,
     clean_names,
-    get_parameter,
     modules_below,
     original_class,
     stored_parameters,
@@ -28,7 +26,7 @@ from fsdp_compile.core.sharding import (
     units_gathered_by,
 )
 from fsdp_compile.core.unit import Unit, check_idle
-from fsdp_compile.eager.accumulate import check_reduced, settle
+from fsdp_compile.eager.accumulate import check_reduced
 from fsdp_compile.eager.casting import cast_buffers, computes_in_full_precision
 from fsdp_compile.eager.communication_hooks import compresses, reduce_by
 from fsdp_compile.eager.error_feedback import load_residuals, state_of_residuals
@@ -45,87 +43,12 @@ from fsdp_compile.eager.unsharded import UnshardHandle, reshard
 from fsdp_compile.edits.convert import convert
 from fsdp_compile.edits.own_writes import OwnWrites
 from fsdp_compile.edits.summon import summon_full_params, summoned_for_apply
-from fsdp_compile.edits.writeback import refresh
 from fsdp_compile.optim.flat import gradient_norm
+from fsdp_compile.parameter_owner import HasShardedParameters
+from fsdp_compile.pipelines import StateForPipelines
 from fsdp_compile.reproducibility import fingerprint_of
-from fsdp_compile.state_dict import model as model_state
 from fsdp_compile.tensors.sharded_rules import multiply
-from fsdp_compile.tensors.sharded_tensor import ShardedTensor, gradients
-from fsdp_compile.tensors.tensor_parallel import is_dtensor
-
-
-class HasShardedParameters(nn.Module):
-    """Mixin: state-dict support for sharded parameters."""
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module.state_dict`, with values of the kind that `set_state_dict_type` chose.
-
-        All ranks of the process group must call it if parameters are gathered (FULL), and get copies. SHARDED and LOCAL
-        values share memory with the shards, as an unsharded model's values share memory with its parameters.
-        """
-        return model_state.collect(self, super().state_dict, *args, **kwargs)
-
-    get_parameter = get_parameter
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if is_dtensor(value) and _took_values(self, name, value):
-            return
-        super().__setattr__(name, value)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        _refresh_own_units(self)
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        stored = stored_parameters(self)
-        for name, param in stored.items() if self._parameters is not stored else ():  # within a forward
-            if param is not None:
-                destination[prefix + name] = param if keep_vars else param.detach()
-        model_state.save(self, destination, prefix)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Convert buffers and parameters that are not sharded. RuntimeError if `fn` would change a sharded one."""
-        stored = stored_parameters(self)
-        sharded = {name: param for name, param in stored.items() if isinstance(param, ShardedTensor)}
-        for name in sharded:
-            seen = getattr(self, name)  # in a forward the unsharded parameter
-            plain = seen.local if isinstance(seen, ShardedTensor) else seen
-            if fn(plain) is not plain:
-                raise RuntimeError(
-                    f"parameter {name} of {original_class(self).__name__} is part of a unit, whose parameters are "
-                    f"converted together: between steps, convert the sharded module around it; within a forward, "
-                    f"convert what the module computes with"
-                )
-        stored.update(dict.fromkeys(sharded))  # `nn.Module` does not see them
-        try:
-            return super()._apply(fn, recurse)
-        finally:
-            stored.update(sharded)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        _refresh_own_units(self)
-        assign = rest[0].get("assign_to_params_buffers", False)  # rest[0]: metadata of the module
-        model_state.load(self, state_dict, prefix, assign, errors=rest[-1])
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-
-
-def _took_values(module: nn.Module, name: str, value: Tensor) -> bool:
-    """Whether `module` has a sharded parameter of that name and shape, which stays and has the values of `value`.
-
-    Loaders put a DTensor into the place of each parameter. All ranks gather it, and each keeps what it stores.
-    """
-    own: Any = stored_parameters(module).get(name)
-    if type(own) is not ShardedTensor or own.shape != value.shape:
-        return False
-    own.data = value.detach()
-    vars(own).update(vars(value))
-    own.requires_grad_(value.requires_grad)
-    return True
-
-
-def _refresh_own_units(module: Any) -> None:
-    """Take over what users did to the parameters of `module`."""
-    for unit in module.__dict__.get("_fsdp_units", ()):
-        if unit.summoned is None:
-            refresh(unit)
+from fsdp_compile.tensors.sharded_tensor import gradients
 
 
 class FSDPModule(HasShardedParameters, CheckParams, nn.Module, torch.distributed.fsdp.FSDPModule):
@@ -548,52 +471,6 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module, torch.distributed
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Accepted for FSDP2's sake, with one warning: collectives use memory of the caching allocator."""
         _warn_of_symmetric_memory()
-
-
-class StateForPipelines:
-    """What `torch.distributed.fsdp.fully_shard.state(module)` gives: the part of FSDP2's that is used outside of it.
-
-    A stage of `torch.distributed.pipelining` accumulates gradients, and then asks all states around to reduce them.
-    Losses that compute with the weight of a head ask for its precision. AttributeError for anything else that is read
-    or set.
-    """
-
-    def __init__(self, module: FSDPModule) -> None:
-        vars(self)["_module"] = module
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self.__getattr__(name)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_module":  # of a copy that has nothing yet
-            raise AttributeError(name)
-        raise AttributeError(
-            f"{name}: the state of a module of fsdp_compile has no such attribute, which is private to torch's "
-            f"fully_shard; use the methods of FSDPModule"
-        )
-
-    @property
-    def _state_ctx(self) -> "StateForPipelines":
-        return self
-
-    @property
-    def all_states(self) -> list["StateForPipelines"]:
-        """Those of all modules that reduce together, of which one does the work."""
-        return [self]
-
-    @property
-    def _mp_policy(self) -> MixedPrecisionPolicy:
-        settings = self._module._fsdp.settings
-        dtypes = settings.precision
-        return MixedPrecisionPolicy(
-            dtypes.param_dtype, dtypes.reduce_dtype, settings.output_dtype, dtypes.cast_forward_inputs
-        )
-
-    _fsdp_param_groups: Sequence[Any] = ()  # each of which a stage would ask to reduce
-    _fsdp_param_group = None  # the same of torch 2.11
-
-    def _root_post_backward_final_callback(self) -> None:
-        settle(self._module._fsdp_runtime.reduces_in_flight)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -33,7 +33,7 @@ from fsdp_compile import (
     state_dict_type,
     summon_full_params,
 )
-from fsdp_compile.fsdp_module import HasShardedParameters
+from fsdp_compile.parameter_owner import HasShardedParameters
 from fsdp_compile.state_dict.sharded_value import full_tensor
 
 from .ranks import Ranks

@@ -1,0 +1,90 @@
+"""`HasShardedParameters`: a module, itself sharded or inside a sharded one, that owns parameters of a unit.
+
+Its state dict has their sharded or full values, a loader may assign to them, and `.to()` and the like leave them to the
+sharded module around it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp_compile.core.sharding import get_parameter, original_class, stored_parameters
+from fsdp_compile.edits.writeback import refresh
+from fsdp_compile.state_dict import model as model_state
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.tensor_parallel import is_dtensor
+
+
+class HasShardedParameters(nn.Module):
+    """Mixin: state-dict support for sharded parameters."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As `nn.Module.state_dict`, with values of the kind that `set_state_dict_type` chose.
+
+        All ranks of the process group must call it if parameters are gathered (FULL), and get copies. SHARDED and LOCAL
+        values share memory with the shards, as an unsharded model's values share memory with its parameters.
+        """
+        return model_state.collect(self, super().state_dict, *args, **kwargs)
+
+    get_parameter = get_parameter
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if is_dtensor(value) and _took_values(self, name, value):
+            return
+        super().__setattr__(name, value)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        _refresh_own_units(self)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        stored = stored_parameters(self)
+        for name, param in stored.items() if self._parameters is not stored else ():  # within a forward
+            if param is not None:
+                destination[prefix + name] = param if keep_vars else param.detach()
+        model_state.save(self, destination, prefix)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Convert buffers and parameters that are not sharded. RuntimeError if `fn` would change a sharded one."""
+        stored = stored_parameters(self)
+        sharded = {name: param for name, param in stored.items() if isinstance(param, ShardedTensor)}
+        for name in sharded:
+            seen = getattr(self, name)  # in a forward the unsharded parameter
+            plain = seen.local if isinstance(seen, ShardedTensor) else seen
+            if fn(plain) is not plain:
+                raise RuntimeError(
+                    f"parameter {name} of {original_class(self).__name__} is part of a unit, whose parameters are "
+                    f"converted together: between steps, convert the sharded module around it; within a forward, "
+                    f"convert what the module computes with"
+                )
+        stored.update(dict.fromkeys(sharded))  # `nn.Module` does not see them
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            stored.update(sharded)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        _refresh_own_units(self)
+        assign = rest[0].get("assign_to_params_buffers", False)  # rest[0]: metadata of the module
+        model_state.load(self, state_dict, prefix, assign, errors=rest[-1])
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _took_values(module: nn.Module, name: str, value: Tensor) -> bool:
+    """Whether `module` has a sharded parameter of that name and shape, which stays and has the values of `value`.
+
+    Loaders put a DTensor into the place of each parameter. All ranks gather it, and each keeps what it stores.
+    """
+    own: Any = stored_parameters(module).get(name)
+    if type(own) is not ShardedTensor or own.shape != value.shape:
+        return False
+    own.data = value.detach()
+    vars(own).update(vars(value))
+    own.requires_grad_(value.requires_grad)
+    return True
+
+
+def _refresh_own_units(module: Any) -> None:
+    """Take over what users did to the parameters of `module`."""
+    for unit in module.__dict__.get("_fsdp_units", ()):
+        if unit.summoned is None:
+            refresh(unit)
