@@ -1,14 +1,14 @@
 """Changes one operator, constant or statement of the package at a time, and says which changes no test notices.
 
-    python tools/mutate.py [--count 200] [--seed 0] [--file fsdp_compile/core/layout.py ...] [--least 0.9]
+    python tools/mutate.py [--count 200] [--seed 0] [--file fsdp_compile/passes ...] [--least 0.9]
                            [--record FILE] [--list] [--at COMMIT]
     python tools/mutate.py --passes [NAME ...]      breaks each pass of the compiler once, and reads docs/passes.md
 
-Each mutant is a copy of the package in a temporary folder, beside which the tests named in NEAREST run until one fails:
-those of one process first, then those that killed other mutants, then short ones. Left alone are annotations,
-docstrings, decorators, and the texts of errors, warnings and notes. The exit status is 1 if fewer than `--least` of the
-mutants are killed. Mutants with the fewest tests of several ranks come first. With `--record`, verdicts and the seconds
-of tests are appended to a file, and a run that was stopped goes on where it was.
+Each mutant is a copy of the package in a temporary folder, beside which the tests named in nearest_tests.toml run until
+one fails: those of one process first, then those that killed other mutants, then short ones. Left alone are
+annotations, docstrings, decorators, and the texts of errors, warnings and notes. The exit status is 1 if fewer than
+`--least` of the mutants are killed. Mutants with the fewest tests of several ranks come first. With `--record`,
+verdicts and the seconds of tests are appended to a file, and a run that was stopped goes on where it was.
 
 `--list` prints the mutants and runs none. With `--at` they are drawn from the package as it was at that commit, so that
 a run can be repeated after survivors have been mended: each is looked for in today's files, and those whose lines have
@@ -36,6 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import traceback
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -51,82 +52,18 @@ SURVIVED, KILLED, LATE = "SURVIVED", "killed", "out of time"
 # Before torch is imported, as in tests/conftest.py.
 os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
 
-# The files that carry values, and the tests that are nearest to each; tests of milliseconds first.
-_RUNTIME = "tests/gloo/test_matrix.py tests/gloo/test_gradients.py tests/gloo/test_accumulation.py"
-_RUNTIME += " tests/gloo/test_recompute.py tests/gloo/test_steps.py tests/gloo/test_frozen.py tests/gloo/test_hooks.py"
-_RUNTIME += " tests/gloo/test_fuzz.py::test_drawn_cases tests/gloo/test_manual.py tests/gloo/test_left_out.py"
-_PLANS = "tests/unit/test_plan.py tests/unit/test_search.py tests/unit/test_planned_step.py"
-_PLANS += " tests/unit/test_planned_memory.py tests/unit/test_whole_step_plan.py"
-_STATES = "tests/unit/test_sharded_value.py tests/gloo/test_state_dicts.py"
-NEAREST = {
-    "core/layout.py": "tests/unit/test_layout.py tests/unit/test_flat_param.py tests/unit/test_rows.py",
-    "core/flat_param.py": "tests/unit/test_flat_param.py tests/fake/test_groups.py tests/gloo/test_gradients.py "
-                          "tests/gloo/test_matrix.py tests/gloo/test_summon.py tests/gloo/test_features.py "
-                          "tests/gloo/test_reads.py tests/unit/test_update_in_backward.py "
-                          "tests/gloo/test_update_in_backward.py tests/gloo/test_frozen.py "
-                          "tests/gloo/test_changed_parameters.py",
-    "tensors/shard_spec.py": f"tests/unit/test_chunks.py {_STATES} tests/gloo/test_sharded_tensor.py "
-                          "tests/gloo/test_fsdp1.py",
-    "core/flat_collectives.py": "tests/fake/test_streams.py tests/fake/test_races.py "
-                                "tests/gloo/test_communication.py tests/gloo/test_reduce.py "
-                                "tests/gloo/test_matrix.py tests/gloo/test_module_options.py "
-                                "tests/gloo/test_neighbours.py tests/gloo/test_next_forward.py",
-    "checkpoint/untrusted.py": "tests/unit/test_untrusted.py tests/unit/test_safetensors.py",
-    "checkpoint/hugging_face.py": "tests/unit/test_safetensors.py tests/unit/test_convert.py "
-                                  "tests/gloo/test_safetensors.py",
-    "checkpoint/save_load.py": "tests/unit/test_checkpoint_directory.py tests/gloo/test_resume.py "
-                               "tests/gloo/test_frozen.py",
-    "state_dict/model.py": f"tests/fake/test_state_types.py {_STATES} tests/gloo/test_fsdp1.py "
-                           "tests/gloo/test_quantized.py",
-    "state_dict/optimizer.py": f"{_STATES} tests/gloo/test_optimizers.py tests/gloo/test_resume.py "
-                               "tests/gloo/test_by_owner.py tests/gloo/test_fsdp1.py",
-    "optim/joint.py": "tests/gloo/test_matrix_optimizers.py",
-    "optim/matrix_exchange.py": "tests/gloo/test_matrix_optimizers.py",
-    "optim/matrix_program.py": "tests/gloo/test_matrix_optimizers.py",
-    "optim/matrix_step.py": "tests/gloo/test_matrix_optimizers.py",
-    "optim/owner_plan.py": "tests/unit/test_owner_plan.py",
-    "core/autograd.py": "tests/fake/test_states.py tests/fake/test_handle.py tests/fake/test_accumulated_gradients.py "
-                        "tests/fake/test_backends.py::test_gradients_stay_in_low_precision "
-                        f"{_RUNTIME} tests/gloo/test_update_in_backward.py "
-                        "tests/gloo/test_read_guard.py tests/gloo/test_precision.py tests/gloo/test_flat_gradients.py "
-                        "tests/gloo/test_same_bits.py tests/gloo/test_manual.py tests/gloo/test_writeback.py",
-    "core/backward_pass.py": "tests/unit/test_backward_pass.py tests/fake/test_states.py tests/fake/test_handle.py "
-                             f"{_RUNTIME} tests/gloo/test_update_in_backward.py tests/gloo/test_mishaps.py",
-    "eager/block_reader.py": "tests/fake/test_regional.py tests/gloo/test_regional.py tests/gloo/test_mishaps.py",
-    "eager/prefetch.py": "tests/fake/test_wrong_predictions.py tests/fake/test_states.py tests/fake/test_handle.py "
-                         "tests/gloo/test_prefetch.py tests/gloo/test_manual.py tests/gloo/test_module_options.py",
-    "eager/streams.py": "tests/fake/test_streams.py tests/fake/test_races.py tests/fake/test_handle.py "
-                        "tests/gloo/test_read_guard.py "
-                        f"{_RUNTIME}",
-    "eager/reduce.py": "tests/fake/test_states.py tests/fake/test_streams.py tests/gloo/test_reduce.py "
-                       "tests/fake/test_races.py::test_inputs_of_deferred_reduces_are_not_reused "
-                       "tests/gloo/test_update_in_backward.py "
-                       "tests/gloo/test_module_options.py::test_deferred_all_reduce "
-                       f"tests/gloo/test_compiled_accumulation.py {_RUNTIME} tests/gloo/test_same_bits.py",
-    "eager/accumulate.py": "tests/fake/test_accumulated_gradients.py tests/fake/test_states.py "
-                           "tests/gloo/test_flat_gradients.py tests/gloo/test_neighbours.py "
-                           f"tests/gloo/test_compiled_accumulation.py tests/gloo/test_unaveraged.py "
-                           f"tests/gloo/test_features.py {_RUNTIME}",
-    "eager/forward.py": "tests/fake/test_forward_writes.py tests/fake/test_handle.py tests/fake/test_states.py "
-                        "tests/fake/test_wrong_predictions.py tests/fake/test_regional.py "
-                        f"{_RUNTIME} tests/gloo/test_precision.py "
-                        "tests/gloo/test_regional.py tests/gloo/test_interruptions.py tests/fake/test_backends.py "
-                        "tests/gloo/test_own_writes.py tests/gloo/test_compare_ranks.py",
-    "eager/unsharded.py": "tests/fake/test_forward_writes.py tests/fake/test_handle.py tests/fake/test_states.py "
-                          "tests/fake/test_wrong_predictions.py tests/fake/test_regional.py "
-                          f"{_RUNTIME} tests/gloo/test_kept_unsharded.py "
-                          "tests/gloo/test_interruptions.py tests/gloo/test_outputs.py tests/gloo/test_regional.py",
-    "edits/writeback.py": "tests/gloo/test_writeback.py tests/gloo/test_fsdp2_scripts.py::test_values_assigned_on_meta",
-    "optim/segments.py": "tests/fake/test_flat_steps.py tests/gloo/test_flat_step.py",
-    "optim/flat.py": "tests/fake/test_flat_steps.py tests/gloo/test_flat_step.py tests/gloo/test_optimizers.py "
-                     "tests/gloo/test_compile_step.py tests/gloo/test_update_in_backward.py "
-                     "tests/gloo/test_same_bits.py",
-    "optim/in_backward.py": "tests/unit/test_update_in_backward.py tests/gloo/test_update_in_backward.py",
-    "comm/comparison.py": "tests/gloo/test_compare_ranks.py tests/gloo/test_check_ranks.py",
-    "passes/graph/lifetimes.py": "tests/unit/test_lifetimes.py tests/fake/test_plans.py tests/fake/test_activations.py",
-    "passes/plan/plan.py": _PLANS,
-    "passes/plan/memory.py": f"tests/unit/test_memory_choice.py {_PLANS}",
-}  # fmt: skip
+TABLE = ROOT / "tools" / "nearest_tests.toml"
+
+
+def nearest() -> dict[str, str]:
+    """For each file that can have mutants, by its path in the package, the tests that are nearest to it."""
+    table = tomllib.loads(TABLE.read_text())
+    groups = {f"@{name}": tests for name, tests in table["groups"].items()}
+    return {
+        path: " ".join(dict.fromkeys(test for each in tests for test in groups.get(each, [each])))
+        for path, tests in table["files"].items()
+    }
+
 
 # --passes: for each pass its file, and a text in it that is replaced by another one.
 _JOINT, _POST = "passes/joint", "passes/post_grad"
@@ -499,7 +436,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--file", action="append", help="a file of the package; can be given several times")
+    parser.add_argument("--file", action="append", help="a file or a folder of the package; can be given several times")
     parser.add_argument("--least", type=float, default=0.9, help="the share of mutants that has to be killed")
     parser.add_argument("--record", type=Path, help="a file of verdicts, which the run continues")
     parser.add_argument("--list", action="store_true", help="print the mutants, and run no test")
@@ -508,11 +445,13 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.passes is not None:
         return _break_passes(asked.passes)
-    files = {ROOT / "fsdp_compile" / name: tests for name, tests in NEAREST.items()}
+    files = {ROOT / "fsdp_compile" / name: tests for name, tests in nearest().items()}
     if asked.file:
-        for each in sorted(set(asked.file) - {str(path.relative_to(ROOT)) for path in files}):
-            print(f"left out, as NEAREST has no tests for it: {each}", flush=True)
-        files = {path: tests for path, tests in files.items() if str(path.relative_to(ROOT)) in asked.file}
+        places = [ROOT / each for each in asked.file]
+        files = {path: tests for path, tests in files.items() if {path, *path.parents} & set(places)}
+        for place in places:
+            if not any(place in (path, *path.parents) for path in files):
+                print(f"left out, as {TABLE.name} has no tests for it: {place.relative_to(ROOT)}", flush=True)
     drawn = _draw(files, asked.count, asked.seed, asked.at)
     drawn.sort(key=lambda mutant: (files[mutant.path].count("/gloo/"), mutant))
     if asked.list:

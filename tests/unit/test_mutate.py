@@ -1,9 +1,12 @@
 """tools/mutate.py changes what computes, and leaves alone what only speaks."""
 
+import ast
 import runpy
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import fsdp_compile
 
 TOOL = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "mutate.py"))
 SOURCE = '''"""A text 1 + 1."""
@@ -44,6 +47,20 @@ def test_mutants_are_found_again(tmp_path: Path) -> None:
     assert [(mutant.line, mutant.old, mutant.new) for mutant in gone] == [(1, "1", "2")]
     assert len(found) == 8 and {again for _, again in found} <= set(now.mutants())
     assert all(again.line == mutant.line + 1 and again[4:] == mutant[4:] for mutant, again in found)
+
+
+def test_each_file_of_the_runtime_and_the_passes_has_tests() -> None:
+    """Those of core, eager and passes are in the table, and what it names exists."""
+    package = Path(fsdp_compile.__file__).parent
+    files = {str(path.relative_to(package)) for path in package.rglob("*.py") if _has_code(path)}
+    nearest: dict[str, str] = TOOL["nearest"]()
+    assert {path for path in files if path.startswith(("core/", "eager/", "passes/"))} <= nearest.keys() <= files
+    tests = {test.partition("::")[0] for listed in nearest.values() for test in listed.split()}
+    assert [test for test in tests if not (package.parent / test).exists()] == []
+
+
+def _has_code(path: Path) -> bool:
+    return any(isinstance(each, ast.FunctionDef | ast.ClassDef) for each in ast.parse(path.read_text()).body)
 
 
 class _Bench:
