@@ -41,12 +41,12 @@ from fsdp_compile.edits.summon import summon_full_params
 from fsdp_compile.fsdp_module import FSDPModule
 from fsdp_compile.state_dict import optimizer
 from fsdp_compile.state_dict.model import (
-    called_by_dcp,
     default_settings,
     get_state_dict_type,
     set_state_dict_type,
     state_dict_type,
 )
+from fsdp_compile.tensors._torch import called_by_dcp
 
 
 class FullyShardedDataParallel(nn.Module):

@@ -26,8 +26,6 @@ torch.distributed.tensor.placement_types                 `_StridedShard`: a dime
 torch.nn.modules.module                                  whether hooks of all modules are registered
 torch.nn.parallel.DistributedDataParallel                the one whose forward runs, as Dynamo asks for it, and its
                                                          parameters
-torch.distributed.checkpoint.state_dict_saver            `_save_state_dict`, the function that plans and saves, with
-                                                         its arguments `storage_writer`, `no_dist`, `process_group`
 torch.utils._pytree                                      the tensors in the arguments and outputs of a module
 
 docs/upgrading_torch.md says of the others what to look for.
@@ -36,8 +34,6 @@ docs/upgrading_torch.md says of the others what to look for.
 import copy
 import functools
 import operator
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -45,7 +41,7 @@ from enum import Enum
 from functools import partial
 from itertools import repeat
 from types import CodeType
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +51,7 @@ from torch._C._autograd import _unsafe_set_version_counter as set_version_counte
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._C._functorch import peek_interpreter_stack as current_transform
-from torch._dynamo import compiled_autograd, eval_frame
+from torch._dynamo import compiled_autograd
 from torch._dynamo.comptime import comptime as while_tracing
 from torch._dynamo.eval_frame import innermost_backend, skip_code
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, unimplemented
@@ -74,7 +70,6 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
     fp16_compress_hook,
     reduce_scatter_hook,
 )
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._common_utils import TrainingState
@@ -111,25 +106,6 @@ __all__ = [
     "while_tracing",
     "without_dispatch_modes",
 ]  # of torch, for others
-
-
-class Saving(NamedTuple):
-    """A save of torch.distributed.checkpoint that is being planned."""
-
-    writer: Any  # a StorageWriter
-    is_alone: bool  # it saves for one rank alone
-    group: Any  # the process group that was passed to it
-
-
-def current_save() -> Saving | None:
-    """The save for which torch.distributed.checkpoint makes a plan. Planners are not told: only the stack says it."""
-    frame: Any = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == _save_state_dict.__name__ and "storage_writer" in frame.f_locals:
-            found = frame.f_locals
-            return Saving(found["storage_writer"], bool(found.get("no_dist")), found.get("process_group"))
-        frame = frame.f_back
-    return None
 
 
 def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
@@ -261,23 +237,6 @@ def skip_frame(reason: str) -> NoReturn:
 def trace_again(reason: str) -> NoReturn:
     """Have Dynamo trace the frame anew."""
     raise RestartAnalysis(restart_reason=reason)
-
-
-_NOT_USERS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
-
-
-def eager_code_goes_on() -> bool:
-    """Whether eager code uses what the graph that Dynamo ends now gives: behind a break, or where the frame returns to
-    code that is not traced, other than the caller of what was compiled.
-    """
-    if not InstructionTranslator.current_tx().current_instruction.opname.startswith("RETURN"):
-        return True
-    frame: Any = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
-        if frame.f_code.co_filename == eval_frame.__file__:  # which calls what was compiled
-            return False
-        frame = frame.f_back
-    return True
 
 
 def tensor_assigned_at_break() -> Tensor | None:

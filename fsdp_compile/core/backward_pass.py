@@ -7,6 +7,7 @@ in which pass something happened keeps that object, and compares it with the run
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 from torch import Tensor
@@ -22,9 +23,12 @@ class BackwardPass:
     Attributes:
         begun: the `GradientReduction`s that have reduced in it, all that was accumulated under no_sync included.
         results: for each of them the reduced gradients, `[shard_numel]`, that its flat shard is still to get.
+        is_nested: whether it runs within another one, as that of a reentrant checkpoint does.
     """
 
     def __init__(self) -> None:
+        self.thread = get_ident()
+        self.is_nested = any(other.thread == self.thread for other in _running.values())
         self.begun: set[object] = set()
         self.results: dict[object, list[Tensor]] = {}
         self._asked_once: list[object] = []

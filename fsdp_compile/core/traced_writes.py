@@ -34,7 +34,6 @@ from fsdp_compile.core._torch import (
     FakeTensor,
     break_graph,
     call_with_graph,
-    eager_code_goes_on,
     graph_so_far,
     plain_within,
     reading_place,
@@ -136,8 +135,7 @@ def _check_gathered(graph: torch.fx.GraphModule) -> None:
     written: dict[int, int] = {}  # by storage, where in it
     for each in _fakes(changed):
         written.setdefault(_storage(each), int(plain_within(each).storage_offset()))
-    outputs = graph.graph.output_node().all_input_nodes if eager_code_goes_on() else []
-    leaving = set(map(_storage, _fakes(outputs)))
+    leaving = set(map(_storage, _fakes(graph.graph.output_node().all_input_nodes)))
     again = False
     for node in _unshards(nodes):
         storage, gathered = _storage(node.meta["example_value"]), node.meta.pop(_FLAT, None)  # the graph outlives units

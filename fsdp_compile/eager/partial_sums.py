@@ -10,12 +10,8 @@ no_sync, and on two ranks, each of which accumulates one; the additions are the 
 A microbatch is one backward pass of a root. What it gives a flat parameter, also in several parts, is a leaf.
 """
 
-import sys
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointFunction
 
 from fsdp_compile.core.backward_pass import BackwardPass, running_backward
 
@@ -36,16 +32,14 @@ class Microbatches:
         """Count the running backward pass, which was not counted yet; `is_first`: a step begins with it.
         RuntimeError within a reentrant checkpoint, whose backward pass is not that of a microbatch.
         """
-        frame: Any = sys._getframe()
-        while frame is not None:  # once in each backward pass
-            if frame.f_code is CheckpointFunction.backward.__code__:
-                raise RuntimeError(
-                    "reduction_order='tree': a reentrant checkpoint runs backward passes of its own, which cannot be "
-                    "told from those of microbatches; call torch.utils.checkpoint with use_reentrant=False"
-                )
-            frame = frame.f_back
+        backward = running_backward()
+        if backward is not None and backward.is_nested:
+            raise RuntimeError(
+                "reduction_order='tree': a reentrant checkpoint runs backward passes of its own, which cannot be told "
+                "from those of microbatches; call torch.utils.checkpoint with use_reentrant=False"
+            )
         self.index = 0 if is_first else self.index + 1
-        self._counted = running_backward()
+        self._counted = backward
 
     @property
     def has_begun(self) -> bool:

@@ -15,11 +15,9 @@ only the same rank of equally many can load them. The default is SHARDED after `
 `FullyShardedDataParallel`, as in torch.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import FrameType
 from typing import Any
 
 import torch
@@ -33,6 +31,7 @@ from fsdp_compile.core.inner_params import inner_names, plain_tensors, recipe_of
 from fsdp_compile.core.sharding import sharding_of, stored_parameters, units_used_below
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.state_dict.sharded_value import ManagedParameter, full_tensor, managed, torch_values
+from fsdp_compile.tensors._torch import called_by_dcp
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 FULL, SHARDED, LOCAL = (StateDictType[f"{kind}_STATE_DICT"] for kind in ("FULL", "SHARDED", "LOCAL"))
@@ -298,18 +297,3 @@ def _sharded_copies(unit: Unit) -> list[Tensor]:
 
 def _has_values(unit: Unit) -> bool:
     return is_first_rank(unit) or not settings_of(unit).state_dict_config.rank0_only  # type: ignore[attr-defined]  # of FULL
-
-
-def called_by_dcp() -> bool:
-    """Whether the caller is `torch.distributed.checkpoint.state_dict`, which needs sharded values, original names.
-
-    It sets the kind through `isinstance(module, torch's FSDP)`; on other modules it calls `state_dict()` and
-    `named_modules()` as anybody does, without an argument, attribute or context of its own, so only the stack can tell.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("fsdp_compile.", "torch.nn.modules.", "torch._dynamo.", "contextlib", "torch.utils.")):
-            return name == "torch.distributed.checkpoint.state_dict"
-        frame = frame.f_back
-    return False

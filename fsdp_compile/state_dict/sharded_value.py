@@ -22,7 +22,6 @@ torch.distributed.checkpoint.load(state, ...)    every rank reads its chunks, st
 
 import functools
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -45,6 +44,7 @@ from fsdp_compile.state_dict._torch import (
     chunked_tensor,
     tree_map_only,
 )
+from fsdp_compile.tensors._torch import COPIES_ROWS, called_by
 from fsdp_compile.tensors.shard_spec import Chunk, ShardSpec, exchange_rows
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
@@ -120,8 +120,7 @@ class ShardedValue(DTensor):
         """What this rank stores, 1-D, as of a parameter: memory of the shard.
         For torch's own function that copies rows of full tensors into values it is the value, which takes its part.
         """
-        caller = sys._getframe(1).f_globals.get("__name__")
-        return self if caller == "torch.distributed._state_dict_utils" else self.local
+        return self if called_by(COPIES_ROWS) else self.local
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

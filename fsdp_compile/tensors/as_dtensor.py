@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_compile.core._torch import local_shape_and_offset
-from fsdp_compile.tensors._torch import called_by, makes_dtensor_spec, reads_fields_of_dtensors
+from fsdp_compile.tensors._torch import READERS_OF_FIELDS, called_by, dispatcher_asks, makes_spec
 from fsdp_compile.tensors.shard_spec import ShardSpec
 
 # Code that reads rows of a file and puts a DTensor of them into the place of each parameter. It is shown the placements
@@ -62,7 +62,7 @@ class FlatShard(Shard):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, FlatShard):
             return self.ranges == other.ranges
-        if isinstance(other, Shard) and makes_dtensor_spec():
+        if isinstance(other, Shard) and makes_spec():
             raise ValueError(
                 "placements: a DTensor cannot have those of a sharded parameter, of which each rank stores a range of "
                 "the flattened elements; use distribute_tensor(full, mesh, placements), or DTensor.from_local with "
@@ -95,7 +95,8 @@ class AsDTensor:
     @property
     def __class__(self) -> type:
         """`DTensor` to `isinstance`; `type` tells the class."""
-        return DTensor if self.is_dtensor and not reads_fields_of_dtensors() else type(self)
+        is_dtensor = self.is_dtensor and not (called_by(READERS_OF_FIELDS) or dispatcher_asks())
+        return DTensor if is_dtensor else type(self)
 
     @__class__.setter
     def __class__(self, kind: type) -> None:

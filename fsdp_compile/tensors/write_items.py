@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from fsdp_compile.core._torch import Saving, current_save
 from fsdp_compile.core.settings import warn_caller
+from fsdp_compile.tensors._torch import Saving, current_save
 from fsdp_compile.tensors.shard_spec import ShardSpec, exchange_rows
 
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()  # writers

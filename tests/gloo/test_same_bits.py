@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from models import part, seeded
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.utils import checkpoint as activations
@@ -228,10 +228,36 @@ def _refusals(rank: int) -> None:
         with pytest.raises(RuntimeError, match="runs more than once before a backward and is compiled"):
             torch.stack(losses).sum().backward()
         trained.zero_grad()
-    forward = trained.blocks[0].forward
-    trained.blocks[0].forward = lambda x: activations.checkpoint(forward, x, use_reentrant=True)
-    with pytest.raises(RuntimeError, match="use_reentrant=False"):
-        backward()
+
+
+class _Reentrant(nn.Module):
+    """Runs another module, of which it holds no parameters, in a reentrant checkpoint."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.run = [module]
+
+    def forward(self, x: Tensor) -> Any:
+        return activations.checkpoint(self.run[0].__call__, x.requires_grad_(), use_reentrant=True)
+
+
+def _in_reentrant_checkpoints(rank: int) -> None:
+    case = CASES["mlp"]
+    for around in ("", "blocks.0", "blocks.0.up", "head"):
+        model = fully_shard(case.build(), reduction_order="tree")
+        inside = model.get_submodule(around)
+        run = _Reentrant(inside)
+        if around:
+            parent, _, name = around.rpartition(".")
+            model.get_submodule(parent)._modules[name] = run
+        for _ in range(2):  # nothing is left of a pass that was refused
+            with pytest.raises(RuntimeError, match="use_reentrant=False"):
+                case.loss(model if around else run, case.batch(rank, 2)).backward()
+
+
+def test_reentrant_checkpoints_are_refused(two: Ranks) -> None:
+    """Around the root, a unit, a part of one, or parameters of the root: each runs a backward pass within another."""
+    two.run(_in_reentrant_checkpoints)
 
 
 def test_what_cannot_be_is_refused(two: Ranks) -> None:

@@ -165,6 +165,13 @@ def test_a_forbidden_import_is_found(name: str, target: str) -> None:
     assert breaches(name, [target]) == [f"{name} imports {target}"]
 
 
+def test_who_calls_is_asked_in_one_file() -> None:
+    """Frames of the stack decide something in tensors/_torch.py alone, which says why; and where a warning points."""
+    looks = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")
+             if re.search(r"_getframe|currentframe|\.f_back\b|inspect\.stack", path.read_text())}  # fmt: skip
+    assert looks == {"tensors/_torch.py", "core/settings.py"}
+
+
 def test_a_private_name_is_found() -> None:
     """Private names count whether imported or reached through `torch`."""
     tree = ast.parse("import torch\nfrom torch._inductor import config\nx = torch._C._functions")
