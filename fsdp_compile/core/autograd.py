@@ -11,6 +11,7 @@ autograd_shard    deferred               the flat shard, differentiable: the inp
 import operator
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -189,6 +190,38 @@ class GradientReduction:
         grads = [] if backward is None else backward.results.pop(self, [])
         self.wait_on_host()
         return sum(grads[1:], grads[0]) if grads else None
+
+
+class ReduceQueue(deque[dict[GradientReduction, None]]):
+    """Reduces that a root's backward passes have started and not yet waited for, oldest first, by unit.
+
+    Attributes:
+        awaiting_reduce: units of the root that were under no_sync since their last reduce, in one order on all ranks:
+            what they accumulated is reduced even if they take part in no further backward pass.
+        order: in which units communicate in backward (agree/order.py); None before there is a root.
+        microbatches: which microbatch of a step a backward pass is (eager/partial_sums.py), where sums need it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.awaiting_reduce: dict[weakref.ref[Any], None] = {}
+        self.order: Any = None
+        self.microbatches: Any = None
+        self._newest = ""  # the path of the unit whose reduces were started last
+
+    def add(self, reduction: GradientReduction, path: str, most: int) -> None:
+        """Note the reduce of a flat parameter of unit `path`; wait where more than `most` units have one under way."""
+        if not self or path != self._newest:
+            self._newest = path
+            self.append({})
+        self[-1][reduction] = None
+        while len(self) > most:
+            self.wait_for_oldest()
+
+    def wait_for_oldest(self) -> None:
+        """Wait for the reduces of one unit."""
+        for reduction in self.popleft():
+            reduction.wait()
 
 
 class ShardBinding:

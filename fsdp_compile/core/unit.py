@@ -14,7 +14,6 @@ import copy
 import itertools
 import operator
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -28,7 +27,7 @@ from torch.distributed.fsdp import StateDictSettings
 from fsdp_compile.comm.groups import Stages
 from fsdp_compile.comm.hops import NamedGroup, hops_of
 from fsdp_compile.core._torch import while_tracing, without_torch_function
-from fsdp_compile.core.autograd import GradientReduction
+from fsdp_compile.core.autograd import ReduceQueue
 from fsdp_compile.core.backward_pass import BackwardPass, running_backward
 from fsdp_compile.core.flat_param import FlatParam, NamedParams
 from fsdp_compile.core.layout import ShardRecord
@@ -150,40 +149,6 @@ class ParameterLocations:
         """
         held = map(dict.get, self._registries, self._names)
         return all(map(operator.is_, held, self._recorded))
-
-
-class ReduceQueue(deque[dict[GradientReduction, None]]):
-    """Reduces that a root's backward passes have started and not yet waited for, oldest first, by unit.
-
-    Attributes:
-        awaiting_reduce: units of the root that were under no_sync since their last reduce, in one order on all ranks:
-            what they accumulated is reduced even if they take part in no further backward pass.
-        order: in which units communicate in backward (agree/order.py); None before there is a root.
-        microbatches: which microbatch of a step a backward pass is (eager/partial_sums.py), where sums need it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.awaiting_reduce: dict[weakref.ref[Unit], None] = {}
-        self.order: Any = None
-        self.microbatches: Any = None
-        self._newest = ""  # the path of the unit whose reduces were started last
-
-    def add(self, reduction: GradientReduction, path: str, most: int) -> None:
-        """Note the reduce of a flat parameter of unit `path`; wait for the oldest ones where more than `most` units'
-        are under way.
-        """
-        if not self or path != self._newest:
-            self._newest = path
-            self.append({})
-        self[-1][reduction] = None
-        while len(self) > most:
-            self.wait_for_oldest()
-
-    def wait_for_oldest(self) -> None:
-        """Wait for the reduces of one unit."""
-        for reduction in self.popleft():
-            reduction.wait()
 
 
 class Unit:

@@ -23,11 +23,12 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.comm.comparison import exists
 from fsdp_compile.comm.waits import MessageBoard
 from fsdp_compile.core._torch import executes_node
+from fsdp_compile.core.autograd import ReduceQueue
 from fsdp_compile.core.backward_pass import BackwardPass, running_backward
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.core.settings import warn_caller
-from fsdp_compile.core.unit import IGNORED, ReduceQueue, Unit, unit_of
+from fsdp_compile.core.unit import IGNORED, Unit, unit_of
 from fsdp_compile.eager.forward_pass import Listener
 from fsdp_compile.eager.partial_sums import Microbatches, PartialSums
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor, set_grad

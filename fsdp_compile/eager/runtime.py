@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from fsdp_compile.comm import collectives
+from fsdp_compile.core.autograd import ReduceQueue
 from fsdp_compile.core.settings import Settings, warn_caller
 from fsdp_compile.core.sharding import units_gathered_below
-from fsdp_compile.core.unit import Phase, ReduceQueue, Unit
+from fsdp_compile.core.unit import Phase, Unit
 from fsdp_compile.eager.forward_pass import ForwardPass, Listener, heard_by
 from fsdp_compile.eager.reduce import abandon_gradients
 from fsdp_compile.eager.streams import Device, Streams, UnshardedBuffer
