@@ -96,3 +96,17 @@ def test_first_steps_of_optimizers(loaded: bool) -> None:
     expected.step()
     for (name, param), like in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert torch.equal(param, like), name
+
+
+def test_a_parameter_that_compiled_code_returns_is_the_parameter() -> None:
+    """Whoever gets it may write to it: a copy of what was gathered would lose that without a word."""
+    torch._dynamo.reset()
+    model = fully_shard(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)))
+    weight, bias = model[0].weight, model[0].bias
+
+    @torch.compile(backend="eager")
+    def read() -> tuple[Tensor, Tensor, Tensor]:
+        return model[0].weight, model[0].weight[1], model[0].bias
+
+    whole, row, vector = read()
+    assert whole is weight and vector is bias and type(row) is type(weight[1])
