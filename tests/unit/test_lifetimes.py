@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsdp_compile.passes.graph.lifetimes import lifetimes, live_bytes
+from fsdp_compile.passes.graph.nodes import is_pointwise
 
 A = torch.empty(8, 8)
 UNIT = 256  # bytes of each value here
@@ -84,3 +85,11 @@ def test_what_is_alive(case: str) -> None:
     stored = {nodes[at] for at in options.get("stored", ())}
     alive = lifetimes(graph, position, packed, options.get("added", ()), stored=stored, late=late)
     assert [each - UNIT for each in live_bytes(alive, len(nodes))] == [UNIT * count for count in expected]
+
+
+@pytest.mark.parametrize(("into", "is_loop"), [(lambda a: torch.full(a.shape, 0.0), True), (torch.clone, False)])
+def test_a_scatter_into_a_constant_is_a_loop(into: Callable[[Tensor], Tensor], is_loop: bool) -> None:
+    """As in the gradient of a cross entropy: Inductor compares indices there, and else writes to the memory."""
+    graph = make_fx(lambda a: into(a).scatter(1, torch.zeros(8, 1, dtype=torch.int64), 1.0))(A).graph
+    (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.scatter.value)
+    assert is_pointwise(node) == is_loop

@@ -64,7 +64,7 @@ def lifetimes(
             owned = node.op == "placeholder" and is_caller_owned(node)
             last = end - 1 if owned else min(end - 1, max(begin, last_uses[node]))
             result.append(Lifetime(node, begin, last, size))
-    return [*result, *(Lifetime(None, begin, end - 1, size) for begin, size in added if begin < end)]
+    return [*result, *(Lifetime(None, begin, end - 1, size) for begin, size in added)]
 
 
 def live_bytes(alive: Iterable[Lifetime], end: int) -> list[int]:
