@@ -5,6 +5,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import _default_to_fused_or_foreach
+from torch.utils._foreach_utils import _has_foreach_support
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import FullyShardedDataParallel, fully_shard, summon_full_params, wrapper
@@ -500,3 +503,11 @@ def test_a_parameter_that_another_process_has_pickled_has_no_unit() -> None:
         foreign = nn.Parameter(torch.ones(3))
         vars(foreign)["_fsdp_unit"] = (number, index)
         assert unit_of(foreign) is None
+
+
+def test_many_parameters_are_one_kernel() -> None:
+    """On devices that have such kernels, optimizers and clipping take sharded parameters together, as plain ones."""
+    params = list(fully_shard(mlp()).parameters())
+    with mock.patch("torch.optim.optimizer._get_foreach_kernels_supported_devices", return_value=["cpu"]):
+        assert _default_to_fused_or_foreach(params, differentiable=False) == (False, True)
+    assert _has_foreach_support(params, torch.device("cuda"))
