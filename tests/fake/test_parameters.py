@@ -221,6 +221,30 @@ def test_attributes_are_read_by_the_module_s_protocol(unsafe: str, monkeypatch: 
     assert dict(model[0]._parameters) == {**registry, "more": None}
 
 
+class _Removing(nn.Linear):
+    """Removes its bias in forward."""
+
+    def forward(self, x: Tensor, remove: Callable[[nn.Module], Any]) -> Tensor:  # type: ignore[override]
+        remove(self)
+        assert not hasattr(self, "bias")
+        return x @ self.weight.t()
+
+
+@pytest.mark.parametrize(
+    "remove",
+    [
+        lambda module: delattr(module, "bias"),
+        lambda module: module._parameters.pop("bias"),
+        lambda module: module._parameters.__delitem__("bias"),
+    ],
+)
+def test_a_parameter_that_forward_removes_is_gone(remove: Callable[[nn.Module], Any]) -> None:
+    """The module no longer finds it, though it has been gathered."""
+    model = fully_shard(_Removing(3, 5))
+    model(torch.randn(2, 3), remove)
+    assert [name for name, _ in model.named_parameters()] == ["weight"]
+
+
 def test_all_places_of_a_shared_parameter_see_one_view() -> None:
     """In forward and in backward the same plain tensor; else the same parameter (E-VIEW-5)."""
     model = fully_shard(GPT(tied=True))
