@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from torch import Tensor, nn
 
 from bench.planned_step import noted
 from fsdp_compile import explain_plan, fully_shard
+from fsdp_compile.passes.graph.nodes import source_of
 from fsdp_compile.passes.inductor import fsdp_compile_backend
+from fsdp_compile.passes.joint.choose_memory import _Policies
 from fsdp_compile.passes.plan.plan import PlanError, simulate
 
 LINK = "custom:2e-5,1e9"
@@ -130,6 +134,59 @@ def _kind(step: Step) -> str:
     """A product, or what is done with a copy."""
     is_copy = "_host" in step.function or "_copy" in step.function
     return "product" if step.is_product else step.function.split(".")[-2] if is_copy else ""
+
+
+def _check_policy(self: Any, block: Any, made: Any) -> None:
+    """Count the bytes of a policy anew, position by position."""
+    alive, back, bytes_of = self.alive, self.starts[made.at], [0] * len(self.position)
+    again = [(each, self.last_in_forward[node]) for node in block.nodes if (each := alive.get(node)) is not None]
+    entering = {source_of(each) for node in block.nodes for each in node.all_input_nodes}
+    entering -= {*block.nodes, *block.copied}
+    sources = [each for node in entering if (each := alive.get(node)) is not None and each.last < back]
+    lived = [(each.size, each.last + 1, back) for each in sources]
+    lived += [(-each.size, max(each.begin, last) + 1, back) for each, last in again if each.last >= self.split]
+    if block.next is not None:
+        left, returns = (self.position[node] for node in block.next)
+        lived += [(-alive[node].size, max(self.last_in_forward[node], left) + 1, returns) for node in block.copied]
+    for size, begin, end in lived:
+        for at in range(begin, end):
+            bytes_of[at] += size
+    changes = [0] * (len(bytes_of) + 1)
+    for at, size in made.changes:
+        changes[at] += size
+    assert list(accumulate(changes))[:-1] == bytes_of
+    for repeat in made.repeats:
+        begin = self.starts[repeat.task]
+        places = range(begin, begin + len(self.info.tasks[repeat.task]))
+        computing = [at for at in map(self.position.__getitem__, block.nodes) if at in places]
+        live = [
+            sum(each.size for each, _ in again if each.begin <= at <= each.last)
+            for at in range(min(computing), max(computing) + 1)
+        ]
+        assert repeat.memory == sum(each.size for each in sources) + max(live)
+
+
+def test_what_a_policy_changes() -> None:
+    """What is recomputed or copied is gone from when forward has last read it until backward has it again, and what it
+    is recomputed from lives until then; so does what has been recomputed, while the rest is."""
+    read, names = _Policies.policy, set[str]()
+
+    def policy(self: Any, name: str, block: Any) -> Any:
+        made = read(self, name, block)
+        if made is not None:
+            names.add(name)
+            _check_policy(self, block, made)
+        return made
+
+    with mock.patch.object(_Policies, "policy", policy):
+        planned_peaks(None, "offload", device="h100")
+    assert names == {"recompute", "recompute but products", "offload"}
+
+
+def test_memory_of_the_host_is_none_of_the_device() -> None:
+    """What is copied to the host takes none in a plan, though it is alive until backward: a tenth less here."""
+    kept, copied = (planned_peaks(None, how, device="h100") for how in ("keep", "offload"))
+    assert all(copied[each] < 0.9 * kept[each] for each in kept)
 
 
 def test_activations_on_the_host_in_cuda_code() -> None:

@@ -406,9 +406,7 @@ class _Policies:
         """The tasks of forward to which `nodes` belong, beside `held` bytes."""
         begin, end = self.position[nodes[0]], self.position[nodes[-1]]
         moved = [
-            replace(
-                each, begin=each.begin - begin, last=(end if each.last >= self.split else min(end, each.last)) - begin
-            )
+            replace(each, begin=each.begin - begin, last=min(end, each.last) - begin)
             for node in nodes
             if (each := self.alive.get(node)) is not None
         ]
