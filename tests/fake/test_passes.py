@@ -49,6 +49,26 @@ def test_every_pass_can_be_left_out_by_name() -> None:
         assert left_out.name not in ran
 
 
+def test_graphs_are_written_where_a_user_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FSDP_COMPILE_PRINT names a folder: a file for each pass that ran, in its order, as the logger prints it; and the
+    first rank says so."""
+    monkeypatch.setenv("FSDP_COMPILE_PRINT", str(tmp_path))
+    monkeypatch.setattr("fsdp_compile.passes.printed._rank", lambda: 0)
+    torch._dynamo.reset()
+    with printed_graphs() as graphs:
+        step(torch.compile(fully_shard(small()), backend=fsdp_compile_backend), X)
+    told = capsys.readouterr().err
+    for direction in ("joint", "forward", "backward"):
+        (folder,) = tmp_path.glob(f"rank0/graph*_{direction}")
+        assert f"passes in {folder}" in told
+        printed = [graph.partition("\n") for graph in graphs if graph.startswith(f"--- {direction} graph after ")]
+        names = [f"{count:02}_{title.split()[-1]}.txt" for count, (title, _, _) in enumerate(printed)]
+        assert sorted(path.name for path in folder.iterdir()) == names != []
+        assert [(folder / name).read_text() for name in names] == [f"{text}\n" for _, _, text in printed]
+
+
 def test_passes_of_layers_have_places() -> None:
     """Each runs right behind the pass that it names; one that names a pass which does not exist is refused."""
     extra = Pass("mine", "post_grad", print, after="order")

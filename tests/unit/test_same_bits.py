@@ -87,6 +87,26 @@ def test_exact_sums_do_not_depend_on_the_order() -> None:
     assert abs(total - mantissas.sum()) < 1e-9
 
 
+def test_exact_sums_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tensors are added up piece by piece, of which none is larger than a cache; the bits are the same."""
+    values = torch.randn(5000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    seen: list[int] = []
+
+    def addend(piece: Tensor) -> Tensor:
+        seen.append(piece.numel())
+        return piece
+
+    def total(sizes: tuple[int, ...]) -> Tensor:
+        return exact_sums([list(values.split(sizes))], addend, values.device, lambda value, op: value)
+
+    sizes = (64, 128, 64, 1024, 320, 3400)
+    at_once = total(sizes)
+    monkeypatch.setattr("fsdp_compile.core.exact_sums._PIECE", 256)
+    seen.clear()
+    assert torch.equal(total(sizes), at_once)
+    assert max(seen) == 256 and sum(seen) >= 5000
+
+
 @pytest.mark.parametrize("special", [[float("inf")], [float("nan")], [float("inf"), -float("inf")], [-float("inf")]])
 def test_exact_sums_of_infinities(special: list[float]) -> None:
     """They are what a sum is; so is the sum of nothing, of zeros and of the smallest numbers."""
