@@ -50,3 +50,11 @@ def test_what_a_text_looks_like() -> None:
     assert spec.text == "5x3@0,5@16|24/4%16 groups=0:4 reshard=True compute=bfloat16 reduce=float32"
     updating = replace(spec, updates=True, of_root=True)
     assert updating.text == spec.text + OF_ROOT + UPDATES and UnshardSpec.parse(updating.text) == updating
+
+
+@pytest.mark.parametrize(("stages", "replicas", "ranks"), [((4,), None, 4), ((2, 4), None, 8), ((2, 4), 3, 24)])
+def test_over_how_many_ranks_gradients_are_averaged(stages: tuple[int, ...], replicas: int | None, ranks: int) -> None:
+    """Those of all stages, and of all replicas: float16 is divided by it."""
+    groups = tuple(NamedGroup(str(index), size) for index, size in enumerate(stages))
+    copies = None if replicas is None else NamedGroup("copies", replicas)
+    assert UnshardSpec(LAYOUT, groups, True, copies).data_parallel_size == ranks
