@@ -7,7 +7,7 @@ hook or context that answers it:
                   DTensor to users, and none to code of torch that reads the fields of one: torch._dynamo of the inputs
                   of graphs, torch.testing to compare, torch.distributed._state_dict_utils to copy rows. That one calls
                   `value.to_local().copy_(rows)`, and loaders of files take `placements` for those of rows.
-`dispatcher_asks` the dispatcher of torch 2.11 asks `isinstance(tensor, DTensor)`, and then reads `_spec`. This one is not
+`dispatcher_asks` the dispatcher of torch 2.11 asks `isinstance(tensor, DTensor)`, and then reads `_spec`. It is not
                   told by the stack, but by `torch._C._dispatch_tls_is_dispatch_key_excluded`.
 `makes_spec`      DTensor's spec compares each placement with a `Shard` by `!=`, as users do, in `_verify_shard_order`.
 `called_by_dcp`   torch.distributed.checkpoint.state_dict calls `state_dict()` and `named_modules()` as users do. Before
