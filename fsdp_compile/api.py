@@ -51,6 +51,7 @@ from fsdp_compile.core.ops import call_before_tracing
 from fsdp_compile.core.settings import InitFn, PlacementFn, Settings, full_precision_in_eval, warn_caller
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.eager.accumulate import Accumulation, check_optimizers
+from fsdp_compile.eager.early_entry import EarlyEntry
 from fsdp_compile.eager.error_feedback import use_error_feedback
 from fsdp_compile.eager.prefetch import Prefetch
 from fsdp_compile.eager.runtime import Runtime
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
     from fsdp_compile.passes.cost.hardware import Hardware
 
 
-LISTENERS = (RootChecks, UserEdits, Accumulation, RankOrder, Prefetch, OwnWrites, Kept, Unused)
+LISTENERS = (RootChecks, UserEdits, Accumulation, RankOrder, Prefetch, EarlyEntry, OwnWrites, Kept, Unused)
 """What hears of the passes over a sharded model, in this order (eager/forward_pass.py)."""
 
 Options = ParamSpec("Options")

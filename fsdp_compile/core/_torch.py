@@ -34,6 +34,7 @@ docs/upgrading_torch.md says of the others what to look for.
 import copy
 import functools
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -536,13 +537,14 @@ def node_number(tensor: Tensor) -> int:
     return -1 if node is None else node._sequence_nr()
 
 
-def register_first_hook(tensor: Tensor, hook: Callable[[Any], Any]) -> None:
-    """`tensor.register_hook(hook)`, called before the hooks that the tensor has."""
+def register_first_hook(tensor: Tensor, hook: Callable[[Any], Any]) -> "weakref.ref[Any]":
+    """`tensor.register_hook(hook)`, called before the hooks that the tensor has; what dies with that of its node."""
     handle = tensor.register_hook(hook)
     hooks: Any = tensor._backward_hooks
     if len(hooks) > 1:  # autograd reads them in the order of insertion, which `move_to_end` does not change
         others = {key: hooks.pop(key) for key in list(hooks) if key != handle.id}
         hooks.update(others)
+    return weakref.ref(hooks)
 
 
 def leaves_of(value: Any) -> Iterator[Any]:

@@ -4,6 +4,7 @@ A reentrant checkpoint runs a backward pass within another one, and each has an 
 in which pass something happened keeps that object, and compares it with the running one.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -102,11 +103,11 @@ def _fail(number: int) -> None:
         running.fail()
 
 
-def call_with_gradients(tensors: Sequence[Tensor], function: Callable[[], Any]) -> Callable[[], None]:
-    """Call `function` in a backward pass when it has computed the gradients of all `tensors` that it reaches.
+def call_with_gradients(tensors: Sequence[Tensor], method: weakref.WeakMethod[Any]) -> Callable[[], None]:
+    """Call `method`, while it is there, in a backward pass that has computed the gradients of all `tensors` in its way.
 
     Return what ends that. As `register_multi_grad_hook`, which fails for leaves in `torch.autograd.grad`: whether such
-    a pass reaches a leaf, nobody can tell, so `function` is called there if it reaches all.
+    a pass reaches a leaf, nobody can tell, so `method` is called there if it reaches all.
     """
     nodes, left = [get_gradient_edge(each).node for each in tensors], dict[BackwardPass | None, int]()
 
@@ -121,7 +122,8 @@ def call_with_gradients(tensors: Sequence[Tensor], function: Callable[[], Any]) 
         left[now] -= 1
         if left[now] == 0:
             del left[now]
-            function()
+            if (call := method()) is not None:
+                call()
 
     handles = [each.register_hook(hook) for each in tensors]
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.core._torch import (
@@ -49,8 +50,8 @@ from fsdp_compile.eager.streams import KeptUnsharded, UnshardedBuffer, Values, f
 # Backward must gather before the first node of the unit runs, and it runs nodes in the reverse order in which forward
 # made them. So there are hooks on all tensors that are known to leave the forward: outputs, and what it made that
 # modules keep or arguments hold. If autograd made more nodes after the last of these, something may have left in
-# another way (a global list, a closure): the buffers stay, as they do where an output may have tensors inside. What
-# these hooks miss is an error, by the counters above.
+# another way (a global list, a closure): the buffers stay, as they do where an output may have tensors inside. Where
+# the last of these gets no gradient, eager/early_entry.py gathers. What both miss is an error, by the counters above.
 #
 # The views own the autograd node that made them. A strong reference from that node, or from a hook on it, to the
 # `UnshardedUnit` that owns the views would close a cycle through C++ that Python's garbage collector does not see; so
@@ -58,6 +59,7 @@ from fsdp_compile.eager.streams import KeptUnsharded, UnshardedBuffer, Values, f
 
 
 _VERSION = operator.attrgetter("_version")
+Exit = tuple[int, weakref.ref[Any], weakref.ref[Tensor]]  # number of a node, what dies with that, and what it made
 
 
 class UnshardParams(torch.autograd.Function):
@@ -92,8 +94,7 @@ class UnshardParams(torch.autograd.Function):
         """Leave the shards' gradients, being reduced, to `ScatterGradients`; return a scalar where there is one."""
         check_engine(ctx.flats[0].names[0])
         with collectives.profiled("post", ctx.unit.path):
-            gathered = ctx.gathered()
-            if gathered is not None:
+            if (gathered := ctx.gathered()) is not None:
                 gathered.gradients_ready()
             if ctx.as_flats:
                 reduced: dict[FlatParam, Tensor | None] = {}
@@ -157,6 +158,7 @@ class Opened(NamedTuple):
     watched: list[Tensor]  # one view of each version counter
     versions: list[int]  # the counters
     first_node: int  # the number of the first node that autograd makes in this forward
+    way: Any  # a node that each backward comes to that reads the parameters; None if none does
 
 
 class Exits(NamedTuple):
@@ -179,6 +181,7 @@ class UnshardedUnit:
         values: what the buffers were gathered from.
         backward: the backward pass that last read the parameters, or None.
         readers: who else reads the parameters in that backward pass.
+        last_exit: of the tensors that leave its forward with hooks, the one that autograd made last.
         reader: of the flat parameters, if a block that was compiled by itself splits them; or None.
         previous: the forward of a unit that ended before this one.
     """
@@ -189,10 +192,10 @@ class UnshardedUnit:
         self.state, self.lifetime, self.readers = State.GATHERED, Lifetime.UNTIL_BACKWARD, set[Reader]()
         self.reader: BlockReader | None = None
         self.backward: BackwardPass | None = None
+        self.last_exit: Exit | None = None
         self.previous: weakref.ref[UnshardedUnit] | None = None
         self.views: list[Tensor] = []
-        kept = self._take_kept()
-        if kept is not None:
+        if (kept := self._take_kept()) is not None:
             self.buffers = kept.buffers
             return
         self.streams.limit()
@@ -292,7 +295,8 @@ class UnshardedUnit:
         if not as_flats and not torch.is_inference_mode_enabled():  # which counts no versions
             watched = views if unit.tensor_parallel else [views[start] for start in starts]
         self.views = views
-        self.opened = Opened(watched, list(map(_VERSION, watched)), next_node_number())
+        way = differentiable[0].grad_fn if differentiable else None
+        self.opened = Opened(watched, list(map(_VERSION, watched)), next_node_number(), way)
 
     def show(self) -> None:
         """Let module code, or the graph of a compiled block, read the parameters."""
@@ -374,12 +378,11 @@ class UnshardedUnit:
         An output that lies in a buffer holds it.
         """
         memory = {buffer.storage.data_ptr() for buffer in self.buffers}
-        hooked: dict[int, int] = {}
+        hooked: dict[int, Exit] = {}
         opaque: type | None = None
         for leaf in leaves_of(output):
             if not isinstance(leaf, Tensor):
-                if opaque is None and not isinstance(leaf, WITHOUT_TENSORS):
-                    opaque = type(leaf)
+                opaque = opaque or (None if isinstance(leaf, WITHOUT_TENSORS) else type(leaf))
                 continue
             if leaf.layout is torch.strided:
                 parts = (leaf,) if type(leaf) is Tensor else inner_tensors(leaf)
@@ -387,19 +390,21 @@ class UnshardedUnit:
                     self.lifetime = Lifetime.WHILE_HELD
             if leaf.grad_fn is None:  # an autograd leaf is an input passed through
                 continue
-            register_first_hook(leaf, self._before_backward)  # before those that forward has registered
-            hooked[id(leaf)] = node_number(leaf)
+            hooked[id(leaf)] = self._hook(leaf)
             # If a view is then changed in place, autograd drops its node and keeps that of its base. If the base is an
             # input, that node belongs to another unit.
             node = None if leaf._base is None else leaf._base.grad_fn
             if node and all((each if each._base is None else each._base).grad_fn is not node for each in given):
                 node.register_prehook(self._before_backward)
-        first = self.opened.first_node
         for each in (*kept, *given):
-            if id(each) not in hooked and (number := node_number(each)) >= first:
-                register_first_hook(each, self._before_backward)
-                hooked[id(each)] = number
-        return Exits(opaque, next_node_number() > max(hooked.values(), default=first - 1) + 1)
+            if id(each) not in hooked and node_number(each) >= self.opened.first_node:
+                hooked[id(each)] = self._hook(each)
+        last = self.last_exit = max(hooked.values(), key=operator.itemgetter(0), default=None)
+        return Exits(opaque, next_node_number() > (self.opened.first_node if last is None else last[0] + 1))
+
+    def _hook(self, tensor: Tensor) -> Exit:
+        hooks = register_first_hook(tensor, self._before_backward)  # before those that forward has registered
+        return node_number(tensor), hooks, weakref.ref(tensor)
 
     def _hook_inputs(self, given: list[Tensor]) -> None:
         """Frozen parameters are read until the unit's inputs have their gradients."""
@@ -408,15 +413,10 @@ class UnshardedUnit:
             self.readers.add(Reader.FROZEN_PARAMETERS)
             if self.unit.trains:  # autograd computes the gradient of an input that is a leaf before those of parameters
                 self.readers.add(Reader.TRAINED_PARAMETERS)
-            weak = weakref.WeakMethod(self._inputs_ready)
-
-            def call() -> None:
-                inputs_ready = weak()
-                if inputs_ready is not None:
-                    inputs_ready()
-
+            else:
+                self.opened = self.opened._replace(way=get_gradient_edge(needed[0]).node)
             # An input that outlives this forward collects no hooks.
-            weakref.finalize(self, call_with_gradients(needed, call))
+            weakref.finalize(self, call_with_gradients(needed, weakref.WeakMethod(self._inputs_ready)))
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
@@ -479,9 +479,8 @@ class UnshardedUnit:
 
     def recompute(self) -> None:
         """Note that a recomputed forward reads the open parameters; the second in a backward pass is another one."""
-        if Reader.OWN_RECOMPUTED_FORWARD in self.readers:
-            self.readers.add(Reader.RECOMPUTED_FORWARD)
-        self.readers.add(Reader.OWN_RECOMPUTED_FORWARD)
+        own = Reader.OWN_RECOMPUTED_FORWARD
+        self.readers.add(own if own not in self.readers else Reader.RECOMPUTED_FORWARD)
 
     def _gather_again(self) -> bool:
         """Begin to gather again what was freed; return whether anything was."""
@@ -557,8 +556,7 @@ class UnshardedUnit:
         self.hide()
         if self.lifetime is Lifetime.WHILE_HELD:
             return
-        keeps = unit.keep_unsharded and not unit.reshard_after_backward
-        if keeps and not any(buffer.is_free for buffer in self.buffers):
+        if unit.keep_unsharded and not (unit.reshard_after_backward or any(buffer.is_free for buffer in self.buffers)):
             self._keep()
             return
         if unit.kept is not None:
@@ -567,8 +565,7 @@ class UnshardedUnit:
         self.free()
 
     def _keep(self) -> None:
-        earlier = self.unit.kept
-        if earlier is not None and earlier.buffers is not self.buffers:
+        if (earlier := self.unit.kept) is not None and earlier.buffers is not self.buffers:
             self._free(earlier.buffers)
         self.unit.kept = KeptUnsharded(self.buffers, self.values)
 
@@ -579,10 +576,9 @@ class UnshardedUnit:
         for flat, version in zip(unit.flats, versions.shards[::2], strict=True):
             if flat.shard._version != version:  # of all that lies in the shard
                 changed = f"{flat.names[0]} or another one"
-        for name, param, version in zip(unit.names, unit.params, versions.params, strict=True):
-            if unit.is_sharded and param._version != version:  # else they share the shard's counter
-                changed = name
-                break
+        params = zip(unit.names, unit.params, versions.params, strict=True)
+        if unit.is_sharded:  # else they share the shard's counter
+            changed = next((name for name, param, version in params if param._version != version), changed)
         if changed:
             raise RuntimeError(
                 f"parameter {changed} of {unit.path} was changed in place between forward and backward; run backward "

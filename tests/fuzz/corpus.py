@@ -107,4 +107,8 @@ CORPUS: tuple[tuple[str, Case], ...] = (
             steps=(Step(forwards="apart"),),
         ),
     ),
+    (
+        "a loss that was left elsewhere, before an output that nobody uses: its parameters were not there",
+        Case(nodes=(Node(kind="nest", unit=True, out="tuple", aside="elsewhere"),), seed=165),
+    ),
 )

@@ -4,6 +4,8 @@ import copy
 import re
 import warnings
 from collections import namedtuple
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import torch
 from models import MODELS, Case, Residual, mlp, squared_error, vectors
 from torch import Tensor, nn
+from torch.distributed.fsdp import BackwardPrefetch
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard
@@ -374,17 +377,26 @@ def test_hooks_on_outputs_read_parameters(two: Ranks, how: str) -> None:
 
 def _tap(rank: int) -> None:
     torch.manual_seed(0)
-    model = nn.ModuleList([nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)) for _ in range(2)])
-    seen: list[Tensor] = []
-    model[0][0].register_forward_hook(lambda *call: seen.append(torch.tanh(call[-1]) @ model[0][0].weight))
-    root = _Both(model)
-    for tower in model:
+    reference = _Both(nn.ModuleList([nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)) for _ in range(2)]))
+    model = copy.deepcopy(reference)
+    for tower in model.towers:
         fully_shard(tower)
-    fully_shard(root)
-    unused, used = root(torch.ones(2, 7))
+    fully_shard(model)
+    seen: list[Tensor] = []
+    for each in (reference, model):
+        layer = each.towers[0][0]
+        layer.register_forward_hook(lambda layer, _x, y: seen.append(torch.tanh(y) @ layer.weight))
+    for _ in range(2):
+        for each in (reference, model):
+            each.zero_grad()
+            unused, used = each(torch.ones(2, 7))
+            (used.sum() + seen.pop().sum()).backward()
+            assert unused.shape == (2, 7)
+        assert_same_gradients(model, reference)
+    outputs = model(torch.ones(2, 7))
     with pytest.raises(RuntimeError, match=FREED):
-        (used.sum() + seen[0].sum()).backward()
-    assert unused.shape == (2, 7)
+        seen.pop().sum().backward()
+    assert len(outputs) == 2
 
 
 class _Both(nn.Module):
@@ -397,8 +409,100 @@ class _Both(nn.Module):
 
 
 def test_what_is_read_of_a_unit_without_its_outputs(two: Ranks) -> None:
-    """Where no output of a unit has a part in the loss, nothing reads parameters that are being gathered: an error."""
+    """A unit of which the loss uses no output is gathered again where backward has come to another unit before.
+
+    Else nothing tells that backward is about to read its parameters: an error.
+    """
     two.run(_tap)
+
+
+@dataclass
+class _Two:
+    x: Tensor
+    other: Tensor
+
+
+class _Between(nn.Module):
+    """A block that leaves a loss where nobody sees it, between its output and another one that nobody uses."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.up, self.gate, self.scale = how, nn.Linear(7, 7), nn.Linear(7, 7), nn.Parameter(torch.ones(7))
+        self.inner = _Between(how.replace("nested", "")) if "nested" in how else None
+        if "frozen" in how:
+            self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = torch.tanh(self.up(x))
+        y = x + hidden
+        if self.inner is not None:
+            y = _first(self.inner(y))
+        loss: Callable[[Tensor], Tensor] = lambda h: (self.gate(h) * self.scale).square().mean()  # noqa: E731
+        aside = checkpoint(loss, hidden, use_reentrant=False) if "checkpoint" in self.how else loss(hidden)
+        _left_over.append(aside)
+        if "view" in self.how:
+            return y, y[None][0]
+        other = y + aside if "part" in self.how else 2 * y
+        if "dict" in self.how:
+            return {"x": y, "deep": [(other,)]}
+        return _Two(y, other) if "dataclass" in self.how else (y, other)
+
+
+def _first(output: Any) -> Tensor:
+    return output["x"] if isinstance(output, dict) else output.x if isinstance(output, _Two) else output[0]
+
+
+class _BetweenNet(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.later, self.out = "later" in how, nn.Linear(7, 1)
+        self.blocks = nn.ModuleList(_Between(how) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        _left_over.clear()
+        for block in self.blocks:
+            x = _first(block(x))
+        y = self.out(x).square().mean()
+        return y if self.later else y + torch.stack(_left_over).sum()
+
+
+def _leave_between(rank: int, how: str) -> None:
+    torch.manual_seed(0)
+    reference = _BetweenNet(how)
+    model = copy.deepcopy(reference)
+    prefetch = (
+        {"backward_prefetch": None if "alone" in how else BackwardPrefetch.BACKWARD_POST} if "fetch" in how else {}
+    )
+    for block in reversed([each for each in model.modules() if isinstance(each, _Between)]):
+        fully_shard(block, reshard_after_forward=True, **prefetch)
+    fully_shard(model, **prefetch)
+    if "compiled" in how:
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    passes = [False, True] if "no_sync" in how else [True]
+    for _ in range(2):
+        for each in (reference, model):
+            each.zero_grad()
+            for syncs in passes:
+                with nullcontext() if syncs or each is reference else model.no_sync():
+                    x = torch.linspace(-1, 1, 14).view(2, 7).requires_grad_()
+                    loss = each(x) + (torch.stack(_left_over).sum() if "later" in how else 0.0)
+                    if "retained" in how:
+                        loss.backward(retain_graph=True)
+                    loss.backward()
+        assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "tuple", "dict", "dataclass", "view", "part of the other", "later", "nested", "nested part", "checkpoint",
+        "no_sync", "retained", "frozen", "frozen nested", "compiled", "fetch late", "fetch alone",
+    ],
+)  # fmt: skip
+def test_what_leaves_between_outputs(two: Ranks, how: str) -> None:
+    """The unit is gathered before backward reads it, though no gradient comes to what it made last."""
+    two.run(_leave_between, how)
 
 
 class _TwoHeads(nn.Module):

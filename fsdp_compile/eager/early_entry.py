@@ -1,0 +1,74 @@
+"""Where backward comes to a unit's forward before it comes to any tensor that has a hook.
+
+    x = self.inner(x)
+    losses.append(self.gate(x).mean())    # leaves the forward where nobody sees it
+    return x, x.norm()                    # nobody uses the norm
+
+The unit is gathered again where a gradient reaches its outputs. What leaves its forward otherwise has no hook. It needs
+none while an output that was made later has a gradient, as backward comes to that first. Here none has. So where the
+tensor that was made last gets no gradient, the unit is gathered when the backward of the one behind it ends: the next
+node that autograd runs may be one of its own.
+"""
+
+from typing import Any
+
+import torch
+
+from fsdp_compile.core._torch import executes_node
+from fsdp_compile.core.backward_pass import BackwardPass
+from fsdp_compile.eager.forward_pass import Listener
+from fsdp_compile.eager.unsharded import State, UnshardedUnit
+
+
+class EarlyEntry(Listener):
+    """Gathers a unit again before its first node, if no hook will."""
+
+    def in_backward(self, gathered: UnshardedUnit, backward: BackwardPass) -> None:
+        """Gather what ran within `gathered`, or before a frozen one: their nodes follow each other without a sign."""
+        before = gathered.previous() if gathered.previous is not None else None
+        if before is not None:
+            is_within = before.opened.first_node > gathered.opened.first_node
+            if is_within or not gathered.unit.trains:
+                _enter(_entered_by_no_hook(gathered), backward)
+
+    def after_backward(self, gathered: UnshardedUnit, backward: BackwardPass | None) -> None:
+        """Gather what ran before `gathered`."""
+        if backward is not None:
+            _enter(_entered_by_no_hook(gathered), backward)
+
+
+def _entered_by_no_hook(gathered: UnshardedUnit) -> UnshardedUnit | None:
+    """The last forward before that of `gathered` that the running backward pass comes to, unless by a hook."""
+    earlier: Any = gathered
+    while earlier.previous is not None and (earlier := earlier.previous()) is not None:
+        if _has_gradient(earlier.last_exit):
+            return None
+        if _comes_to(earlier.opened.way):
+            return earlier
+    return None
+
+
+def _has_gradient(exit_: Any) -> bool:
+    """Whether the running backward pass comes to the node of `exit_`, as far as that can be asked."""
+    if exit_ is None or exit_[1]() is None:
+        return False
+    tensor = exit_[2]()
+    return tensor is None or _comes_to(tensor.grad_fn)
+
+
+def _comes_to(node: Any) -> bool:
+    try:
+        return node is not None and executes_node(node)
+    except RuntimeError:  # torch.autograd.grad, of a leaf
+        return True
+
+
+def _enter(target: UnshardedUnit | None, backward: BackwardPass) -> None:
+    if target is None:
+        return
+    is_there = not any(buffer.is_free or buffer.filling for buffer in target.buffers)
+    may_begin = target.backward is not backward and not target.unit.is_unsharded and target.is_current()
+    if not is_there and may_begin and target.state in (State.WAITING, State.PREFETCHED):
+        if torch.is_grad_enabled():
+            target.hold()
+        target.pre_backward(backward)
