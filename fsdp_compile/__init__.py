@@ -20,7 +20,7 @@ CompileConfig                what to choose about compilation, for `backend="fsd
 
 import sys
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +102,10 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names.s
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return version(__name__)
+        try:
+            return version(__name__)
+        except PackageNotFoundError:  # it runs from its source
+            return "0+unknown"
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), name)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_compile import steady
+from fsdp_compile import __version__, steady
 from fsdp_compile.api import explain_plan, fully_shard
 from fsdp_compile.comm.waits import state_of
 from fsdp_compile.compare.memory import alive, resident
@@ -96,7 +95,7 @@ def selfcheck(device: torch.device) -> Report:
     timeout allow.
     """
     where = {
-        "fsdp_compile": version("fsdp_compile"), "torch": torch.__version__, "python": platform.python_version(),
+        "fsdp_compile": __version__, "torch": torch.__version__, "python": platform.python_version(),
         "machine": platform.machine(), "device": _name(device), "ranks": dist.get_world_size(),
         "backend": dist.get_backend(),
     }  # fmt: skip

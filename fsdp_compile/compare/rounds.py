@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +280,7 @@ def compare(
         "backend": "nccl" if task.device == "cuda" else "gloo", "precision": "bf16" if task.bf16 else "fp32",
         "batch": task.batch, "sequence": task.sequence, "steps": steps, "rounds": min(rounds, steps),
         **{name: format for name, format in wires.items() if format is not None},
-        "torch": torch.__version__, "fsdp_compile": version("fsdp_compile"), "date": f"{date.today()}",
+        "torch": torch.__version__, "fsdp_compile": fsdp_compile.__version__, "date": f"{date.today()}",
     }  # fmt: skip
     return Comparison(where, rows, note)
 

@@ -14,14 +14,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_compile import fully_shard
+from fsdp_compile import __version__, fully_shard
 from fsdp_compile.tools.check_job import Task, compare_way, reference
 from fsdp_compile.tools.check_ranks import Answer, one_line, run
 from fsdp_compile.tools.check_report import FAILED, LEFT_OUT, Report, Row
@@ -208,7 +207,7 @@ def _check(
     where = {
         "model": about["model"], "parameters": f"{about['parameters']:,}", "ranks": ranks.count, "steps": steps,
         "micro-batches": list(counts), "loaded on": another or "none", "device": device, "torch": torch.__version__,
-        "fsdp_compile": version("fsdp_compile"),
+        "fsdp_compile": __version__,
     }  # fmt: skip
     return Report(where, tuple(rows))
 

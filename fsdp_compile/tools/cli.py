@@ -8,9 +8,9 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from typing import Any
 
+from fsdp_compile import __version__
 from fsdp_compile.tools.commands import build, calibrate, check, checkpoint, compare, explain, plan, selfcheck
 
 COMMANDS: dict[str, Any] = {
@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the arguments; argparse ends the program where they make no sense."""
     parser = argparse.ArgumentParser(prog="fsdp-compile", description="Tools for sharded models.", epilog=HELP,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--version", action="version", version=f"fsdp-compile {version('fsdp_compile')}")
+    parser.add_argument("--version", action="version", version=f"fsdp-compile {__version__}")
     groups = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, each in COMMANDS.items():
         each.add_options(_command(groups, name, each.DESCRIPTION, each.EXAMPLE, each.run).add_argument)

@@ -155,3 +155,14 @@ def test_graphs_of_other_shardings_find_what_they_call() -> None:
     """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert run.stdout == "0\n", run.stderr[-2000:]
+
+
+def test_it_runs_without_an_installation(tmp_path: Path) -> None:
+    """A checkout that is only on the path has a version that says so, and no file asks for that in another way."""
+    package = Path(fsdp_compile.__file__).parent
+    (tmp_path / "fsdp_compile").symlink_to(package)
+    command = [sys.executable, "-S", "-m", "fsdp_compile", "--version"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.stdout == "fsdp-compile 0+unknown\n", done.stderr
+    asking = [path.name for path in package.rglob("*.py") if "importlib.metadata" in path.read_text()]
+    assert asking == ["__init__.py"]
