@@ -24,6 +24,7 @@ from fsdp_compile import (
 )
 
 from .models import loss_of, play_rank
+from .rounded import with_weights
 
 if TYPE_CHECKING:
     from .run import Comparison
@@ -71,7 +72,7 @@ def _full_state(comparison: "Comparison", when: str) -> None:
     options = StateDictOptions(full_state_dict=True)
     state, expected = (get_model_state_dict(m, options=options) for m in (comparison.model, comparison.reference))
     for name, value in expected.items():
-        comparison.check(f"{when}: {name}", state[name], value)
+        comparison.check(f"{when}: {name}", state[name], value, comparison.tolerance_of_sums)
     changed = {name: value if is_quantized(value) else 0.9 * value for name, value in expected.items()}
     for model in (comparison.model, comparison.reference):
         set_model_state_dict(model, changed, options=options)
@@ -92,7 +93,8 @@ def _freeze(comparison: "Comparison", when: str) -> None:
 
 def _evaluate(comparison: "Comparison", when: str) -> None:
     losses = []
-    for model, run in ((comparison.model, comparison.run), (comparison.reference, comparison.reference)):
+    reference = with_weights(comparison.reference, comparison.arrived_weights())
+    for model, run in ((comparison.model, comparison.run), (reference, reference)):
         play_rank(model, comparison.rank)
         model.eval()
         with torch.no_grad(), comparison.autocast():
@@ -121,6 +123,7 @@ def _fail(comparison: "Comparison", when: str) -> None:
 def _deepcopy(comparison: "Comparison", when: str) -> None:
     """A copy runs once, and leaves the model as it was."""
     reference, model = (copy.deepcopy(each) for each in (comparison.reference, comparison.model))
+    reference = with_weights(reference, comparison.arrived_weights())
     for each in (reference, model):
         play_rank(each, 0)
     expected = comparison.loss_of_reference(reference)
@@ -214,7 +217,7 @@ def _call_a_part(comparison: "Comparison", when: str) -> None:
     for model in (comparison.reference, comparison.model):
         outputs.append(model.head(torch.ones(2, model.head.in_features, dtype=model.head.weight.dtype)))
     if not comparison.case.param_dtype:
-        comparison.check(when, *reversed(outputs))
+        comparison.check(when, *reversed(outputs), comparison.tolerance_of_sums)
 
 
 def _save_frozen(comparison: "Comparison", when: str) -> None:

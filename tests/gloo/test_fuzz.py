@@ -3,17 +3,21 @@
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+from fuzz import rounded
 from fuzz.cases import Case, Node, Step, draw
 from fuzz.corpus import CORPUS
 from fuzz.run import INVALID, compare
 from fuzz.shrink import shrink
 from fuzz.write import write_test
 
+from fsdp_compile.comm.formats import encode
+
 from .ranks import Ranks
 
-FIRST, NEW, SAME_BITS = 0, 10, 3  # seeds
+FIRST, NEW, SAME_BITS, SENT = 0, 10, 3, 3  # seeds
 
 
 def _compare(rank: int, cases: list[tuple[str, Case]], how: str = "eager") -> list[str]:
@@ -30,7 +34,20 @@ def test_drawn_cases(two: Ranks) -> None:
     """So do random models, options and training loops; with `reduction_order="tree"` as one rank, bit for bit."""
     cases = [(f"seed {seed}", draw(seed)) for seed in range(FIRST, FIRST + NEW)]
     cases += [(f"seed {seed}, tree", draw(seed, order="tree")) for seed in range(FIRST + NEW, FIRST + NEW + SAME_BITS)]
+    cases += [(f"seed {seed}, wires", draw(seed, wires=True)) for seed in range(FIRST, FIRST + SENT)]
     assert two.run(_compare, cases) == [[], []]
+
+
+def _compare_with_other_weights(rank: int, case: Case) -> str | None:
+    with patch.object(rounded, "encode", lambda values, format: encode(values * 1.01, format)):
+        return compare(rank, case, "eager")
+
+
+def test_other_weights_than_those_that_arrive_are_found(two: Ranks) -> None:
+    """Losses of a model whose weights are sent in one byte are held to rounding, and not to what the format loses."""
+    case = Case(nodes=(Node(kind="mlp", unit=True),), width=5, dtype="float32", wire=("int8", ""))
+    assert two.run(_compare, [("as sent", case)]) == [[], []]
+    assert all("loss" in str(found) for found in two.run(_compare_with_other_weights, case))
 
 
 @pytest.mark.nightly
