@@ -10,12 +10,13 @@ tensor that was made last gets no gradient, the unit is gathered when the backwa
 node that autograd runs may be one of its own.
 """
 
+import weakref
 from typing import Any
 
 import torch
 
 from fsdp_compile.core._torch import executes_node
-from fsdp_compile.core.backward_pass import BackwardPass
+from fsdp_compile.core.backward_pass import BackwardPass, running_backward
 from fsdp_compile.eager.forward_pass import Listener
 from fsdp_compile.eager.unsharded import State, UnshardedUnit
 
@@ -23,24 +24,47 @@ from fsdp_compile.eager.unsharded import State, UnshardedUnit
 class EarlyEntry(Listener):
     """Gathers a unit again before its first node, if no hook will."""
 
+    def __init__(self, root: Any) -> None:
+        super().__init__(root)
+        self._unreduced: weakref.WeakSet[UnshardedUnit] = weakref.WeakSet()  # entered by backward
+
     def in_backward(self, gathered: UnshardedUnit, backward: BackwardPass) -> None:
         """Gather what ran within `gathered`, or before a frozen one: their nodes follow each other without a sign."""
+        if gathered.unit.trains:
+            self._unreduced.add(gathered)
         before = gathered.previous() if gathered.previous is not None else None
         if before is not None:
             is_within = before.opened.first_node > gathered.opened.first_node
             if is_within or not gathered.unit.trains:
-                _enter(_entered_by_no_hook(gathered), backward)
+                self._enter_before(gathered, backward)
 
-    def after_backward(self, gathered: UnshardedUnit, backward: BackwardPass | None) -> None:
-        """Gather what ran before `gathered`."""
+    def after_reduce(self, gathered: UnshardedUnit) -> None:
+        """Gather what ran before `gathered`: after its reduce, as on ranks on which a hook gathers it."""
+        self._unreduced.discard(gathered)
+        backward = running_backward()
         if backward is not None:
-            _enter(_entered_by_no_hook(gathered), backward)
+            self._enter_before(gathered, backward)
+
+    def _enter_before(self, gathered: UnshardedUnit, backward: BackwardPass) -> None:
+        target = _entered_by_no_hook(gathered, backward)
+        if target is None or target.unit.is_unsharded or not target.is_current():
+            return
+        first, last = target.opened.first_node, gathered.opened.first_node
+        if any(each.backward is backward and first < each.opened.first_node < last for each in self._unreduced):
+            return  # one around `gathered`, whose reduce comes first
+        is_there = not any(buffer.is_free or buffer.filling for buffer in target.buffers)
+        if not is_there and target.state in (State.WAITING, State.PREFETCHED):
+            if torch.is_grad_enabled():
+                target.hold()
+            target.pre_backward(backward)
 
 
-def _entered_by_no_hook(gathered: UnshardedUnit) -> UnshardedUnit | None:
-    """The last forward before that of `gathered` that the running backward pass comes to, unless by a hook."""
+def _entered_by_no_hook(gathered: UnshardedUnit, backward: BackwardPass) -> UnshardedUnit | None:
+    """The last forward before that of `gathered` that `backward`, which runs, is still to come to, unless by a hook."""
     earlier: Any = gathered
     while earlier.previous is not None and (earlier := earlier.previous()) is not None:
+        if earlier.backward is backward:
+            continue
         if _has_gradient(earlier.last_exit):
             return None
         if _comes_to(earlier.opened.way):
@@ -61,14 +85,3 @@ def _comes_to(node: Any) -> bool:
         return node is not None and executes_node(node)
     except RuntimeError:  # torch.autograd.grad, of a leaf
         return True
-
-
-def _enter(target: UnshardedUnit | None, backward: BackwardPass) -> None:
-    if target is None:
-        return
-    is_there = not any(buffer.is_free or buffer.filling for buffer in target.buffers)
-    may_begin = target.backward is not backward and not target.unit.is_unsharded and target.is_current()
-    if not is_there and may_begin and target.state in (State.WAITING, State.PREFETCHED):
-        if torch.is_grad_enabled():
-            target.hold()
-        target.pre_backward(backward)

@@ -99,6 +99,9 @@ class Listener:
     def after_backward(self, gathered: Any, backward: BackwardPass | None) -> None:
         """All gradients of `gathered` are there, and are about to be reduced."""
 
+    def after_reduce(self, gathered: Any) -> None:
+        """The gradients of `gathered` are on their way, or are kept for a later reduce."""
+
 
 def heard_by(listeners: Sequence[Listener]) -> SimpleNamespace:
     """For each method of a listener the bound ones of those that override it, in the order of `listeners`."""

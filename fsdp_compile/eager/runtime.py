@@ -113,10 +113,8 @@ class Runtime:
         for unit in module._fsdp.units_below:
             if unit.phase is Phase.FORWARD:  # an exception has interrupted what ends a forward
                 unit.hide_unsharded()
-        self._last_forward, forward = (
-            None,
-            ForwardPass(self, of_root=True, kind=(torch.is_grad_enabled(), module.training)),
-        )
+        self._last_forward = None
+        forward = ForwardPass(self, of_root=True, kind=(torch.is_grad_enabled(), module.training))
         for listen in self.heard.begin_forward:
             listen(forward, module)
         for streams in self._streams.values():

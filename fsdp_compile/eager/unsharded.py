@@ -106,6 +106,8 @@ class UnshardParams(torch.autograd.Function):
                 shard_grads = [reduced[flat] for flat in ctx.flats]
             else:
                 shard_grads = reduce_gradients(ctx.unit, ctx.flats, grads, ctx.streams, ctx.full_precision)
+            for listen in gathered.forward.root.heard.after_reduce if gathered is not None else ():
+                listen(gathered)
             left = zip(ctx.flats, shard_grads, ctx.signals, strict=True)
             return (None, None, *[signal if flat.reduction.defer(grad) else None for flat, grad, signal in left])
 
@@ -221,12 +223,8 @@ class UnshardedUnit:
         if not asks:
             return None
         earlier, unit.kept = unit.kept, None
-        usable = (
-            earlier is not None
-            and earlier.values.versions == self.values.versions
-            and earlier.values.full_precision == self.values.full_precision
-            and not any(buffer.is_free for buffer in earlier.buffers)
-        )
+        usable = earlier is not None and earlier.values[1:] == self.values[1:]
+        usable &= earlier is not None and not any(buffer.is_free for buffer in earlier.buffers)
         usable = collectives.holds_on_all_ranks(usable, unit.group_name, unit.device)
         if earlier is None:
             return None

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -503,6 +504,55 @@ def _leave_between(rank: int, how: str) -> None:
 def test_what_leaves_between_outputs(two: Ranks, how: str) -> None:
     """The unit is gathered before backward reads it, though no gradient comes to what it made last."""
     two.run(_leave_between, how)
+
+
+class _Choices(nn.Module):
+    """A block of two outputs, of which the caller uses one; perhaps around another one."""
+
+    def __init__(self, inner: nn.Module | None) -> None:
+        super().__init__()
+        self.inner, self.left, self.right = inner, nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x: Tensor, choice: int) -> tuple[Tensor, Tensor]:
+        if self.inner is not None:
+            x = self.inner(x, choice)[choice]
+        return x + torch.tanh(self.left(x)), x + torch.sin(self.right(x))
+
+
+class _ChoiceNet(nn.Module):
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Choices(_Choices(None) if nested else None) for _ in range(3))
+        self.out = nn.Linear(7, 1)
+
+    def forward(self, x: Tensor, choices: tuple[int, ...]) -> Tensor:
+        for block, choice in zip(self.blocks, choices, strict=True):
+            x = block(x, choice)[choice]
+        return self.out(x).square().mean()
+
+
+def _choose(rank: int, nested: bool) -> None:
+    x = torch.linspace(-1, 1, 14).view(2, 7)
+    prefetches = (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None)
+    for prefetch, choices in product(prefetches, ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1))):
+        torch.manual_seed(0)
+        reference = _ChoiceNet(nested)
+        model = copy.deepcopy(reference)
+        for block in reversed([each for each in model.modules() if isinstance(each, _Choices)]):
+            fully_shard(block, reshard_after_forward=True, backward_prefetch=prefetch)
+        fully_shard(model, backward_prefetch=prefetch)
+        for _ in range(2):
+            for each in (reference, model):
+                each.zero_grad()
+            ((reference(x, choices) + reference(x, (0, 0, 0))) / 2).backward()
+            model(x, choices if rank else (0, 0, 0)).backward()
+            assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_ranks_that_use_other_outputs(two: Ranks, nested: bool) -> None:
+    """A unit whose last output one rank does not use is gathered in the same order on all ranks."""
+    two.run(_choose, nested)
 
 
 class _TwoHeads(nn.Module):
