@@ -16,15 +16,18 @@ from fsdp_compile.core.unit import Unit
 @torch.no_grad()
 def arrived_weights(model: nn.Module) -> dict[str, Tensor]:
     """Of each parameter, by its name, what arrives where the sharded `model` computes. All ranks take part."""
-    names = {param: name for name, param in model.named_parameters()}
+    named = dict(model.named_parameters())
+    names = {param: name for name, param in named.items()}
     arrived: dict[str, Tensor] = {}
     for unit in units_gathered_below(model):
         for flat in unit.flats:
-            values = [_whole(param).contiguous() for param in flat.params]
+            # One that was replaced since the last forward is found by its name, and one that was removed is not.
+            places = [names.get(param, name) for name, param in zip(flat.names, flat.params, strict=True)]
+            params = [named.get(name, param) for name, param in zip(places, flat.params, strict=True)]
+            values = [_whole(param).contiguous() for param in params]
             if unit.is_sharded and flat.wire is not None and flat.wire.gather is not None:
                 values = flat.views(_sent(unit, flat, values))
-            named = zip(flat.params, values, strict=True)
-            arrived |= {names[param]: value for param, value in named if param in names}  # others were removed
+            arrived |= zip(places, values, strict=True)
     return arrived
 
 
