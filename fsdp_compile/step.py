@@ -10,6 +10,7 @@ updates each flat shard by a compiled function (optim/flat.py), and frees the gr
 and the optimizer are what the same loop, written out, would have left.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
@@ -352,8 +353,12 @@ class CompiledStep:
 
     def _clip_others(self, updates: Sequence[FlatUpdate], limit: float) -> Tensor:
         """Clip the gradients that `updates` do not read; return the factor for those that they read, shape `()`."""
-        for flat in set(self._flats).difference(update.flat for update in updates):
-            flat.binding.show_gradient()
+        covered = Counter[FlatParam]()
+        for update in updates:
+            covered[update.flat] += len(update.params)
+        for flat in self._flats:
+            if covered[flat] < len(flat.params):
+                flat.binding.show_gradient()
         params = self._clipped_params()
         norm = gradient_norm(params, updates)
         updated = {id(param) for update in updates for param in update.params}

@@ -204,6 +204,11 @@ class FlatStep:
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._programs: dict[Any, UpdateProgram] = {}  # one for all equal ones, by what they do
 
+    @property
+    def segments(self) -> list[Segment]:
+        """All segments of the optimizer."""
+        return Segments.of(self.optimizer).all
+
     def step_on(self, segments: Sequence[Segment], params: Sequence[Sequence[nn.Parameter]] | None = None) -> None:
         """The optimizer's own step on some segments, without step hooks; on other `params` of each group as well."""
         chosen = [list(params[index]) if params else [] for index in range(len(self.optimizer.param_groups))]
@@ -219,13 +224,15 @@ class FlatStep:
         return not any(group.get("capturable") or group.get("differentiable") for group in self.optimizer.param_groups)
 
     @torch.no_grad()
-    def begin(self) -> list[FlatUpdate]:
-        """The updates of this step, in the order of the optimizer's parameters; call `step_others` for the rest."""
+    def begin(self, shows: bool = True) -> list[FlatUpdate]:
+        """The updates of this step, in the order of the optimizer's parameters; call `step_others` for the rest.
+        `shows`: whether parameters that none of them changes are given their gradients.
+        """
         if not self.can_update():
             return []
         announce_step(self.optimizer)
         updates = self._updates(has_gradients=True)
-        for flat in {segment.flat for segment in Segments.of(self.optimizer).all}:
+        for flat in {segment.flat for segment in self.segments} if shows else ():
             if flat not in updates or len(updates[flat].params) < len(flat.params):
                 flat.binding.show_gradient()
         self._has_begun = True

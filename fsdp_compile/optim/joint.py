@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.unit import unit_of
 from fsdp_compile.optim._torch import announce_step, has_step_hooks, note_step, step_without_hooks
 from fsdp_compile.optim.flat import FlatStep, FlatUpdate
 from fsdp_compile.optim.matrix_step import MatrixUpdates, takes_matrices
@@ -58,8 +57,7 @@ class JointUpdate:
         self.flat.reduction.flat_gradient = gradient
         self.flat.binding.show_gradient()
         for optimizer, params in self._matrices:
-            updates = MatrixUpdates.of(optimizer)
-            updates.start(updates.add(optimizer, params))
+            MatrixUpdates.of(optimizer).arrive(optimizer, params)
         for update in self._elementwise:
             if update.recorded:
                 update.run_with(gradient)
@@ -96,10 +94,18 @@ class JointStep:
 
     def begin(self) -> list[FlatUpdate]:
         """The elementwise updates of this step; call `step_others` for the rest, then `finish`."""
-        updates = [update for step in self._flat for update in step.begin()]
-        self._flat_of = {id(param): flat for each in self._matrix for param, flat in _flats_of(each)}
-        for flat in dict.fromkeys(self._flat_of.values()):
-            flat.binding.show_gradient()
+        updates = [update for step in self._flat for update in step.begin(shows=False)]
+        covered = Counter[FlatParam]()  # how many parameters of each are updated from its gradient as one tensor
+        for update in updates:
+            covered[update.flat] += len(update.params)
+        self._flat_of = {}
+        for optimizer in self._matrix:
+            matrices = MatrixUpdates.of(optimizer)
+            covered.update(matrices.flats[key] for key in matrices.prepare(optimizer) if key in matrices.flats)
+            self._flat_of.update(matrices.flats)
+        for flat in {*covered, *(segment.flat for step in self._flat for segment in step.segments)}:
+            if covered[flat] < len(flat.params):
+                flat.binding.show_gradient()
         return updates
 
     @torch.no_grad()
@@ -154,19 +160,12 @@ class JointStep:
             for flat, update in step.before_backward().items():
                 joint.setdefault(flat, JointUpdate(flat)).add(update)
         for optimizer in self._matrix:
-            covered = MatrixUpdates.of(optimizer).prepare(optimizer)
+            matrices = MatrixUpdates.of(optimizer)
+            covered = matrices.prepare(optimizer)
             of_flats: dict[FlatParam, list[nn.Parameter]] = {}
-            for param, flat in _flats_of(optimizer):
-                if id(param) in covered:
-                    of_flats.setdefault(flat, []).append(param)
+            for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+                if id(param) in covered and id(param) in matrices.flats:
+                    of_flats.setdefault(matrices.flats[id(param)], []).append(param)
             for flat, params in of_flats.items():
                 joint.setdefault(flat, JointUpdate(flat)).add_matrices(optimizer, params)
         return joint
-
-
-def _flats_of(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, FlatParam]]:
-    """The parameters of `optimizer` that lie in flat parameters, and these."""
-    for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-        managed = unit_of(param)
-        if managed is not None:
-            yield param, managed[0].in_flat(managed[1])[0]

@@ -9,7 +9,7 @@ Both are one all-to-all, which runs while the caller computes. What a rank sends
 anything for another one, nothing is sent.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -73,10 +73,10 @@ class Routes:
         found = ((index, *self._ranges[index][rank]) for rank in everyone for index in self.owned)
         return [each for each in found if each[2]]
 
-    def to_owners(self, parts: Sequence[Tensor], what: str) -> Arriving:
-        """Begin to send what this rank stores of each matrix to its owner.
+    def to_owners(self, parts: Mapping[int, Tensor], like: Tensor, what: str) -> Arriving:
+        """Begin to send what this rank stores of each matrix, if anything, to its owner.
 
-        `wait` returns, for each of `owned`, all its parts.
+        `wait` returns, for each of `owned`, all its parts; `like`: a tensor of their dtype and device.
         """
         sizes = [numel for _, _, numel in self._received]
 
@@ -90,7 +90,7 @@ class Routes:
             return list(found.values())
 
         sent = [parts[index] for index in self._sent]
-        return Arriving(self._start(sent, parts[0], self._to_send, self._to_receive, what), take)
+        return Arriving(self._start(sent, like, self._to_send, self._to_receive, what), take)
 
     def to_ranks(self, matrices: Sequence[Tensor], like: Tensor, what: str) -> Arriving:
         """Begin to send each rank what it stores of `matrices`, those that this rank owns, flattened.

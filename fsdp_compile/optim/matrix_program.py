@@ -10,7 +10,7 @@ its shape and no memory. A recording that repeats an earlier one, but for number
 nothing.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -78,22 +78,27 @@ class MatrixProgram:
         """Of each element, to the owner; as many return if dtypes are equal."""
         return sum(self.dtypes[position].itemsize for position in self.sent)
 
-    def run_whole(self, values: dict[int, Tensor], one_by_one: bool) -> dict[int, Tensor]:
-        """What is returned of matrices of this program: for each position `[n, *shape]`, as `values` has what was sent.
+    def exchanges_as(self, other: "MatrixProgram") -> bool:
+        """Whether it has the state of `other`, and sends and returns the same."""
+        mine, its = ((each.state, each.sent, each.returned, each.dtypes, each.scalars) for each in (self, other))
+        return mine == its
+
+    def run_whole(self, values: dict[int, Tensor], one_by_one: bool) -> dict[int, Sequence[Tensor]]:
+        """What is returned of matrices of this program: for each position one `[*shape]` for each of them.
 
         Args:
-            values: overwritten.
+            values: by position what was sent, `[n, *shape]`; overwritten.
             one_by_one: whether each matrix is computed by itself, so that its bits do not depend on the others.
         """
         if self.batches and not one_by_one:
             run(self.whole, values, _batched)
-            return {position: values[position] for position in self.returned}
+            return {position: values[position].unbind() for position in self.returned}
         found: list[dict[int, Tensor]] = []
         for index in range(len(next(iter(values.values())))):
             own = {position: value[index] for position, value in values.items()}
             run(self.whole, own)
             found.append(own)
-        return {position: torch.stack([own[position] for own in found]) for position in self.returned}
+        return {position: [own[position] for own in found] for position in self.returned}
 
 
 def run(
@@ -108,6 +113,62 @@ def run(
             named = kwargs
         values[result] = function(*given, **named) if call is None else call(function, *given, **named)
     return values
+
+
+# Note [One call for several tensors]
+# What is computed from the elements that a rank stores is the same for all parameters of one shape and group, but for
+# memory. So each operator is called once, with a list. On the CPU, and where dtypes differ, torch calls the operator's
+# own kernel for each tensor then; on an accelerator a kernel for all, which might round otherwise, so not where bits
+# count. An operator without such a form is called for each tensor.
+
+_OF_LISTS = {"add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "neg", "abs", "sqrt"}
+"""Operators that torch also has as `_foreach_*`, with operands in the same order."""
+
+
+def run_on_each(operations: Iterable[Operation], values: dict[int, list[Tensor]], one_by_one: bool) -> None:
+    """Run `operations` on several tensors at once: `values` has a list of them for each position, all of one length.
+
+    Args:
+        values: results are added.
+        one_by_one: whether each tensor has the bits of the operator's own kernel, also on an accelerator.
+    """
+    for function, args, kwargs, result in operations:
+        given = [values[each.position] if type(each) is Value else each for each in args]
+        name = function.name().partition("::")[2].partition(".")[0]
+        of_lists = None if one_by_one and not given[0][0].is_cpu else _of_lists(name, given, kwargs)
+        if of_lists is None:
+            values[result] = [function(*each, **dict(named)) for each, named in _for_each(given, kwargs, values)]
+            continue
+        found = of_lists(*given, **kwargs)
+        values[result] = given[0] if name.endswith("_") else list(found)
+
+
+def _of_lists(name: str, given: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """What runs an operator on lists; None: there is no such form for these operands."""
+    if name == "_to_copy" and kwargs.keys() == {"dtype"}:
+        return _cast
+    has_factor = kwargs.keys() <= {"alpha", "value"} and not any(type(each) is Value for each in kwargs.values())
+    if name.rstrip("_") not in _OF_LISTS or not has_factor or type(given[0]) is not list:
+        return None
+    return None if kwargs and type(given[-1]) is not list else getattr(torch, f"_foreach_{name}")
+
+
+def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Copies of `tensors`, 1-D, in `dtype`: views of one new tensor."""
+    sizes = [tensor.numel() for tensor in tensors]
+    found = list(tensors[0].new_empty(sum(sizes), dtype=dtype).split(sizes))
+    torch._foreach_copy_(found, list(tensors))
+    return found
+
+
+def _for_each(
+    given: Sequence[Any], kwargs: Mapping[str, Any], values: Mapping[int, Sequence[Tensor]]
+) -> Iterator[tuple[list[Any], list[tuple[str, Any]]]]:
+    """The operands of each of several calls of one operator."""
+    named = {key: values[each.position] if type(each) is Value else each for key, each in kwargs.items()}
+    for index in range(len(given[0])):
+        own = [(key, each[index] if type(each) is list else each) for key, each in named.items()]
+        yield [each[index] if type(each) is list else each for each in given], own
 
 
 def operator_name(function: Any) -> str:

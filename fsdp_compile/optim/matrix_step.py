@@ -16,8 +16,9 @@ State is the optimizer's own, sharded as the parameters are. No rank has a compl
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
+from operator import is_
 from typing import Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary
 
@@ -27,18 +28,20 @@ from torch.optim import Muon, Optimizer
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
-from fsdp_compile.optim.matrix_exchange import Arriving, Part, Ranges, Routes
-from fsdp_compile.optim.matrix_program import MatrixProgram, MatrixRecorder, options_of, run
+from fsdp_compile.core.flat_param import FlatParam
+from fsdp_compile.core.unit import unit_of
+from fsdp_compile.optim.matrix_exchange import Ranges
+from fsdp_compile.optim.matrix_program import MatrixProgram, MatrixRecorder, options_of
+from fsdp_compile.optim.matrix_stage import Alike, Family, Place, Stage
 from fsdp_compile.optim.owner_plan import Matrix, OwnerPlan, plan_owners, stages_of
-from fsdp_compile.optim.owners import local_data, local_gradient
+from fsdp_compile.optim.owners import local_gradient
 from fsdp_compile.optim.program import NotRecordable
+from fsdp_compile.optim.segments import KnownValues
 from fsdp_compile.tensors.shard_spec import ShardRanks, ShardSpec
-from fsdp_compile.tensors.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor, moves
 
 LAG = 2
 """How many stages are computed before the results of one are waited for: other ranks may compute later than this."""
-
-_BATCH = 1 << 27  # bytes of the matrices of one shape that are computed at once
 
 
 class NeedsWholeMatrices(Protocol):
@@ -65,15 +68,6 @@ def _matrix_shape(optimizer: Optimizer, shape: tuple[int, ...]) -> tuple[int, ..
     return (*[1] * (len(shape) - declared), *shape[-declared:])
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where the matrices of a parameter are computed: for each its ranges by rank and its owner; and their stage."""
-
-    ranges: tuple[Ranges, ...]
-    owners: tuple[int, ...]
-    stage: int
-
-
 def _ranges_of(param: ShardedTensor, numel: int) -> tuple[Ranges, ...]:
     """For each matrix of `numel` elements of a parameter what each rank stores."""
     if numel == param.numel():
@@ -83,120 +77,6 @@ def _ranges_of(param: ShardedTensor, numel: int) -> tuple[Ranges, ...]:
         ends = [(max(first, begin), min(first + size, begin + numel)) for first, size in param.spec.ranges]
         found.append(tuple((low - begin, high - low) if low < high else (0, 0) for low, high in ends))
     return tuple(found)
-
-
-@dataclass(eq=False)
-class _Update:
-    """The update of one parameter that is under way."""
-
-    param: ShardedTensor
-    program: MatrixProgram
-    gradient: Tensor  # what this rank stores, 1-D
-    state: dict[str, Tensor]
-    place: _Place
-    values: dict[int, Tensor] = field(default_factory=dict)
-
-    def parts(self, value: Tensor) -> Sequence[Tensor]:
-        """What this rank stores of each matrix, of `value`, 1-D."""
-        here = self.param.spec.ranks.rank
-        return (value,) if len(self.place.ranges) == 1 else value.split([of[here][1] for of in self.place.ranges])
-
-    def run_before(self) -> None:
-        """Run what comes before the exchange."""
-        program = self.program
-        values = {0: local_data(self.param), 1: self.gradient}
-        values.update((position, self.state[name]) for name, position in program.state.items())
-        self.values = run(program.before, values)
-        self.gradient = self.gradient.new_empty(0)  # it may be freed
-
-    def run_after(self, returned: dict[int, Tensor]) -> None:
-        """Run what comes behind it; `returned`: what this rank stores of each result."""
-        self.values.update(returned)
-        run(self.program.after, self.values)
-        self.values.clear()
-        torch.autograd.graph.increment_version(self.param)
-
-
-class _Stage:
-    """Parameters of one process group that are exchanged together, with as many values of the same dtypes."""
-
-    def __init__(self, updates: Sequence[_Update], routes: Routes, name: str) -> None:
-        self.updates, self._routes, self._name = updates, routes, name
-        self._arriving: list[Arriving] = []  # for each value that is exchanged
-        self._at_home: list[dict[int, list[Part]]] = []  # for each value the matrices that lie here
-        self._results: dict[int, list[Tensor]] = {}  # of those of `routes.owned` that are computed, by position
-
-    def start(self) -> None:
-        """Compute what owners need, and begin to send it."""
-        for update in self.updates:
-            update.run_before()
-        columns = zip(*(update.program.sent for update in self.updates), strict=True)
-        for number, positions in enumerate(columns):
-            pairs = zip(self.updates, positions, strict=True)
-            parts = [part for update, at in pairs for part in update.parts(update.values[at])]
-            self._arriving.append(self._routes.to_owners(parts, f"{self._name}, value {number}"))
-            self._at_home.append({at: [(0, parts[self._routes.owned[at]])] for at in self._routes.at_home})
-        for update in self.updates:
-            update.values = {at: update.values[at] for at in update.program.kept}
-
-    def compute_at_home(self) -> None:
-        """Compute with the matrices that lie on this rank, while others are on the way."""
-        at_home, self._at_home = self._at_home, []
-        self._compute_all(self._routes.at_home, at_home)
-
-    def compute(self) -> None:
-        """Compute with the other matrices that this rank owns, and begin to send the results."""
-        arrived = [dict(enumerate(each.wait())) for each in self._arriving]
-        owned = range(len(self._routes.owned))
-        self._compute_all([at for at in owned if at not in self._results], arrived)
-        results, self._results, self._arriving = [self._results[at] for at in owned], {}, []
-        first = self.updates[0]
-        for number, position in enumerate(first.program.returned):
-            like = first.gradient.new_empty(0, dtype=first.program.dtypes[position])
-            mine = [of_matrix[number] for of_matrix in results]
-            self._arriving.append(self._routes.to_ranks(mine, like, f"{self._name}, result {number}"))
-
-    def _compute_all(self, chosen: Sequence[int], parts: Sequence[Mapping[int, list[Part]]]) -> None:
-        """Compute with some of `routes.owned`, of which `parts` has each value; those of one program together."""
-        programs = [update.program for update in self.updates for _ in update.place.ranges]
-        alike: dict[MatrixProgram, list[int]] = {}
-        for at in chosen:
-            alike.setdefault(programs[self._routes.owned[at]], []).append(at)
-        for program, positions in alike.items():
-            size = max(1, _BATCH // max(1, _nbytes(program)))
-            for batch in (positions[begin : begin + size] for begin in range(0, len(positions), size)):
-                found = self._compute(program, [[of_value[at] for at in batch] for of_value in parts])
-                for index, at in enumerate(batch):
-                    self._results[at] = [value[index].reshape(-1) for value in found]
-
-    def _compute(self, program: MatrixProgram, arrived: Sequence[Sequence[list[Part]]]) -> list[Tensor]:
-        """The results of matrices of one program, each `[n, *shape]`."""
-        values: dict[int, Tensor] = {}
-        for position, of_matrices in zip(program.sent, arrived, strict=True):
-            like = of_matrices[0][0][1]
-            values[position] = full = like.new_empty((len(of_matrices), *program.shape))
-            for row, parts in zip(full.view(len(of_matrices), -1), of_matrices, strict=True):
-                for first, part in parts:
-                    row[first : first + part.numel()].copy_(part)
-        alone = self._routes.ranks.same_bits or full.is_cpu  # Note [One kernel for several matrices]
-        found = program.run_whole(values, one_by_one=alone)
-        return [found[position] for position in program.returned]
-
-    def finish(self) -> None:
-        """Update the parameters."""
-        columns = [iter(each.wait()) for each in self._arriving]
-        self._arriving = []
-        for update in self.updates:
-            returned = {}
-            for position, column in zip(update.program.returned, columns, strict=True):
-                parts = [next(column) for _ in update.place.ranges]
-                returned[position] = parts[0] if len(parts) == 1 else torch.cat(parts)
-            update.run_after(returned)
-
-
-def _nbytes(program: MatrixProgram) -> int:
-    numel = torch.Size(program.shape).numel()
-    return numel * sum(program.dtypes[position].itemsize for position in program.sent)
 
 
 def owner_plans(optimizer: Optimizer) -> list[OwnerPlan]:
@@ -218,31 +98,54 @@ def owner_plans(optimizer: Optimizer) -> list[OwnerPlan]:
     return list(updates.plans.values())
 
 
+class _Known:
+    """What parameters, state and options a step was prepared for: while these stay, the next one is prepared too."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._params = [list(group["params"]) for group in optimizer.param_groups]
+        self._moves, self._state = moves(), KnownValues(optimizer.state)
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether parameters lie where they lay, and have the same state."""
+        groups = optimizer.param_groups
+        if self._moves != moves() or len(groups) != len(self._params) or not self._state.are_in(optimizer.state):
+            return False
+        pairs = zip(groups, self._params, strict=True)
+        return all(len(group["params"]) == len(own) and all(map(is_, group["params"], own)) for group, own in pairs)
+
+
 class MatrixUpdates:
     """The updates of one optimizer that needs complete matrices: `of(optimizer)`.
 
     Attributes:
         plans: for each group of ranks who owns which matrix, since the first step.
-        programs: for each parameter that can be updated here, by its id, what the step does.
+        flats: for each parameter that can be updated here, by its id, the flat parameter that it lies in.
     """
 
     _of: ClassVar[WeakKeyDictionary[Optimizer, "MatrixUpdates"]] = WeakKeyDictionary()
 
     def __init__(self) -> None:
         self.plans: dict[ShardRanks, OwnerPlan] = {}
+        self.flats: dict[int, FlatParam] = {}
         self._planned: list[tuple[ShardedTensor, ShardSpec]] = []  # parameters, and how they were sharded: alive here
-        self._places: dict[int, _Place] = {}  # for each parameter, by its id
+        self._places: dict[int, Place] = {}  # for each parameter, by its id
         self._recorders: dict[Any, MatrixRecorder | None] = {}
-        self._routes: dict[Any, Routes] = {}
-        self._prepared: dict[int, ShardedTensor] = {}  # by id
-        self.programs: dict[int, MatrixProgram] = {}
-        self._stages: list[_Stage] = []  # on the way, in the order in which they are computed
-        self._waiting: list[_Stage] = []  # to be started
+        self._families: list[tuple[int, MatrixRecorder, Family]] = []  # with the index of their group
+        self._family_of: dict[int, Family] = {}  # for each parameter, by its id
+        self._known: _Known | None = None
+        self._made: dict[tuple[int, ...], list[Stage]] = {}  # for some parameters, by their ids
+        self._stages: list[Stage] = []  # on the way, in the order in which they are computed
+        self._waiting: list[tuple[Stage, dict[int, Tensor]]] = []  # to be started, with gradients
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "MatrixUpdates":
         """Those of `optimizer`."""
         return cls._of.setdefault(optimizer, cls())
+
+    @property
+    def programs(self) -> dict[int, MatrixProgram]:
+        """For each parameter that can be updated here, by its id, what the step does."""
+        return {key: family.program for key, family in self._family_of.items()}
 
     @torch.no_grad()
     def begin(self, optimizer: Optimizer) -> set[int]:
@@ -254,90 +157,114 @@ class MatrixUpdates:
                 disagree about the parameters.
         """
         self.prepare(optimizer)
-        params = _with_gradients(self._prepared.values())
-        self._waiting = self.add(optimizer, params)
-        return {id(update.param) for stage in (*self._stages, *self._waiting) for update in stage.updates}
+        gradients = self._gradients(param for _, _, family in self._families for param in family.params)
+        self._waiting = [
+            (stage, {id(param): gradients[id(param)] for param in stage.params})
+            for stage in self._stages_of(optimizer, gradients)
+        ]
+        return {*gradients, *map(id, self.pending())}
 
     @torch.no_grad()
     def prepare(self, optimizer: Optimizer, compares: bool = True) -> set[int]:
         """Record what the step does and plan owners; return the ids of the parameters that can be updated here.
         `compares`: whether ranks compare new plans.
         """
-        programs = self._programs(optimizer)
-        self._plan(programs, compares)
-        self._prepared = {id(param): param for param, _ in programs}
-        self.programs = {id(param): program for param, program in programs}
-        return set(self._prepared)
-
-    def add(self, optimizer: Optimizer, params: Sequence[Any]) -> list[_Stage]:
-        """Stages of some of the parameters that `prepare` has returned, which have gradients; `start` starts them."""
-        updates = [self._update(optimizer, param, self.programs[id(param)]) for param in params]
-        alike: dict[Any, list[_Update]] = {}
-        for update in updates:
-            program, ranks = update.program, update.param.spec.ranks
-            dtypes = tuple(tuple(program.dtypes[at] for at in part) for part in (program.sent, program.returned))
-            key = (update.place.stage, ranks, update.gradient.device, dtypes)
-            alike.setdefault(key, []).append(update)
-        return [
-            _Stage(some, self._routes_of(some), f"matrices of {some[0].param.spec.named()} and {len(some) - 1} others")
-            for _, some in sorted(alike.items(), key=lambda pair: pair[0][0])
-        ]
+        if self._known is None or not self._known.holds(optimizer) or not self._record_again(optimizer):
+            self._made.clear()
+            self._find_families(optimizer)
+            self._plan(
+                [(param, family.program) for _, _, family in self._families for param in family.params], compares
+            )
+            with_numbers = any(family.program.scalars for _, _, family in self._families)
+            self._known = None if with_numbers else _Known(optimizer)
+        return set(self._family_of)
 
     @torch.no_grad()
-    def start(self, stages: Sequence[_Stage] | None = None) -> None:
-        """Begin to send matrices to their owners: those of `begin`, or of `stages`, which come before others then."""
-        if stages is None:
-            stages, self._waiting = self._waiting, []
-            self._stages += stages
-        else:
-            self._stages[:0] = stages
-        for stage in stages:
-            stage.start()
+    def arrive(self, optimizer: Optimizer, params: Sequence[Any]) -> None:
+        """Begin to send those of `params`, which `prepare` has returned, to their owners, before all that was sent."""
+        gradients = self._gradients(params)
+        stages = self._stages_of(optimizer, gradients)
+        self._start((stage, {id(param): gradients[id(param)] for param in stage.params}) for stage in stages)
+        self._stages[:0] = stages
 
-    def pending(self) -> Iterator[Tensor]:
+    @torch.no_grad()
+    def start(self) -> None:
+        """Begin to send the matrices of `begin` to their owners."""
+        waiting, self._waiting = self._waiting, []
+        self._stages += [stage for stage, _ in waiting]
+        self._start(waiting)
+
+    @staticmethod
+    def _start(waiting: Iterable[tuple[Stage, dict[int, Tensor]]]) -> None:
+        for stage, gradients in waiting:
+            stage.run_before(gradients)
+            gradients.clear()  # they may be freed
+            stage.send()
+
+    def pending(self) -> Iterator[ShardedTensor]:
         """The parameters whose updates have started."""
-        for stage in self._stages:
-            for update in stage.updates:
-                yield update.param
+        return chain.from_iterable(stage.params for stage in self._stages)
 
     def drop(self) -> None:
         """Forget what is under way, after a failure."""
-        self._stages, self._waiting = [], []
+        if self._stages or self._waiting:
+            self._stages, self._waiting = [], []
+            self._made.clear()
 
     @torch.no_grad()
-    def finish(self) -> Iterator[Tensor]:
+    def finish(self) -> Iterator[ShardedTensor]:
         """Compute and update; the parameters, each as soon as it is updated."""
-        stages, self._stages = self._stages, []
+        stages = self._stages
         for stage in stages:
             stage.compute_at_home()
         for index, stage in enumerate(stages):
             stage.compute()
             if index >= LAG:
-                yield from self._finish(stages[index - LAG])
+                stages[index - LAG].finish()
+                yield from stages[index - LAG].params
         for stage in stages[-LAG:]:
-            yield from self._finish(stage)
-
-    @staticmethod
-    def _finish(stage: _Stage) -> Iterator[Tensor]:
-        stage.finish()
-        for update in stage.updates:
-            yield update.param
+            stage.finish()
+            yield from stage.params
+        self._stages = []
 
     # --- preparation --------------------------------------------------------------------------------------------------
 
-    def _programs(self, optimizer: Optimizer) -> list[tuple[ShardedTensor, MatrixProgram]]:
-        found = []
+    def _record_again(self, optimizer: Optimizer) -> bool:
+        """Let programs have the options of this step; return whether nothing else has changed in them."""
+        options = [options_of(group) for group in optimizer.param_groups]
+        for index, recorder, family in self._families:
+            try:
+                program = recorder.program(optimizer, optimizer.param_groups[index], options[index], {})
+            except NotRecordable:
+                return False
+            if program is not family.program:
+                if not program.exchanges_as(family.program):
+                    return False
+                family.program = program
+        return True
+
+    def _find_families(self, optimizer: Optimizer) -> None:
+        found: dict[MatrixProgram, tuple[int, MatrixRecorder, Family]] = {}
+        self._family_of, self.flats = {}, {}
         for index, group in enumerate(optimizer.param_groups):
             options = options_of(group)
             for param in group["params"]:
                 if not isinstance(param, ShardedTensor) or param.spec.tensor_parallel is not None:
                     continue
-                program = self._program(optimizer, index, options, param)
-                if program is not None:
-                    found.append((param, program))
-        return found
+                recorded = self._program(optimizer, index, options, param)
+                if recorded is None:
+                    continue
+                recorder, program = recorded
+                family = found.setdefault(program, (index, recorder, Family([], program)))[2]
+                family.params.append(param)
+                self._family_of[id(param)] = family
+                if (managed := unit_of(param)) is not None:
+                    self.flats[id(param)] = managed[0].in_flat(managed[1])[0]
+        self._families = list(found.values())
 
-    def _program(self, optimizer: Optimizer, index: int, options: Any, param: ShardedTensor) -> MatrixProgram | None:
+    def _program(
+        self, optimizer: Optimizer, index: int, options: Any, param: ShardedTensor
+    ) -> tuple[MatrixRecorder, MatrixProgram] | None:
         state = optimizer.state.get(param) or {}
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim()}
         if any(type(each) is not ShardedTensor or not each.spec.same_ranges(param.spec) for each in tensors.values()):
@@ -351,7 +278,7 @@ class MatrixUpdates:
             recorder = self._recorders[key]
             if recorder is None:
                 return None
-            return recorder.program(optimizer, optimizer.param_groups[index], options, state)
+            return recorder, recorder.program(optimizer, optimizer.param_groups[index], options, state)
         except NotRecordable:
             self._recorders[key] = None
             return None
@@ -362,7 +289,7 @@ class MatrixUpdates:
         pairs = zip(given, self._planned, strict=False)
         if len(given) == len(self._planned) and all(a is b and mine is its for (a, mine), (b, its) in pairs):
             return
-        self._places, self.plans, self._routes = {}, {}, {}
+        self._places, self.plans = {}, {}
         by_ranks: dict[ShardRanks, list[tuple[ShardedTensor, MatrixProgram]]] = {}
         for param, program in programs:
             by_ranks.setdefault(param.spec.ranks, []).append((param, program))
@@ -377,30 +304,80 @@ class MatrixUpdates:
             if compares:
                 _compare(plan, ranks)
             for (param, _), ranges, at in zip(some, split, begins, strict=True):
-                self._places[id(param)] = _Place(ranges, plan.owners[at : at + len(ranges)], stages[at])
+                self._places[id(param)] = Place(ranges, plan.owners[at : at + len(ranges)], stages[at])
         self._planned = given
 
-    def _update(self, optimizer: Optimizer, param: ShardedTensor, program: MatrixProgram) -> _Update:
-        state = optimizer.state[param]
-        for name, position in program.state.items():
-            if name not in state:
-                zeros = torch.zeros(param.spec.numel, dtype=program.dtypes[position], device=param.device)
-                state[name] = ShardedTensor(zeros, param.spec)
-        for name, value in program.scalars.items():
-            if isinstance(value, Tensor) and isinstance(state.get(name), Tensor):
-                state[name].copy_(value)
-            else:
-                state[name] = value.clone() if isinstance(value, Tensor) else value
-        own = {name: state[name].local for name in program.state}
-        return _Update(param, program, local_gradient(param), own, self._places[id(param)])
+    def _gradients(self, params: Iterable[Any]) -> dict[int, Tensor]:
+        """What this rank stores of the gradients of those of `params` that have one, by the parameters' ids."""
+        found: dict[int, Tensor] = {}
+        kept: dict[FlatParam, dict[int, Tensor]] = {}
+        for param in params:
+            key, flat = id(param), self.flats.get(id(param))
+            if flat is not None and flat not in kept:
+                kept[flat] = _kept_gradients(flat)
+            if flat is not None and kept[flat]:
+                found[key] = kept[flat][key]
+            elif (grad := param.grad) is not None and grad.dtype == param.dtype:  # else state has another one too
+                is_alike = type(grad) is ShardedTensor and grad.spec is param.spec
+                found[key] = grad.local if is_alike else local_gradient(param)
+        return found
 
-    def _routes_of(self, updates: Sequence[_Update]) -> Routes:
-        key = tuple(id(update.param) for update in updates)
-        if key not in self._routes:
-            ranges = [each for update in updates for each in update.place.ranges]
-            owners = [owner for update in updates for owner in update.place.owners]
-            self._routes[key] = Routes(updates[0].param.spec.ranks, ranges, owners)
-        return self._routes[key]
+    def _stages_of(self, optimizer: Optimizer, keys: Iterable[int]) -> list[Stage]:
+        """The stages of some parameters, by their ids; their state is made, and its numbers are those of this step."""
+        chosen = tuple(keys)
+        if chosen not in self._made:
+            known = set(chosen)
+            alike: dict[Any, dict[Family, list[ShardedTensor]]] = {}
+            for _, _, family in self._families:
+                program = family.program
+                dtypes = tuple(tuple(program.dtypes[at] for at in part) for part in (program.sent, program.returned))
+                for param in family.params:
+                    if id(param) in known:
+                        key = (self._places[id(param)].stage, param.spec.ranks, param.device, dtypes)
+                        alike.setdefault(key, {}).setdefault(family, []).append(param)
+            some = sorted(alike.items(), key=lambda pair: pair[0][0])
+            self._made[chosen] = [self._stage(optimizer, of_families) for _, of_families in some]
+        for _, _, family in self._families:
+            for param in family.params if family.program.scalars else ():
+                if id(param) in chosen:
+                    _set_numbers(optimizer.state[param], family.program)
+        return self._made[chosen]
+
+    def _stage(self, optimizer: Optimizer, of_families: Mapping[Family, Sequence[ShardedTensor]]) -> Stage:
+        made, first = list[Alike](), 0
+        for family, params in of_families.items():
+            states = [_state_of(optimizer, param, family.program) for param in params]
+            made.append(Alike(family, params, [self._places[id(param)] for param in params], states, first))
+            first = made[-1].matrices.stop
+        number = sum(map(len, of_families.values()))
+        return Stage(made, f"matrices of {made[0].params[0].spec.named()} and {number - 1} others")
+
+
+def _kept_gradients(flat: FlatParam) -> dict[int, Tensor]:
+    """The gradients of a flat parameter that were left in one tensor, by the parameters' ids; else {}."""
+    grad = flat.reduction.flat_gradient
+    if grad is None or grad.dtype != flat.shard.dtype or grad.shape != flat.shard.shape:
+        return {}
+    return dict(zip(map(id, flat.params), flat.binding.splitter.split_all(grad), strict=True))
+
+
+def _state_of(optimizer: Optimizer, param: ShardedTensor, program: MatrixProgram) -> dict[str, Tensor]:
+    """What this rank stores of the state of a parameter, which is made where there is none."""
+    state = optimizer.state[param]
+    for name, position in program.state.items():
+        if name not in state:
+            zeros = torch.zeros(param.spec.numel, dtype=program.dtypes[position], device=param.device)
+            state[name] = ShardedTensor(zeros, param.spec)
+    return {name: state[name].local for name in program.state}
+
+
+def _set_numbers(state: dict[str, Any], program: MatrixProgram) -> None:
+    """Give the state of a parameter the numbers that the step leaves."""
+    for name, value in program.scalars.items():
+        if isinstance(value, Tensor) and isinstance(state.get(name), Tensor):
+            state[name].copy_(value)
+        else:
+            state[name] = value.clone() if isinstance(value, Tensor) else value
 
 
 def _matrices(param: ShardedTensor, program: MatrixProgram, ranges: Sequence[Ranges], stage: int) -> list[Matrix]:
@@ -411,11 +388,6 @@ def _matrices(param: ShardedTensor, program: MatrixProgram, ranges: Sequence[Ran
         name = param.spec.named() + (f" [{index}]" if len(ranges) > 1 else "")
         found.append(Matrix(name, program.shape, program.flops, stored, stage))
     return found
-
-
-def _with_gradients(params: Iterable[ShardedTensor]) -> list[ShardedTensor]:
-    """Those of `params` that have a gradient of their own dtype; with another one, state has another one too."""
-    return [param for param in params if (grad := param.grad) is not None and grad.dtype == param.dtype]
 
 
 def _nodes_of(ranks: ShardRanks) -> list[int]:

@@ -91,7 +91,7 @@ class Segment:
         self.counts: dict[str, Tensor] = {}
         self.state: State = {}
         self.joint: list[JointCounts] = []  # those that `counts` lie in, of several segments
-        self.shared: _Values | None = None  # the parameters' state, as `_share` left it
+        self.shared: KnownValues | None = None  # the parameters' state, as `_share` left it
         self._left: list[Any] = []  # the values of `state`
         self._versions: list[int] = []  # of `counts`
 
@@ -174,7 +174,7 @@ class Segment:
         self._note_state({param: states[param] for param in self.params})
 
     def _note_state(self, states: Mapping[Any, State]) -> None:
-        self.shared, self._left = _Values(states), list(self.state.values())
+        self.shared, self._left = KnownValues(states), list(self.state.values())
         self.note_counts()
 
     def note_counts(self) -> None:
@@ -241,7 +241,7 @@ class JointCounts:
         return self._all.equal(self._expected)
 
 
-class _Values:
+class KnownValues:
     """The state of parameters, to find by identity whether it has been exchanged since."""
 
     def __init__(self, states: Mapping[Any, State]) -> None:
@@ -283,7 +283,7 @@ class _Known:
     """
 
     def __init__(self, segments: Sequence[Segment], optimizer: Optimizer) -> None:
-        self.moves, self.state = moves(), _Values(optimizer.state)
+        self.moves, self.state = moves(), KnownValues(optimizer.state)
         self.shown: dict[Any, State] = {segment.param: segment.state for segment in segments}
         self.left = list(chain.from_iterable(map(_VALUES, self.shown.values())))
         for segment in segments:
