@@ -362,7 +362,8 @@ def explain_plan(
         budget: number of bytes that may live at once, or None for no limit.
         activations: what becomes of each block's activations between forward and backward, as in `CompileConfig`.
         optimizer: "adamw", "adam", "momentum" or "sgd": the plan is that of a step of `compile_step` with it, which
-            repeats; None: that of a forward and backward alone.
+            repeats; "muon": Muon for the matrices of repeated blocks, and the report ends with what these compute and
+            exchange; None: that of a forward and backward alone.
         clip: whether that step clips gradients by their norm.
 
     Returns:

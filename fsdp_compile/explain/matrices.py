@@ -11,17 +11,19 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Muon, Optimizer
 
+from fsdp_compile.construct.blocks import repeated_blocks
 from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.explain._torch import fake_tensors
-from fsdp_compile.explain.sharded import process_group
+from fsdp_compile.explain.ranks import process_group
 from fsdp_compile.optim.matrix_step import LAG, MatrixUpdates
 from fsdp_compile.optim.owner_plan import OwnerPlan
 from fsdp_compile.passes.cost.hardware import Hardware, Link
 from fsdp_compile.passes.cost.hardware import device as device_named
 from fsdp_compile.passes.cost.hardware import link as link_named
 from fsdp_compile.passes.cost.roofline import launch_seconds, product_seconds
+from fsdp_compile.passes.graph.costs import hardware_at
 
 
 @dataclass(frozen=True)
@@ -85,16 +87,36 @@ def explain_matrices(
     Raises:
         ValueError: a name is unknown, or `world_size` is missing, or stands beside a process group of another size.
     """
-    hardware, connection = device_named(device), link_named(link)
     with process_group(world_size):
         with nullcontext() if isinstance(model, nn.Module) else fake_tensors():
             made = model if isinstance(model, nn.Module) else model()
             sharded = made if sharding_of(made) else shard(made)
-        optimizer = make_optimizer(sharded)
-        updates = MatrixUpdates()
-        updates.prepare(optimizer, compares=False)
-        width = {program.bytes_sent for program in updates.programs.values()}
-        return [costs_of_plan(plan, max(width), connection, hardware) for plan in updates.plans.values()]
+        return list(costs_of_matrices(make_optimizer(sharded), link, device))
+
+
+def muon_of(model: nn.Module) -> Muon:
+    """Muon over the matrices of the repeated blocks of `model`, or of all of it. ValueError if there are none."""
+    matrices = [param for block in repeated_blocks(model) for param in block.parameters() if param.dim() == 2]
+    matrices = matrices or [param for param in model.parameters() if param.dim() == 2]
+    if not matrices:
+        raise ValueError("optimizer: muon updates matrices, and the model has none; choose another one")
+    return Muon(list(dict.fromkeys(matrices)))
+
+
+def costs_of_matrices(optimizer: Optimizer, link: str, device: str | None) -> tuple[MatrixCosts, ...]:
+    """What a step of `optimizer` computes with complete matrices, for each group of ranks.
+
+    Args:
+        optimizer: of a sharded model, whose tensors may have no memory.
+        link: what connects the ranks, as in `CompileConfig`.
+        device: what computes, likewise; None: that of the parameters.
+    """
+    where = optimizer.param_groups[0]["params"][0].device
+    hardware = device_named(device) if device else hardware_at(where)
+    updates = MatrixUpdates()
+    updates.prepare(optimizer, compares=False)
+    width = max((program.bytes_sent for program in updates.programs.values()), default=0)
+    return tuple(costs_of_plan(plan, width, link_named(link), hardware) for plan in updates.plans.values())
 
 
 def costs_of_plan(plan: OwnerPlan, width: int, link: Link, hardware: Hardware) -> MatrixCosts:

@@ -354,6 +354,7 @@ class Scheduled:
         logits: bytes of that at the end of forward and the beginning of backward.
         fragments: bytes that the allocator holds beside those that are alive, as a part of these.
         messages: what is sent in a format, by collective, as in "gather blocks.0".
+        matrices: `MatrixCosts` of what Muon computes with complete matrices behind the step, for each group of ranks.
     """
 
     workload: Workload
@@ -370,6 +371,7 @@ class Scheduled:
     logits: int = 0
     fragments: float = 0.0
     messages: Mapping[str, Message] = field(default_factory=dict)
+    matrices: tuple[Any, ...] = ()
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -7,8 +7,8 @@ from the figures of the link and of the device that the configuration names.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -23,11 +23,13 @@ from fsdp_compile.comm.formats import FORMATS, ratio
 from fsdp_compile.config import CompileConfig, StepUpdate
 from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.explain._torch import fake_tensors
+from fsdp_compile.explain.matrices import MatrixCosts, costs_of_matrices, muon_of
 from fsdp_compile.explain.predict import UPDATE_MOVES
 from fsdp_compile.explain.prediction import BlockChoice, Message, Scheduled, Setting
+from fsdp_compile.explain.ranks import process_group
 from fsdp_compile.explain.report import Report
 from fsdp_compile.passes import PASSES
-from fsdp_compile.passes._torch import fake_store, reset_dynamo
+from fsdp_compile.passes._torch import reset_dynamo
 from fsdp_compile.passes.cost.hardware import device
 from fsdp_compile.passes.cost.roofline import Level
 from fsdp_compile.passes.graph.analyze import GraphInfo
@@ -43,6 +45,9 @@ from fsdp_compile.passes.plan.safe import safe_plan
 from fsdp_compile.passes.plan.whole_step import budget_of_step
 from fsdp_compile.passes.plan.workload import Workload
 
+MUON = "muon"
+"""Muon for the matrices of repeated blocks, AdamW for the rest."""
+
 
 def update_of(optimizer: str | None, clip: bool) -> StepUpdate | None:
     """The update of an optimizer by its name. ValueError if the name is unknown, or nothing can be clipped."""
@@ -50,9 +55,10 @@ def update_of(optimizer: str | None, clip: bool) -> StepUpdate | None:
         if clip:
             raise ValueError("clip: expected an optimizer beside it, for without one no update is planned, found none")
         return None
-    if optimizer not in UPDATE_MOVES:
-        raise ValueError(f"optimizer: expected one of {', '.join(UPDATE_MOVES)}, found {optimizer!r}")
-    return StepUpdate(UPDATE_MOVES[optimizer] / 4, clip)  # that table is in bytes, of float32
+    if optimizer not in (*UPDATE_MOVES, MUON):
+        raise ValueError(f"optimizer: expected one of {', '.join((*UPDATE_MOVES, MUON))}, found {optimizer!r}")
+    elementwise = "momentum" if optimizer == MUON else optimizer  # its part on the elements that ranks store
+    return StepUpdate(UPDATE_MOVES[elementwise] / 4, clip)  # that table is in bytes, of float32
 
 
 def report(
@@ -67,6 +73,7 @@ def report(
     flops: int = 0,
     levels: tuple[Level, Level] = ("network", "network"),
     messages: Mapping[str, Message] = MappingProxyType({}),
+    matrices: tuple[MatrixCosts, ...] = (),
 ) -> Report:
     """Verify `plan` and report on it. What lives beside gathered and packed buffers counts as activations.
 
@@ -79,7 +86,7 @@ def report(
     hardware = device(setting.hardware) if setting else None
     setting = setting or Setting(1)
     shards = setting.shard_size or setting.world_size
-    step = Scheduled(workload, plan, budget, blocks, levels, shards, messages=messages)
+    step = Scheduled(workload, plan, budget, blocks, levels, shards, messages=messages, matrices=matrices)
     tokens = setting.batch * setting.sequence
     return Report((step.predict(model, parameters, setting, hardware, tokens, (flops, flops)),), step)
 
@@ -112,11 +119,12 @@ def explain_sharded(
         sharded = made if sharding_of(made) else shard(copy.deepcopy(made) if exists else made)
         choices, setting, flops, levels, messages = choices_of(sharded, example_inputs, config)
         parameters = sum(each.numel() for each in sharded.parameters())
+        matrices = costs_of_matrices(muon_of(sharded), config.link or "", config.device) if optimizer == MUON else ()
     if config.device not in (None, "cpu"):  # on that device, though not here, one launch serves several units
         plain, stored = (replace(each, can_coalesce=True) for each in (choices.plain, choices.stored))
         choices = replace(choices, plain=plain, stored=stored)
     if optimizer is not None:
-        setting = replace(setting, optimizer=optimizer, compile_step=True)
+        setting = replace(setting, optimizer="momentum" if optimizer == MUON else optimizer, compile_step=True)
     chosen = choose_policies(choices, config)
     planned = safe_plan(chosen.workload, budget_of_step(chosen.workload, config.budget), chosen.planned)
     blocks = list[BlockChoice]()
@@ -126,25 +134,7 @@ def explain_sharded(
         blocks.append(BlockChoice(block.name, policy.name if policy else KEEP, unsharded, len(units)))
     return report(chosen.workload, planned.plan, config.budget, tuple(blocks), setting=setting,
                   model=type(sharded).__name__, parameters=parameters, flops=flops, levels=levels,
-                  messages=messages)  # fmt: skip
-
-
-@contextmanager
-def process_group(world_size: int | None) -> Iterator[None]:
-    """Yield the initialized process group, of `world_size` ranks, or else a fake one that ends with the context."""
-    if dist.is_initialized():
-        if world_size not in (None, dist.get_world_size()):
-            raise ValueError(f"world_size: expected {dist.get_world_size()}, as the process group has, found "
-                             f"{world_size}")  # fmt: skip
-        yield
-        return
-    if world_size is None:
-        raise ValueError("world_size: expected the number of ranks, as no process group is initialized, found None")
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=fake_store())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+                  messages=messages, matrices=matrices)  # fmt: skip
 
 
 class _Read(NamedTuple):

@@ -289,6 +289,8 @@ class MatrixRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if not any(map(self._reads, (*args, *kwargs.values()))):
             return func(*args, **kwargs)  # of the profiler, or arithmetic with step counts
+        if func.namespace == "prim":  # a question, such as for its device
+            return func(*args, **kwargs)
         if operator_name(func) == "detach":  # the same value, of which autograd wants another object
             result = func(*args, **kwargs)
             self._aliases.append(result)

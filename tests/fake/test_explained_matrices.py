@@ -1,13 +1,14 @@
 """What Muon's matrices cost is predicted from shapes, without those ranks."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from models import GPT
+from models import GPT, MODELS
 from torch import nn
 
-from fsdp_compile import fully_shard
+from fsdp_compile import explain_plan, fully_shard
 from fsdp_compile.explain.matrices import MatrixCosts, explain_matrices
 
 
@@ -27,6 +28,20 @@ def test_prediction() -> None:
     assert slow.bytes_there == fast.bytes_there > 0
     assert fast.exposed < slow.exposed <= slow.there + slow.back
     assert [line.split()[0] for line in str(slow).splitlines()[1:]] == ["compute", "to", "back", "exposed"]
+
+
+def test_explain_plan() -> None:
+    """A plan with Muon ends with what the matrices of its blocks compute and exchange, in the figures of above."""
+    shown = MODELS["gpt"].batch(0, 2)[:1]
+    given: Any = {"link": "custom:1e-5,1e9", "device": "h100"}
+    plans = {name: explain_plan(GPT, shown, **given, optimizer=name) for name in ("momentum", "muon")}
+    (costs,) = plans["muon"].scheduled.matrices  # type: ignore[union-attr]  # explain_plan has it
+    text = str(plans["muon"])
+    assert text.startswith(str(plans["momentum"])) and text.endswith(f"behind the step above:\n{costs}\n")
+    blocks = [name for name, param in GPT().named_parameters() if name.startswith("blocks.") and param.dim() == 2]
+    assert sorted(matrix.name.partition(",")[0] for matrix in costs.plan.matrices) == sorted(blocks)
+    with pytest.raises(ValueError, match=r"optimizer: expected one of adamw, .*, muon, found 'mouon'"):
+        explain_plan(GPT, shown, **given, optimizer="mouon")
 
 
 def test_names_are_checked() -> None:
