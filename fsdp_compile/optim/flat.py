@@ -164,6 +164,7 @@ class FlatUpdate:
         """Change the shard and the state of the segments; multiply gradients by `coefficient` first; free them."""
         if self.recorded:
             self.step.run_fused(self, coefficient)
+            self.step.note_run(self.segments)
             for segment, recorded in zip(self.segments, self.recorded, strict=True):
                 for name, counts in segment.counts.items():
                     counts.fill_(recorded.state[name])
@@ -203,6 +204,8 @@ class FlatStep:
         self._has_begun = False
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._programs: dict[Any, UpdateProgram] = {}  # one for all equal ones, by what they do
+        self._like: list[Segment] = []  # for each segment the first one with equal state, if all were recorded
+        self._left: set[Segment] = set()  # those whose updates have not run
 
     @property
     def segments(self) -> list[Segment]:
@@ -252,28 +255,56 @@ class FlatStep:
     pending: ClassVar[Counter[FlatParam]] = Counter()  # of matrices, as in joint.py
 
     def finish(self) -> Iterator[FlatParam]:
-        """What is left to do when all updates have run: nothing."""
+        """Note what the updates have left; there are no others."""
+        known = Segments.of(self.optimizer).known
+        if self._left:
+            self._like = []
+        for joint in known.joint if self._like and known is not None else ():
+            joint.spread()
         return iter(())
 
     def drop(self) -> None:
-        """Forget updates under way, after a failure: there are none."""
+        """Forget what updates were expected to leave, after a failure."""
+        self._like = []
 
     def _updates(self, has_gradients: bool) -> dict[FlatParam, FlatUpdate]:
+        segments = Segments.of(self.optimizer)
+        if self.fuses:
+            gradients = [segment.gradient() if has_gradients else None for segment in segments.all]
+            lacks = [has_gradients and gradient is None for gradient in gradients]
+            all_recorded = self._recorded_each(segments, lacks)
+            is_ready = [recorded is not None for recorded in all_recorded]
+        else:  # the first step of a parameter makes its state, in the order of all parameters
+            gradients, all_recorded = [None] * len(segments.all), [None] * len(segments.all)
+            is_stateless = self._has_begun and not any(self.optimizer.state.values())
+            begins = not has_gradients or is_stateless
+            is_ready = [begins or all(map(self.optimizer.state.get, segment.params)) for segment in segments.all]
         updates: dict[FlatParam, FlatUpdate] = {}
-        known: dict[Any, Recorded | None] = {}
-        is_stateless = self._has_begun and not any(self.optimizer.state.values())
-        for segment in Segments.of(self.optimizer).all:
-            gradient, recorded = None, None
-            if self.fuses:
-                gradient = segment.gradient() if has_gradients else None
-                if gradient is not None or not has_gradients:
-                    recorded = self._recorded(segment, known)
-                is_ready = recorded is not None
-            else:  # the first step of a parameter makes its state, in the order of all parameters
-                is_ready = not has_gradients or is_stateless or all(map(self.optimizer.state.get, segment.params))
-            if is_ready:
-                updates.setdefault(segment.flat, FlatUpdate(segment.flat, self)).add(segment, gradient, recorded)
+        for segment, ready, *found in zip(segments.all, is_ready, gradients, all_recorded, strict=True):
+            if ready:
+                updates.setdefault(segment.flat, FlatUpdate(segment.flat, self)).add(segment, *found)
         return updates
+
+    def _recorded_each(self, segments: Segments, lacks: Sequence[bool]) -> list[Recorded | None]:
+        """What the step does to each segment; None: one that `lacks` a gradient, or for which the optimizer's own step
+        runs. Where the last step updated all, and nothing has changed since, segments that were alike still are.
+        """
+        known: dict[Any, Recorded | None] = {}
+        self._left = set(segments.all)
+        if self._like and not any(lacks) and segments.knows(self.optimizer):
+            of_first = {segment: self._recorded(segment, known) for segment in dict.fromkeys(self._like)}
+            return [of_first[segment] for segment in self._like]
+        taken, found = list[Segment](), list[Recorded | None]()
+        for segment, lacking in zip(segments.all, lacks, strict=True):
+            before = segment.shared
+            found.append(None if lacking else self._recorded(segment, known))
+            taken += [segment] if segment.shared is not before else []
+        first: dict[int, Segment] = {}
+        self._like = []
+        if found and None not in found:
+            segments.note(self.optimizer, taken)
+            self._like = [first.setdefault(id(each), of) for each, of in zip(found, segments.all, strict=True)]
+        return found
 
     @torch.no_grad()
     def step_others(self, updates: Sequence[FlatUpdate]) -> None:
@@ -306,6 +337,10 @@ class FlatStep:
                 own = recorded.program
                 known[key] = recorded._replace(program=self._programs.setdefault((own.names, own.operations), own))
         return known[key]
+
+    def note_run(self, segments: Sequence[Segment]) -> None:
+        """Note that segments have been updated as they were recorded."""
+        self._left.difference_update(segments)
 
     def run_fused(self, update: FlatUpdate, coefficient: Tensor | None) -> None:
         """Update the segments of one flat parameter by one call of a compiled function."""

@@ -128,6 +128,8 @@ class JointStep:
             step.step_others([update for update in updates if update.step is step])
         params = chain.from_iterable(MatrixUpdates.of(each).pending() for each in self._matrix)
         self._pending = Counter(self._flat_of[id(param)] for param in params if id(param) in self._flat_of)
+        for flat in self._pending.keys() - {update.flat for update in updates}:
+            flat.reduction.flat_gradient = None
 
     @property
     def pending(self) -> Counter[FlatParam]:
@@ -137,19 +139,22 @@ class JointStep:
     @torch.no_grad()
     def finish(self) -> Iterator[FlatParam]:
         """Update all matrices; yields flat parameters, each as soon as none of its matrices is under way."""
-        for optimizer in self._matrix:
-            for param in MatrixUpdates.of(optimizer).finish():
-                param.grad = None
-                flat = self._flat_of.get(id(param))
-                if flat is not None:
-                    self._pending[flat] -= 1
-                    if not self._pending[flat]:
-                        del self._pending[flat]
-                        yield flat
+        for step in self._flat:
+            step.finish()
+        for param in chain.from_iterable(chain.from_iterable(MatrixUpdates.of(each).finish() for each in self._matrix)):
+            param.grad = None
+            flat = self._flat_of.get(id(param))
+            if flat is not None:
+                self._pending[flat] -= 1
+                if not self._pending[flat]:
+                    del self._pending[flat]
+                    yield flat
 
     def drop(self) -> None:
         """Forget updates under way, after a failure."""
         self._pending.clear()
+        for step in self._flat:
+            step.drop()
         for optimizer in self._matrix:
             MatrixUpdates.of(optimizer).drop()
 

@@ -3,7 +3,7 @@
     updates = MatrixUpdates.of(optimizer)
     covered = updates.begin(optimizer)      parameters that are updated here; the optimizer steps on the others itself
     updates.start()                         momentum; it goes to the owners of the matrices
-    for param in updates.finish(): ...      owners compute, results return, parameters are updated
+    for params in updates.finish(): ...     owners compute, results return, parameters are updated
 
 The optimizer's own operators run, cut in three (matrix_program.py): on the elements that each rank stores, on complete
 matrices, and on those elements again. Matrices are exchanged in stages, in the order of the forward:
@@ -211,9 +211,8 @@ class MatrixUpdates:
             self._stages, self._waiting = [], []
             self._made.clear()
 
-    @torch.no_grad()
-    def finish(self) -> Iterator[ShardedTensor]:
-        """Compute and update; the parameters, each as soon as it is updated."""
+    def finish(self) -> Iterator[Sequence[ShardedTensor]]:
+        """Compute and update, under `no_grad`; the parameters of each stage as soon as they are updated."""
         stages = self._stages
         for stage in stages:
             stage.compute_at_home()
@@ -221,10 +220,10 @@ class MatrixUpdates:
             stage.compute()
             if index >= LAG:
                 stages[index - LAG].finish()
-                yield from stages[index - LAG].params
+                yield stages[index - LAG].params
         for stage in stages[-LAG:]:
             stage.finish()
-            yield from stage.params
+            yield stage.params
         self._stages = []
 
     # --- preparation --------------------------------------------------------------------------------------------------

@@ -271,7 +271,7 @@ def _are_same(found: Iterable[Any], expected: Iterable[Any]) -> bool:
     return all(map(operator.is_, chain(found, _END), chain(expected, _END)))
 
 
-class _Known:
+class KnownStep:
     """What was found when all segments of an optimizer were ready: while that stays, they are ready in the next step.
 
     Attributes:
@@ -319,7 +319,7 @@ class Segments:
         self._joined: list[nn.Parameter] = []  # those of the segments
         self._specs: list[ShardSpec] = []  # of `_joined`
         self._flats: list[int] = []  # for each segment which flat parameter it is of, by first appearance
-        self.known: _Known | None = None
+        self.known: KnownStep | None = None
         self.is_off = False  # whether a step on each parameter by itself was asked for
         self.hook: RemovableHandle | None = None  # of the step that begins (flat.py)
 
@@ -374,7 +374,7 @@ class Segments:
         """
         if any(group.get("differentiable") for group in optimizer.param_groups):
             return []
-        if chosen is None and self.known is not None and self.known.holds(optimizer):
+        if chosen is None and self.knows(optimizer):
             flats = FlatGradient.behind(self._joined, self._specs)
             if len(flats) == self._flats[-1] + 1:  # one of each flat parameter, as each spec is of one
                 return [(each, each.part_of(flats[at].grad)) for each, at in zip(self.all, self._flats, strict=True)]
@@ -389,8 +389,17 @@ class Segments:
                     shared += [segment] if segment.shared is not before else []
             JointCounts.join(shared, optimizer.state)
         if len(ready) == len(self.all):
-            self.known = _Known(self.all, optimizer)
+            self.note(optimizer, ())
         return ready
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether all segments are as the last step has left them."""
+        return self.known is not None and self.known.holds(optimizer)
+
+    def note(self, optimizer: Optimizer, taken: Sequence[Segment]) -> None:
+        """Note that all segments are ready, `taken` since they took their state just now."""
+        JointCounts.join(taken, optimizer.state)
+        self.known = KnownStep(self.all, optimizer)
 
     def end(self, optimizer: Optimizer, ready: Sequence[Segment], own: Any, size: int) -> None:
         """Give parameters what a step has left of `ready`, and the optimizer its `own` state.
