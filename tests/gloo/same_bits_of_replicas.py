@@ -1,6 +1,9 @@
 """A replica is killed and another one joins, with `reduction_order="tree"`: the bits of one process all along.
 
-    python same_bits_of_replicas.py SHARDS LOGS HOW         ranks of a replica, a folder to make, "eager" or a backend
+    python same_bits_of_replicas.py SHARDS LOGS HOW [OPTIMIZER]
+
+SHARDS: ranks of a replica; LOGS: a folder to make; HOW: "eager" or a backend; OPTIMIZER: "adamw", or "muon" for Muon on
+the matrices beside AdamW on the rest.
 
 A step has MICROBATCHES of them, which the ranks that are there share; it is example replicas.py with another `train`.
 """
@@ -26,13 +29,23 @@ from fsdp_compile.replicas import Replicas
 MICROBATCHES, STEPS = 4, 60
 
 
-def build(how: str, **options: Any) -> tuple[Any, Any, torch.optim.Optimizer]:
-    """A sharded model, what runs it, and its optimizer."""
+def build(how: str, **options: Any) -> tuple[Any, Any, list[torch.optim.Optimizer]]:
+    """A sharded model, what runs it, and its optimizers."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Dropout(0.1), nn.Tanh()) for _ in range(4)]
     model = fully_shard(nn.Sequential(*blocks), auto_wrap_policy={nn.Linear}, reduction_order="tree", **options)
     run = model if how == "eager" else torch.compile(model, backend=how)
-    return model, run, torch.optim.AdamW(model.parameters(), lr=0.01)
+    matrices = [param for param in model.parameters() if param.dim() == 2] if sys.argv[4:] == ["muon"] else []
+    rest = [param for param in model.parameters() if all(param is not matrix for matrix in matrices)]
+    muon = [torch.optim.Muon(matrices, lr=0.01)] if matrices else []
+    return model, run, [*muon, torch.optim.AdamW(rest, lr=0.01)]
+
+
+def update(optimizers: list[torch.optim.Optimizer]) -> None:
+    """The end of a step."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def backward(model: Any, run: Any, step: int, first: int, mine: int, fault: Callable[[], None]) -> str:
@@ -55,8 +68,8 @@ def train(port: int, name: str, shard: int, folder: Path, fault: Any, batch_of: 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     there = Replicas(store, name=name, shard=shard, shards=example.SHARDS, timeout=timeout)
-    model, run, optimizer = build(sys.argv[3], mesh=there.mesh)
-    there.join({"model": model, "optimizer": optimizer}, at_least=2)
+    model, run, optimizers = build(sys.argv[3], mesh=there.mesh)
+    there.join({"model": model, **{str(index): each for index, each in enumerate(optimizers)}}, at_least=2)
 
     def attempt() -> str:
         mine = MICROBATCHES // (there.count * example.SHARDS)
@@ -66,8 +79,7 @@ def train(port: int, name: str, shard: int, folder: Path, fault: Any, batch_of: 
     with open(folder / f"{name}{shard}", "w", buffering=1) as log:
         while there.step < STEPS:
             loss = there.run(attempt)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizers)
             print(json.dumps([there.step, loss, there.count]), file=log)
             time.sleep(0.02)
         print(json.dumps(["end", model.fingerprint(), there.count]), file=log)
@@ -86,12 +98,11 @@ def main() -> None:
     assert any(line[2] == 1 for line in logs["a0"]) and logs["c0"][-1][2] == 2, logs["a0"]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.set_num_threads(1)
-    model, run, optimizer = build(sys.argv[3])
+    model, run, optimizers = build(sys.argv[3])
     expected: list[list[Any]] = []
     for step in range(STEPS):
         expected.append([step + 1, backward(model, run, step, 0, MICROBATCHES, lambda: None)])
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizers)
     expected.append(["end", model.fingerprint()])
     for rank in (f"{name}{shard}" for name in "ac" for shard in range(example.SHARDS)):
         seen = [line[:2] for line in logs[rank]]

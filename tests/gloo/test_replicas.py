@@ -75,10 +75,14 @@ def test_other_losses(how: str, victim: str, shard: int, tmp_path: Path) -> None
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("shards", "how"), [("2", "eager"), ("1", "eager"), ("2", "aot_eager")])
-def test_the_same_bits(shards: str, how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shards", "how", "optimizer"),
+    [("2", "eager", "adamw"), ("1", "eager", "adamw"), ("2", "aot_eager", "adamw"), ("2", "eager", "muon")],
+)
+def test_the_same_bits(shards: str, how: str, optimizer: str, tmp_path: Path) -> None:
     """With `reduction_order="tree"` losses and parameters are those of one process that takes all microbatches, while
-    one replica is away, of two ranks or of one, and after another one has joined.
+    one replica is away, of two ranks or of one, and after another one has joined: Muon's momentum with it.
     """
-    said = run(str(Path(__file__).with_name("same_bits_of_replicas.py")), shards, str(tmp_path / "logs"), how)
+    script = Path(__file__).with_name("same_bits_of_replicas.py")
+    said = run(str(script), shards, str(tmp_path / "logs"), how, optimizer)
     assert said.endswith("the same bits\n"), said
