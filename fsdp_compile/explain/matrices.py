@@ -17,8 +17,8 @@ from fsdp_compile.construct.blocks import repeated_blocks
 from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.explain._torch import fake_tensors
 from fsdp_compile.explain.ranks import process_group
-from fsdp_compile.optim.matrix_step import LAG, MatrixUpdates
-from fsdp_compile.optim.owner_plan import OwnerPlan
+from fsdp_compile.optim.matrix_step import MatrixUpdates
+from fsdp_compile.optim.owner_plan import LAG, OwnerPlan
 from fsdp_compile.passes.cost.hardware import Hardware, Link
 from fsdp_compile.passes.cost.hardware import device as device_named
 from fsdp_compile.passes.cost.hardware import link as link_named
@@ -37,7 +37,8 @@ class MatrixCosts:
         back: seconds of the exchanges from owners.
         bytes_there: the most that a rank sends or receives on the way to owners.
         bytes_back: on the way back.
-        exposed: seconds in which ranks wait for exchanges, if no other updates run beside the first one.
+        exposed: seconds that all of it takes beyond `compute`: waits for exchanges, and for ranks that compute a stage
+            later, if no other updates run beside the first exchange.
         gathered: seconds of computing if each rank computed all matrices.
     """
 
@@ -138,28 +139,25 @@ def costs_of_plan(plan: OwnerPlan, width: int, link: Link, hardware: Hardware) -
     moved = [max(*sent[stage], *received[stage]) for stage in stages]
     launch = launch_seconds(plan.size, link)
     exchange = [launch + nbytes / link.bandwidth if nbytes else 0.0 for nbytes in moved]
-    by_rank = [(at_home[rank], [computing[rank][stage] for stage in stages]) for rank in ranks]
-    loads = [home + sum(of_stages) for home, of_stages in by_rank]
-    exposed = max(_exposed(home, of_stages, exchange) for home, of_stages in by_rank)
+    by_stage = [[computing[rank][stage] for rank in ranks] for stage in stages]
+    loads = [at_home[rank] + sum(of_stage[rank] for of_stage in by_stage) for rank in ranks]
+    exposed = _end([at_home[rank] for rank in ranks], by_stage, exchange) - max(loads)
     return MatrixCosts(plan, max(loads), sum(exchange), sum(exchange), sum(moved), sum(moved), exposed, sum(loads))
 
 
-def _exposed(at_home: float, compute: list[float], exchange: list[float]) -> float:
-    """Seconds in which a rank waits: all stages are sent at once, and updated behind the computing of the next ones.
+def _end(at_home: list[float], compute: list[list[float]], exchange: list[float]) -> float:
+    """When all ranks have updated all: stages are sent at once, and waited for behind the computing of the next ones.
 
     Args:
-        at_home: seconds that it computes with matrices that lie on it, before all else.
-        compute: seconds of each stage.
+        at_home: for each rank seconds of computing with matrices that lie on it, before all else.
+        compute: for each stage and rank seconds.
         exchange: seconds of each stage on its way, and on the way back.
     """
-    arrive = list(accumulate(exchange))
-    link_free, now, waited, back = sum(exchange), at_home, 0.0, list[float]()
-    for index, seconds in enumerate(compute):
-        waited += max(0.0, arrive[index] - now)
-        now = max(now, arrive[index]) + seconds
-        link_free = max(link_free, now) + exchange[index]
+    arrive, now, link_free, back = list(accumulate(exchange)), list(at_home), sum(exchange), list[float]()
+    for index, of_ranks in enumerate(compute):
+        now = [max(each, arrive[index]) + more if more else each for each, more in zip(now, of_ranks, strict=True)]
+        link_free = max(link_free, *now) + exchange[index]
         back.append(link_free)
         if index >= LAG:
-            waited += max(0.0, back[index - LAG] - now)
-            now = max(now, back[index - LAG])
-    return waited + (max(0.0, back[-1] - now) if back else 0.0)
+            now = [max(each, back[index - LAG]) for each in now]
+    return max(*now, *back)

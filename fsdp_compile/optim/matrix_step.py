@@ -33,15 +33,12 @@ from fsdp_compile.core.unit import unit_of
 from fsdp_compile.optim.matrix_exchange import Ranges
 from fsdp_compile.optim.matrix_program import MatrixProgram, MatrixRecorder, options_of
 from fsdp_compile.optim.matrix_stage import Alike, Family, Place, Stage
-from fsdp_compile.optim.owner_plan import Matrix, OwnerPlan, plan_owners, stages_of
+from fsdp_compile.optim.owner_plan import LAG, Matrix, OwnerPlan, plan_owners, stages_of
 from fsdp_compile.optim.owners import local_gradient
 from fsdp_compile.optim.program import NotRecordable
 from fsdp_compile.optim.segments import KnownValues
 from fsdp_compile.tensors.shard_spec import ShardRanks, ShardSpec
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor, moves
-
-LAG = 2
-"""How many stages are computed before the results of one are waited for: other ranks may compute later than this."""
 
 
 class NeedsWholeMatrices(Protocol):

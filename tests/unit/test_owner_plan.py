@@ -56,6 +56,16 @@ def test_balance(name: str, size: int) -> None:
     print(next(plan.lines()))
 
 
+@pytest.mark.parametrize(("blocks", "size"), [(16, 8), (32, 8), (32, 16)])
+def test_no_rank_waits_for_a_stage(blocks: int, size: int) -> None:
+    """A rank that stores most of the largest matrix of each block owns no more of a stage than others do."""
+    block = [("qkv", (3072, 1024)), ("proj", (1024, 1024)), ("up", (4096, 1024)), ("down", (1024, 4096))]
+    plan = planned([[(f"{i}.{name}", shape) for name, shape in block] for i in range(blocks)], size)
+    assert plan.length <= 1.15 * sum(plan.loads) / size
+    stays = sum(dict(matrix.stored).get(owner, 0) for matrix, owner in zip(plan.matrices, plan.owners, strict=True))
+    assert stays > 1.3 * sum(matrix.numel for matrix in plan.matrices) / size  # by chance it would be one of `size`
+
+
 def test_what_is_whole_stays() -> None:
     """A matrix that lies on one rank is computed there if that does not delay the others."""
     at_home = [Matrix(str(i), (4, 4), 10, ((i % 4, 16),)) for i in range(8)]
