@@ -252,6 +252,9 @@ class FlatStep:
                 own.setdefault(segment.flat, FlatUpdate(segment.flat, self)).add(segment)
         return complete | own
 
+    def expect(self, updates: Iterable[FlatUpdate]) -> None:
+        """Expect to run some of the updates of `before_backward`: there is nothing to prepare."""
+
     pending: ClassVar[Counter[FlatParam]] = Counter()  # of matrices, as in joint.py
 
     def finish(self) -> Iterator[FlatParam]:

@@ -73,10 +73,11 @@ class UpdateInBackward:
             )
         self._check_called_once(loss)
         updates: dict[FlatParam, Any] = {**self._step.before_backward()}
-        for flat in self._flats:
-            update = updates.get(flat)
-            if update is not None and len(update.params) == len(flat.params) and flat.only_trains():
-                flat.reduction.update = partial(self._run, update)
+        chosen = [update for flat in self._flats if (update := updates.get(flat)) is not None
+                  and len(update.params) == len(flat.params) and flat.only_trains()]  # fmt: skip
+        self._step.expect(chosen)
+        for update in chosen:
+            update.flat.reduction.update = partial(self._run, update)
         try:
             yield
         finally:

@@ -7,7 +7,7 @@ for flat in step.finish(): ...  matrices are updated; flat parameters that are c
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 import torch
@@ -33,13 +33,14 @@ class JointUpdate:
 
     Attributes:
         params: what is updated.
+        matrices: those among them that are computed from complete ones, by optimizer.
     """
 
     def __init__(self, flat: FlatParam) -> None:
         self.flat = flat
         self.params: list[nn.Parameter] = []
         self._elementwise: list[FlatUpdate] = []
-        self._matrices: list[tuple[Optimizer, list[nn.Parameter]]] = []
+        self.matrices: list[tuple[Optimizer, list[nn.Parameter]]] = []
 
     def add(self, update: FlatUpdate) -> None:
         """Also run `update`."""
@@ -47,22 +48,22 @@ class JointUpdate:
         self.params += update.params
 
     def add_matrices(self, optimizer: Optimizer, params: list[nn.Parameter]) -> None:
-        """Also send the matrices `params` of `optimizer` to their owners."""
-        self._matrices.append((optimizer, params))
+        """Also take the gradients of the matrices `params` of `optimizer`."""
+        self.matrices.append((optimizer, params))
         self.params += params
 
     @torch.no_grad()
     def run_with(self, gradient: Tensor) -> None:
         """Update by `gradient` of the flat parameter, 1-D `[shard_numel]`; matrices are complete after `finish`."""
         self.flat.reduction.flat_gradient = gradient
-        self.flat.binding.show_gradient()
-        for optimizer, params in self._matrices:
-            MatrixUpdates.of(optimizer).arrive(optimizer, params)
+        for optimizer, params in self.matrices:
+            MatrixUpdates.of(optimizer).arrive(params)
         for update in self._elementwise:
             if update.recorded:
                 update.run_with(gradient)
             else:
                 update.run()
+        self.flat.reduction.flat_gradient = None
         for param in self.params:
             param.grad = None
 
@@ -174,3 +175,11 @@ class JointStep:
             for flat, params in of_flats.items():
                 joint.setdefault(flat, JointUpdate(flat)).add_matrices(optimizer, params)
         return joint
+
+    def expect(self, updates: Iterable[JointUpdate]) -> None:
+        """Expect to run some of the updates of `before_backward` in this backward."""
+        of_each: dict[Optimizer, list[nn.Parameter]] = {optimizer: [] for optimizer in self._matrix}
+        for optimizer, params in chain.from_iterable(update.matrices for update in updates):
+            of_each[optimizer] += params
+        for optimizer, params in of_each.items():
+            MatrixUpdates.of(optimizer).expect(optimizer, params)

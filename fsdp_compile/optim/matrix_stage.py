@@ -7,9 +7,9 @@ stage.compute_at_home(); stage.compute()
 stage.finish()                         results have returned: the parameters are updated
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class Alike:
         states: Sequence[Mapping[str, Tensor]],
         first: int,
     ) -> None:
-        self.family, self.params, self.places = family, params, places
+        self.family, self.params, self.places, self._given = family, params, places, states
         here = params[0].spec.ranks.rank
         stored = [at for at, param in enumerate(params) if param.spec.numel]
         self._position = {id(params[at]): position for position, at in enumerate(stored)}
@@ -91,6 +91,18 @@ class Alike:
             for (at, _), value in zip(chosen, values[position], strict=True):
                 mine[at] = value
 
+    def part(self, keys: Collection[int], first: int) -> "Alike | None":
+        """Those of the parameters whose ids are in `keys`, and their values, forgotten here; None if there are none."""
+        chosen = [at for at, param in enumerate(self.params) if id(param) in keys]
+        if not chosen:
+            return None
+        params, places, states = ([of[at] for at in chosen] for of in (self.params, self.places, self._given))
+        found = Alike(self.family, params, places, states, first)
+        kept = [self._position[key] for key in found._position]
+        found.values = {position: [values[at] for at in kept] for position, values in self.values.items()}
+        self.values = {}
+        return found
+
     def take(self, position: int) -> dict[int, Tensor]:
         """What this rank stores of each matrix of the value at `position`, which is forgotten unless it is kept."""
         program = self.family.program
@@ -120,10 +132,13 @@ class Stage:
 
     Attributes:
         params: all of them.
+        number: which stage it is, in the order of the forward.
+        arrived: the ids of those that have run what comes before the exchange.
     """
 
     def __init__(self, alike: Sequence[Alike], name: str) -> None:
         self._alike, self._name = alike, name
+        self.number, self.arrived = alike[0].places[0].stage, set[int]()
         self.params = [param for each in alike for param in each.params]
         places = [place for each in alike for place in each.places]
         self._ranks: ShardRanks = self.params[0].spec.ranks
@@ -132,7 +147,6 @@ class Stage:
         families = [each.family for each in alike for _ in each.matrices]
         self._families = [families[index] for index in self._routes.owned]
         self._device = self.params[0].device
-        self._awaited = len(self.params)  # how many have not run what comes before the exchange
         self._arriving: list[Arriving] = []  # for each value that is exchanged
         self._at_home: list[dict[int, list[Part]]] = []  # for each value the matrices that lie here
         self._results: dict[int, list[Tensor]] = {}  # of those of `routes.owned` that are computed, by position
@@ -140,17 +154,26 @@ class Stage:
     @property
     def is_ready(self) -> bool:
         """Whether all parameters have run what comes before the exchange."""
-        return not self._awaited
+        return len(self.arrived) == len(self.params)
+
+    def part(self) -> "Stage":
+        """Those of the parameters that have arrived, forgotten here."""
+        alike = list[Alike]()
+        for each in self._alike:
+            found = each.part(self.arrived, alike[-1].matrices.stop if alike else 0)
+            alike += [found] if found is not None else []
+        self.arrived.clear()
+        return Stage(alike, self._name)
 
     def run_before(self, gradients: Mapping[int, Tensor]) -> None:
         """Compute what owners need of the parameters of `gradients`, by their ids."""
         for alike in self._alike:
             alike.run_before(gradients)
-        self._awaited -= len(gradients)
+        self.arrived.update(gradients)
 
     def send(self) -> None:
         """Begin to send to owners what they need."""
-        self._awaited = len(self.params)
+        self.arrived.clear()
         first = self._alike[0].family.program
         for number, position in enumerate(first.sent):
             parts: dict[int, Tensor] = {}
@@ -214,8 +237,3 @@ class Stage:
 def _nbytes(program: MatrixProgram) -> int:
     numel = torch.Size(program.shape).numel()
     return numel * sum(program.dtypes[position].itemsize for position in program.sent)
-
-
-def matrices_of(stages: Sequence[Stage]) -> list[ShardedTensor]:
-    """The parameters of several stages."""
-    return list(chain.from_iterable(stage.params for stage in stages))

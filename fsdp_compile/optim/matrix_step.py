@@ -133,6 +133,7 @@ class MatrixUpdates:
         self._made: dict[tuple[int, ...], list[Stage]] = {}  # for some parameters, by their ids
         self._stages: list[Stage] = []  # on the way, in the order in which they are computed
         self._waiting: list[tuple[Stage, dict[int, Tensor]]] = []  # to be started, with gradients
+        self._expected: list[Stage] = []  # whose gradients arrive in this backward
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "MatrixUpdates":
@@ -155,11 +156,16 @@ class MatrixUpdates:
         """
         self.prepare(optimizer)
         gradients = self._gradients(param for _, _, family in self._families for param in family.params)
-        self._waiting = [
-            (stage, {id(param): gradients[id(param)] for param in stage.params})
-            for stage in self._stages_of(optimizer, gradients)
-        ]
-        return {*gradients, *map(id, self.pending())}
+        expected, self._expected = self._expected, []
+        covered = {*gradients, *map(id, self.pending())}
+        for stage in expected:
+            if stage.arrived:
+                stage.run_before({id(each): gradients.pop(id(each)) for each in stage.params if id(each) in gradients})
+                covered |= stage.arrived
+                self._waiting.append((stage if stage.is_ready else stage.part(), {}))
+        for stage in self._stages_of(optimizer, gradients):
+            self._waiting.append((stage, {id(param): gradients[id(param)] for param in stage.params}))
+        return covered
 
     @torch.no_grad()
     def prepare(self, optimizer: Optimizer, compares: bool = True) -> set[int]:
@@ -176,27 +182,35 @@ class MatrixUpdates:
             self._known = None if with_numbers else _Known(optimizer)
         return set(self._family_of)
 
+    def expect(self, optimizer: Optimizer, params: Iterable[Any]) -> None:
+        """Let `arrive` come for each of `params`, which `prepare` has returned: stages are sent when all have come."""
+        self._expected = list(self._stages_of(optimizer, map(id, params)))
+
     @torch.no_grad()
-    def arrive(self, optimizer: Optimizer, params: Sequence[Any]) -> None:
-        """Begin to send those of `params`, which `prepare` has returned, to their owners, before all that was sent."""
+    def arrive(self, params: Sequence[Any]) -> None:
+        """Take the gradients of some of the parameters that were expected, and send what is complete."""
         gradients = self._gradients(params)
-        stages = self._stages_of(optimizer, gradients)
-        self._start((stage, {id(param): gradients[id(param)] for param in stage.params}) for stage in stages)
-        self._stages[:0] = stages
+        for stage in list(self._expected):
+            mine = {id(param): gradients[id(param)] for param in stage.params if id(param) in gradients}
+            if mine:
+                stage.run_before(mine)
+            if stage.is_ready:
+                self._expected.remove(stage)
+                self._send([(stage, {})])
 
     @torch.no_grad()
     def start(self) -> None:
         """Begin to send the matrices of `begin` to their owners."""
         waiting, self._waiting = self._waiting, []
-        self._stages += [stage for stage, _ in waiting]
-        self._start(waiting)
+        self._send(waiting)
 
-    @staticmethod
-    def _start(waiting: Iterable[tuple[Stage, dict[int, Tensor]]]) -> None:
+    def _send(self, waiting: Iterable[tuple[Stage, dict[int, Tensor]]]) -> None:
         for stage, gradients in waiting:
+            self._stages.append(stage)
             stage.run_before(gradients)
             gradients.clear()  # they may be freed
             stage.send()
+        self._stages.sort(key=lambda stage: stage.number)
 
     def pending(self) -> Iterator[ShardedTensor]:
         """The parameters whose updates have started."""
@@ -204,8 +218,8 @@ class MatrixUpdates:
 
     def drop(self) -> None:
         """Forget what is under way, after a failure."""
-        if self._stages or self._waiting:
-            self._stages, self._waiting = [], []
+        if self._stages or self._waiting or self._expected:
+            self._stages, self._waiting, self._expected = [], [], []
             self._made.clear()
 
     def finish(self) -> Iterator[Sequence[ShardedTensor]]:

@@ -1,8 +1,11 @@
 """Optimizers of complete matrices step as on one process, while each rank computes what it owns."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_compile import compile_step, fully_shard
-from fsdp_compile.optim import flat_step, owner_plans
+from fsdp_compile.optim import flat_step, matrix_exchange, owner_plans
 from fsdp_compile.optim.matrix_step import MatrixUpdates, takes_matrices
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
@@ -241,6 +244,59 @@ def _follow(rank: int, name: str, steps: int, options: dict[str, Any], backend: 
 def test_compile_step(two: Ranks, name: str, options: dict[str, Any], order: str) -> None:
     """`compile_step` with Muon and AdamW has the bits of the eager loop, also where it updates in backward."""
     two.run(_follow, name, 4, options, "aot_eager", order)
+
+
+class Skipping(Wide):
+    """Leaves one of its blocks out of a step, if it is told to."""
+
+    skipped = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(torch.tanh(self.up(x)))
+        for index, block in enumerate(self.blocks):
+            x = x if index == self.skipped else x + block(x)
+        return self.head(x)
+
+
+def _in_backward(rank: int) -> None:
+    """Matrices of several units leave together, as soon as the last of these units is reduced."""
+    case = Case(Skipping, vectors, squared_error)
+    models = [shard(case, auto_wrap_policy={nn.Sequential, nn.Linear}) for _ in range(2)]
+    stepping = [optimizers(model) for model in models]
+    step: Any = compile_step(models[0], stepping[0], loss_of, backend="aot_eager", update_in_backward=True)
+    sent: list[str] = []
+    for number, skipped in enumerate((-1, -1, 1, 1, -1)):
+        for model in models:
+            model.skipped = skipped  # type: ignore[assignment]  # not a parameter
+        inputs, target = mine(case, number)
+        with watching(sent):
+            step(inputs, target=target)
+        counted = len(sent), len({matrix.stage for matrix in owner_plans(stepping[0][0])[0].matrices})
+        assert counted[0] in (2 * counted[1], 2 * counted[1] - 2), counted
+        sent.clear()
+        loss_of(models[1](inputs), target).backward()
+        for each in stepping[1]:
+            each.step()
+            each.zero_grad()
+        assert_bitwise(*models, f"step {number}")
+
+
+@contextmanager
+def watching(sent: list[str]) -> Iterator[None]:
+    """Note the exchanges of matrices that begin meanwhile."""
+    start = matrix_exchange.start_all_to_all_of_parts
+
+    def noted(*given: Any) -> Any:
+        sent.append(given[-1])
+        return start(*given)
+
+    with patch.object(matrix_exchange, "start_all_to_all_of_parts", noted):
+        yield
+
+
+def test_update_in_backward(two: Ranks) -> None:
+    """Stages of several units are exchanged together in backward, also without a unit that a step leaves out."""
+    two.run(_in_backward)
 
 
 def _with_inductor(rank: int, options: dict[str, Any]) -> None:
