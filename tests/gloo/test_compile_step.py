@@ -396,6 +396,7 @@ def _optimizers(rank: int, names: list[str], fuses: bool) -> None:
             update.step_others(updates)
             for each in updates:
                 each.run()
+            update.finish()
             optimizers[1].step()
             if 0 < number < 4 and not fuses:
                 assert bool(updates) == (name not in AS_THEY_ARE), (name, number)
