@@ -41,6 +41,7 @@ class Row:
         switches: whether steps run compiled and eagerly in turns.
         replaces: whether parameters get new data, somewhat smaller, after each step.
         regions: whether the blocks are compiled, each by itself, in a model that runs eagerly.
+        muon: whether Muon updates the matrices.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Row:
     switches: bool = False
     replaces: bool = False
     regions: bool = False
+    muon: bool = False
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -243,4 +245,5 @@ ROWS: tuple[Row, ...] = (
     Row("eager and compiled steps alternate", MLP, switches=True),
     Row("`block.compile()` in an eager model", MLP, regions=True),
     Row("data replaced between steps", MLP, replaces=True),
+    Row("`torch.optim.Muon`", MLP, muon=True, tolerance=LOW, sizes=MANY),  # it amplifies what Inductor rounds
 )  # fmt: skip

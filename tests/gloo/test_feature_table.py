@@ -68,7 +68,7 @@ def _train(row: Row, how: str, caller: str = "") -> list[Step]:
     model = _shard(row)
     dynamic = True if len(row.sizes) > 1 else None
     run = model if how == "eager" else _compile(row, model, caller, backend=how, fullgraph=True, dynamic=dynamic)
-    optimizer, steps = OPTIMIZERS["momentum"](model.parameters()), []
+    optimizers, steps = _optimizers(row, model), list[Step]()
     for step in range(STEPS):
         executor = model if row.switches and step % 2 else run
         with torch._dynamo.config.patch(error_on_recompile=step > 0 or dynamic is True):
@@ -81,14 +81,26 @@ def _train(row: Row, how: str, caller: str = "") -> list[Step]:
             if row.clip is not None:
                 losses.append(model.clip_grad_norm_(row.clip))
             grads = [local(param.grad).clone() for param in model.parameters() if param.grad is not None]
-            optimizer.step()
-            optimizer.zero_grad()
+            _update(optimizers)
             if row.replaces:
                 _replace(model)
             if row.evaluates:
                 losses.append(_evaluate(row, executor, model, step))
         steps.append(Step(losses, grads, [local(param.detach()).clone() for param in model.parameters()]))
     return steps
+
+
+def _optimizers(row: Row, model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [param for param in model.parameters() if row.muon and param.dim() == 2]
+    rest = [param for param in model.parameters() if not row.muon or param.dim() != 2]
+    muon = [torch.optim.Muon(matrices, lr=0.01)] if matrices else []
+    return [*muon, OPTIMIZERS["momentum"](rest)]
+
+
+def _update(optimizers: list[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class _Caller(nn.Module):
@@ -160,15 +172,14 @@ def _evaluate(row: Row, run: nn.Module, model: nn.Module, step: int) -> Tensor:
 def _emulate(row: Row, like: nn.Module) -> list[Step]:
     """The same steps in one unsharded process; of gradients and parameters what this rank stores of `like`."""
     emulation = Emulation(row.case, row.precision, dist.get_world_size())
-    reference, steps = emulation.model, []
-    optimizer = OPTIMIZERS["momentum"](reference.parameters())
+    reference, steps = emulation.model, list[Step]()
+    optimizers = _optimizers(row, reference)
     for step in range(COMPARED):
         emulation.backward(windows_of(_batches(row, step), list(row.syncs)))
         if row.clip is not None:
             nn.utils.clip_grad_norm_(reference.parameters(), row.clip)
         grads = [_here(mine, p.grad) for mine, p in _pairs(like, reference) if p.grad is not None]
-        optimizer.step()
-        optimizer.zero_grad()
+        _update(optimizers)
         if row.replaces:
             _replace(reference)
         params = [_here(mine, p.detach()) for mine, p in _pairs(like, reference)]
