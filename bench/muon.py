@@ -42,8 +42,8 @@ KINDS = ("by_owner", "eager", "step", "in_backward", "fsdp2")
 
 def halves(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The matrices of blocks, and all other parameters."""
-    blocks = {param for block in blocks_of(model) for param in block.parameters() if param.dim() == 2}
-    return list(blocks), [param for param in model.parameters() if param not in blocks]
+    blocks = dict.fromkeys(param for block in blocks_of(model) for param in block.parameters() if param.dim() == 2)
+    return list(blocks), [param for param in model.parameters() if param not in blocks]  # in the model's order
 
 
 class GatheredMuon(Optimizer):

@@ -122,20 +122,20 @@ def costs_of_matrices(optimizer: Optimizer, link: str, device: str | None) -> tu
 
 def costs_of_plan(plan: OwnerPlan, width: int, link: Link, hardware: Hardware) -> MatrixCosts:
     """Price a plan; `width`: bytes of an element that is exchanged, each way."""
-    stages, ranks = sorted({matrix.stage for matrix in plan.matrices}), range(plan.size)
+    stages, ranks = sorted(set(plan.stages)), range(plan.size)
     computing = {rank: dict.fromkeys(stages, 0.0) for rank in ranks}
     at_home = dict.fromkeys(ranks, 0.0)
     sent, received = ({stage: [0] * plan.size for stage in stages} for _ in range(2))
-    for matrix, owner in zip(plan.matrices, plan.owners, strict=True):
+    for matrix, owner, stage in zip(plan.matrices, plan.owners, plan.stages, strict=True):
         seconds = product_seconds(matrix.cost, 0, min(matrix.shape[-2:]), "bfloat16", hardware)
         if all(rank == owner for rank, _ in matrix.stored):
             at_home[owner] += seconds
         else:
-            computing[owner][matrix.stage] += seconds
+            computing[owner][stage] += seconds
         for rank, numel in matrix.stored:
             if rank != owner:
-                sent[matrix.stage][rank] += width * numel
-                received[matrix.stage][owner] += width * numel
+                sent[stage][rank] += width * numel
+                received[stage][owner] += width * numel
     moved = [max(*sent[stage], *received[stage]) for stage in stages]
     launch = launch_seconds(plan.size, link)
     exchange = [launch + nbytes / link.bandwidth if nbytes else 0.0 for nbytes in moved]

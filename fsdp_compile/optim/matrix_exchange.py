@@ -3,7 +3,7 @@
     routes = Routes(ranks, ranges, owners)          of matrices of one process group that are exchanged together
     arriving = routes.to_owners(parts, "...")       parts: for each matrix what this rank stores, 1-D
     arriving.wait()                                 for each matrix that this rank owns: (first element, part) pairs
-    routes.to_ranks(matrices, "...").wait()         for each matrix what this rank stores
+    routes.to_ranks(matrices, "...").wait()         matrices: by index; for each matrix what this rank stores
 
 Both are one all-to-all, which runs while the caller computes. What a rank sends itself is not copied; where no rank has
 anything for another one, nothing is sent.
@@ -33,6 +33,10 @@ class Arriving:
 
     filling: Filling | None
     take: Callable[[Tensor | None], Any]
+
+    def has_ended(self) -> bool:
+        """Whether the host would not wait: on an accelerator also where the device still would."""
+        return self.filling is None or all(work.is_completed() for work in self.filling.works)
 
     def wait(self) -> Any:
         """Order what follows after the exchange; return what has arrived."""
@@ -92,24 +96,24 @@ class Routes:
         sent = [parts[index] for index in self._sent]
         return Arriving(self._start(sent, like, self._to_send, self._to_receive, what), take)
 
-    def to_ranks(self, matrices: Sequence[Tensor], like: Tensor, what: str) -> Arriving:
+    def to_ranks(self, matrices: Mapping[int, Tensor], like: Tensor, what: str) -> Arriving:
         """Begin to send each rank what it stores of `matrices`, those that this rank owns, flattened.
 
-        `wait` returns what this rank stores of every matrix; `like`: a tensor of their dtype and device.
+        Those that lie on this rank may be added until `wait`, which returns what this rank stores of every matrix.
+        `like`: a tensor of their dtype and device.
         """
-        of_index = dict(zip(self.owned, matrices, strict=True))
         sizes = [self._ranges[index][self.ranks.rank][1] for index in self._sent]
 
         def take(full: Tensor | None) -> list[Tensor]:
             found = [like.new_empty(0)] * len(self._ranges)
             for index, part in zip(self._sent, () if full is None else full.split(sizes), strict=True):
                 found[index] = part
-            for index, matrix in of_index.items():
+            for index, matrix in matrices.items():
                 first, numel = self._ranges[index][self.ranks.rank]
                 found[index] = matrix[first : first + numel]
             return found
 
-        sent = [of_index[index][first : first + numel] for index, first, numel in self._received]
+        sent = [matrices[index][first : first + numel] for index, first, numel in self._received]
         return Arriving(self._start(sent, like, self._to_receive, self._to_send, what), take)
 
     def _start(

@@ -147,9 +147,11 @@ class Stage:
         families = [each.family for each in alike for _ in each.matrices]
         self._families = [families[index] for index in self._routes.owned]
         self._device = self.params[0].device
+        self._away = [at for at in range(len(self._routes.owned)) if at not in self._routes.at_home]
         self._arriving: list[Arriving] = []  # for each value that is exchanged
+        self._leaving: list[Arriving] = []  # which bring nothing that this rank computes with
         self._at_home: list[dict[int, list[Part]]] = []  # for each value the matrices that lie here
-        self._results: dict[int, list[Tensor]] = {}  # of those of `routes.owned` that are computed, by position
+        self._results: list[dict[int, Tensor]] = []  # for each result the matrices that have been computed here
 
     @property
     def is_ready(self) -> bool:
@@ -175,30 +177,35 @@ class Stage:
         """Begin to send to owners what they need."""
         self.arrived.clear()
         first = self._alike[0].family.program
+        self._results = [{} for _ in first.returned]
         for number, position in enumerate(first.sent):
             parts: dict[int, Tensor] = {}
             for alike in self._alike:
                 parts.update(alike.take(alike.family.program.sent[number]))
             like = torch.empty(0, dtype=first.dtypes[position], device=self._device)
-            self._arriving.append(self._routes.to_owners(parts, like, f"{self._name}, value {number}"))
+            arriving = self._routes.to_owners(parts, like, f"{self._name}, value {number}")
+            (self._arriving if self._away else self._leaving).append(arriving)
             self._at_home.append({at: [(0, parts[self._routes.owned[at]])] for at in self._routes.at_home})
 
+    def has_ended(self) -> bool:
+        """Whether this rank would not wait for the exchange that is under way."""
+        return all(each.has_ended() for each in self._arriving)
+
     def compute_at_home(self) -> None:
-        """Compute with the matrices that lie on this rank, while others are on the way."""
+        """Compute with the matrices that lie on this rank, once, at any time between `send` and `finish`."""
         at_home, self._at_home = self._at_home, []
-        self._compute_all(self._routes.at_home, at_home)
+        if at_home:
+            self._compute_all(self._routes.at_home, at_home)
 
     def compute(self) -> None:
         """Compute with the other matrices that this rank owns, and begin to send the results."""
-        arrived = [dict(enumerate(each.wait())) for each in self._arriving]
-        owned = range(len(self._routes.owned))
-        self._compute_all([at for at in owned if at not in self._results], arrived)
-        results, self._results, self._arriving = [self._results[at] for at in owned], {}, []
+        self._compute_all(self._away, [dict(enumerate(each.wait())) for each in self._arriving])
+        self._arriving = []
         first = self._alike[0].family.program
         for number, position in enumerate(first.returned):
             like = torch.empty(0, dtype=first.dtypes[position], device=self._device)
-            mine = [of_matrix[number] for of_matrix in results]
-            self._arriving.append(self._routes.to_ranks(mine, like, f"{self._name}, result {number}"))
+            what = f"{self._name}, result {number}"
+            self._arriving.append(self._routes.to_ranks(self._results[number], like, what))
 
     def _compute_all(self, chosen: Sequence[int], parts: Sequence[Mapping[int, list[Part]]]) -> None:
         """Compute with some of `routes.owned`, of which `parts` has each value; those of one family together."""
@@ -209,8 +216,8 @@ class Stage:
             size = max(1, _BATCH // max(1, _nbytes(family.program)))
             for batch in (positions[begin : begin + size] for begin in range(0, len(positions), size)):
                 found = self._compute(family.program, [[of_value[at] for at in batch] for of_value in parts])
-                for index, at in enumerate(batch):
-                    self._results[at] = [value[index].reshape(-1) for value in found]
+                for results, value in zip(self._results, found, strict=True):
+                    results.update((self._routes.owned[at], value[i].reshape(-1)) for i, at in enumerate(batch))
 
     def _compute(self, program: MatrixProgram, arrived: Sequence[Sequence[list[Part]]]) -> list[Sequence[Tensor]]:
         """The results of matrices of one program: for each value one `[*shape]` for each matrix."""
@@ -227,8 +234,11 @@ class Stage:
 
     def finish(self) -> None:
         """Update the parameters."""
+        self.compute_at_home()
         columns = [each.wait() for each in self._arriving]
-        self._arriving = []
+        for each in self._leaving:
+            each.wait()
+        self._arriving, self._leaving, self._results = [], [], []
         for alike in self._alike:
             alike.run_after(dict(zip(alike.family.program.returned, columns, strict=True)))
         torch.autograd.graph.increment_version(self.params)

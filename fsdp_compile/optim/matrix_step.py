@@ -8,14 +8,16 @@
 The optimizer's own operators run, cut in three (matrix_program.py): on the elements that each rank stores, on complete
 matrices, and on those elements again. Matrices are exchanged in stages, in the order of the forward:
 
-    rank        | momentum of 0 1 2 | wait 0 | compute 0 | compute 1 | update 0 | compute 2 | update 1 | wait | update 2
-    link          [ in 0 ][ in 1 ][ in 2 ]              [ out 0 ]   [ out 1 ]              [ out 2 ]
+    rank        | momentum of 0 1 2 | home | compute 0 | compute 1 | compute 2 | update 0 | home | update 1 | update 2
+    link          [ in 0 ][ in 1 ][ in 2 ]            [ out 0 ]   [ out 1 ]   [ out 2 ]
+
+home: matrices that lie on this rank are computed where it would wait.
 
 State is the optimizer's own, sharded as the parameters are. No rank has a complete matrix that it does not own.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from math import prod
 from operator import is_
@@ -33,7 +35,7 @@ from fsdp_compile.core.unit import unit_of
 from fsdp_compile.optim.matrix_exchange import Ranges
 from fsdp_compile.optim.matrix_program import MatrixProgram, MatrixRecorder, options_of
 from fsdp_compile.optim.matrix_stage import Alike, Family, Place, Stage
-from fsdp_compile.optim.owner_plan import LAG, Matrix, OwnerPlan, plan_owners, stages_of
+from fsdp_compile.optim.owner_plan import LAG, Matrix, OwnerPlan, plan_owners
 from fsdp_compile.optim.owners import local_gradient
 from fsdp_compile.optim.program import NotRecordable
 from fsdp_compile.optim.segments import KnownValues
@@ -225,16 +227,16 @@ class MatrixUpdates:
     def finish(self) -> Iterator[Sequence[ShardedTensor]]:
         """Compute and update, under `no_grad`; the parameters of each stage as soon as they are updated."""
         stages = self._stages
-        for stage in stages:
-            stage.compute_at_home()
-        for index, stage in enumerate(stages):
-            stage.compute()
+        at_home = list(stages)  # whose matrices that lie here are still to be computed, where this rank would wait
+        for index, stage in enumerate([*stages, *[None] * LAG]):
+            if stage is not None:
+                _compute_until(stage.has_ended, at_home)
+                stage.compute()
             if index >= LAG:
-                stages[index - LAG].finish()
-                yield stages[index - LAG].params
-        for stage in stages[-LAG:]:
-            stage.finish()
-            yield stage.params
+                finished = stages[index - LAG]
+                _compute_until(finished.has_ended, at_home)
+                finished.finish()
+                yield finished.params
         self._stages = []
 
     # --- preparation --------------------------------------------------------------------------------------------------
@@ -305,16 +307,15 @@ class MatrixUpdates:
             by_ranks.setdefault(param.spec.ranks, []).append((param, program))
         for ranks, some in by_ranks.items():
             split = [_ranges_of(param, prod(program.shape)) for param, program in some]
-            costs = [program.flops for (_, program), ranges in zip(some, split, strict=True) for _ in ranges]
-            stages, matrices, begins = stages_of(costs, ranks.size), list[Matrix](), list[int]()
+            matrices, begins = list[Matrix](), list[int]()
             for (param, program), ranges in zip(some, split, strict=True):
                 begins.append(len(matrices))
-                matrices += _matrices(param, program, ranges, stages[len(matrices)])
+                matrices += _matrices(param, program, ranges, len(begins))
             plan = self.plans[ranks] = plan_owners(matrices, ranks.size, _nodes_of(ranks))
             if compares:
                 _compare(plan, ranks)
             for (param, _), ranges, at in zip(some, split, begins, strict=True):
-                self._places[id(param)] = Place(ranges, plan.owners[at : at + len(ranges)], stages[at])
+                self._places[id(param)] = Place(ranges, plan.owners[at : at + len(ranges)], plan.stages[at])
         self._planned = given
 
     def _gradients(self, params: Iterable[Any]) -> dict[int, Tensor]:
@@ -363,6 +364,12 @@ class MatrixUpdates:
         return Stage(made, f"matrices of {made[0].params[0].spec.named()} and {number - 1} others")
 
 
+def _compute_until(has_ended: Callable[[], bool], at_home: list[Stage]) -> None:
+    """Compute matrices that lie on this rank until an exchange has ended, or none are left."""
+    while at_home and not has_ended():
+        at_home.pop(0).compute_at_home()
+
+
 def _kept_gradients(flat: FlatParam) -> dict[int, Tensor]:
     """The gradients of a flat parameter that were left in one tensor, by the parameters' ids; else {}."""
     grad = flat.reduction.flat_gradient
@@ -390,13 +397,13 @@ def _set_numbers(state: dict[str, Any], program: MatrixProgram) -> None:
             state[name] = value.clone() if isinstance(value, Tensor) else value
 
 
-def _matrices(param: ShardedTensor, program: MatrixProgram, ranges: Sequence[Ranges], stage: int) -> list[Matrix]:
-    """What a plan needs to know of the matrices of `param`."""
+def _matrices(param: ShardedTensor, program: MatrixProgram, ranges: Sequence[Ranges], number: int) -> list[Matrix]:
+    """What a plan needs to know of the matrices of `param`, which has this `number`."""
     found = []
     for index, of_ranks in enumerate(ranges):
         stored = tuple((rank, numel) for rank, (_, numel) in enumerate(of_ranks) if numel)
         name = param.spec.named() + (f" [{index}]" if len(ranges) > 1 else "")
-        found.append(Matrix(name, program.shape, program.flops, stored, stage))
+        found.append(Matrix(name, program.shape, program.flops, stored, number))
     return found
 
 

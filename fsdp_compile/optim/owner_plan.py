@@ -16,7 +16,8 @@ LAG = 2
 """How many stages are computed before the results of one are waited for: other ranks may compute later than this."""
 
 _SPREAD = 1.03  # how far above the mean a rank's load may come, for the sake of what it stores
-_WORSE = 1.05  # how much longer than the shortest plan one may take that sends less, or sends in the forward's order
+_WORSE = 1.05  # how much longer than the other plan the one may take that sends less
+_STAGES = 8  # at most
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,14 @@ class Matrix:
         shape: of the parameter.
         cost: operations that its owner executes.
         stored: the ranks that store some of it, each with its number of elements.
-        stage: with which others it is exchanged; stages follow each other.
+        parameter: a number that matrices of one parameter share; they are exchanged together. None: it is alone.
     """
 
     name: str
     shape: tuple[int, ...]
     cost: int
     stored: tuple[tuple[int, int], ...]
-    stage: int = 0
+    parameter: int | None = None
 
     @property
     def numel(self) -> int:
@@ -74,12 +75,20 @@ class OwnerPlan:
         return max(self.loads) * self.size / total if total else 1.0
 
     @cached_property
-    def stages(self) -> list[list[int]]:
-        """For each stage, in order, the cost of what each rank owns of it."""
-        costs = {matrix.stage: [0] * self.size for matrix in sorted(self.matrices, key=lambda each: each.stage)}
-        for matrix, owner in zip(self.matrices, self.owners, strict=True):
-            costs[matrix.stage][owner] += matrix.cost
-        return list(costs.values())
+    def stages(self) -> tuple[int, ...]:
+        """For each matrix with which others it is exchanged: with those that other owners compute at about that time.
+
+        Each rank computes what it owns in the order of the optimizer. There are at most eight stages, and on average at
+        least one matrix for each rank in one.
+        """
+        number = max(1, min(_STAGES, len(self.matrices) // self.size))
+        done, middles = [0] * self.size, dict[tuple[bool, int], list[int]]()  # twice the time at half of a matrix
+        for index, (matrix, owner) in enumerate(zip(self.matrices, self.owners, strict=True)):
+            middles.setdefault(_together(matrix, index), []).append(2 * done[owner] + matrix.cost)
+            done[owner] += matrix.cost
+        last = max(1, 2 * max(done, default=0))
+        means = {key: number * sum(each) // (len(each) * last) for key, each in middles.items()}
+        return tuple(min(number - 1, means[_together(*pair[::-1])]) for pair in enumerate(self.matrices))
 
     @cached_property
     def length(self) -> int:
@@ -87,8 +96,11 @@ class OwnerPlan:
 
         More than the largest load where a rank waits for results of a stage that another one computes late.
         """
+        of_stages: dict[int, list[int]] = {stage: [0] * self.size for stage in sorted(set(self.stages))}
+        for matrix, owner, stage in zip(self.matrices, self.owners, self.stages, strict=True):
+            of_stages[stage][owner] += matrix.cost
         now, ends = [0] * self.size, list[int]()
-        for index, costs in enumerate(self.stages):
+        for index, costs in enumerate(of_stages.values()):
             now = [begin + cost for begin, cost in zip(now, costs, strict=True)]
             ends.append(max(now))
             if index >= LAG:
@@ -130,15 +142,21 @@ class OwnerPlan:
         return "\n".join(self.lines())
 
 
+def _together(matrix: Matrix, index: int) -> tuple[bool, int]:
+    """What matrices that are exchanged together share; `index`: of the matrix."""
+    return (False, index) if matrix.parameter is None else (True, matrix.parameter)
+
+
 # Note [How owners are chosen]
-# Stage by stage, the most expensive matrix is dealt first, to a rank whose load then stays within 3 % of the mean of
-# what has been dealt: to the one that stores most of it, then to others that store some, then to the least loaded one
-# of the nodes that store most; if there is none, to the least loaded of all. So what is whole on a rank stays there
-# where work allows it. Were the limit the mean of all stages, a rank that stores the largest matrix of each unit would
-# own all of these in the first stages, and the others would wait for it: 16 blocks of a GPT on 8 ranks took 1.6 times
-# as long. Where the plan takes 5 % longer than another one of the following, that is taken: each stage dealt to the
-# least loaded ranks; all stages dealt together, in these two ways. All of this follows from shapes, so all ranks find
-# the same.
+# The most expensive matrix is dealt first, to a rank whose load then stays within 3 % of the mean: to the one that
+# stores most of it, then to others that store some, then to the least loaded one of the nodes that store most; if there
+# is none, to the least loaded of all. So what is whole on a rank stays there where work allows it. If all takes 5 %
+# longer then than if each goes to the least loaded rank, that is done. All of this follows from shapes, so all ranks
+# find the same.
+#
+# Results of a stage are waited for by all ranks. Were stages cut by the order of the forward, a rank that owns the
+# largest matrix of each of the first units would let the others wait: 16 blocks of a GPT on 8 ranks took 1.6 times as
+# long. So stages are cut by the time at which owners compute (`OwnerPlan.stages`).
 
 
 def plan_owners(matrices: Sequence[Matrix], size: int, nodes: Sequence[int] = ()) -> OwnerPlan:
@@ -150,17 +168,10 @@ def plan_owners(matrices: Sequence[Matrix], size: int, nodes: Sequence[int] = ()
         nodes: for each rank the node that it is on; empty: all are on one.
     """
     places = tuple(nodes) or (0,) * size
-    stages: dict[int, list[int]] = {}
-    for index, matrix in enumerate(matrices):
-        stages.setdefault(matrix.stage, []).append(index)
-    by_stage = [stages[stage] for stage in sorted(stages)]
-    everything = [list(range(len(matrices)))]
-    found = [
-        OwnerPlan(tuple(matrices), _Dealer(matrices, places, stays).deal(order), size, places)
-        for order, stays in ((by_stage, True), (by_stage, False), (everything, True), (everything, False))
-    ]
-    limit = _WORSE * min(plan.length for plan in found)
-    return next(plan for plan in found if plan.length <= limit)
+    near, plain = (
+        OwnerPlan(tuple(matrices), _Dealer(matrices, places, stays).deal(), size, places) for stays in (True, False)
+    )
+    return near if near.length <= _WORSE * plain.length else plain
 
 
 class _Dealer:
@@ -169,19 +180,17 @@ class _Dealer:
     def __init__(self, matrices: Sequence[Matrix], nodes: Sequence[int], stays: bool) -> None:
         self._matrices, self._nodes, self._stays = matrices, nodes, stays
         self._loads = [0] * len(nodes)
-        self._limit = 0.0  # of a load, for the matrices that are dealt now
+        self._limit = _SPREAD * sum(matrix.cost for matrix in matrices) / len(nodes)
         self._on_node: dict[int, list[int]] = {}
         for rank, node in enumerate(nodes):
             self._on_node.setdefault(node, []).append(rank)
 
-    def deal(self, order: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """The owner of each matrix; `order`: indices that are dealt together."""
+    def deal(self) -> tuple[int, ...]:
+        """The owner of each matrix."""
         owners = [0] * len(self._matrices)
-        for indices in order:
-            self._limit += _SPREAD * sum(self._matrices[index].cost for index in indices) / len(self._loads)
-            for index in sorted(indices, key=lambda index: (-self._matrices[index].cost, index)):
-                owners[index] = self._owner(self._matrices[index])
-                self._loads[owners[index]] += self._matrices[index].cost
+        for index in sorted(range(len(owners)), key=lambda index: (-self._matrices[index].cost, index)):
+            owners[index] = self._owner(self._matrices[index])
+            self._loads[owners[index]] += self._matrices[index].cost
         return tuple(owners)
 
     def _owner(self, matrix: Matrix) -> int:
@@ -199,17 +208,3 @@ class _Dealer:
 
     def _fits(self, rank: int, matrix: Matrix) -> bool:
         return self._loads[rank] + matrix.cost <= self._limit
-
-
-def stages_of(costs: Sequence[int], size: int, most: int = 8) -> list[int]:
-    """For each matrix, in the order of the forward, the stage with which it is exchanged.
-
-    Stages have about the same cost, and on average at least one matrix for each of `size` ranks.
-    """
-    number = max(1, min(most, len(costs) // size))
-    total, stages, done = sum(costs), [], 0
-    for cost in costs:
-        middle = done + cost / 2
-        stages.append(min(number - 1, int(middle * number / total)) if total else 0)
-        done += cost
-    return stages

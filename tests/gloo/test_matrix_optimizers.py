@@ -271,7 +271,7 @@ def _in_backward(rank: int) -> None:
         inputs, target = mine(case, number)
         with watching(sent):
             step(inputs, target=target)
-        counted = len(sent), len({matrix.stage for matrix in owner_plans(stepping[0][0])[0].matrices})
+        counted = len(sent), len(set(owner_plans(stepping[0][0])[0].stages))
         assert counted[0] in (2 * counted[1], 2 * counted[1] - 2), counted
         sent.clear()
         loss_of(models[1](inputs), target).backward()

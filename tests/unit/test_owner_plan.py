@@ -5,7 +5,7 @@ import math
 import pytest
 
 from fsdp_compile.core.layout import lay_out
-from fsdp_compile.optim.owner_plan import Matrix, OwnerPlan, plan_owners, stages_of
+from fsdp_compile.optim.owner_plan import Matrix, OwnerPlan, plan_owners
 from fsdp_compile.tensors.shard_spec import FlatSharding
 
 Shapes = list[tuple[str, tuple[int, ...]]]
@@ -39,9 +39,7 @@ def planned(units: list[Shapes], size: int, per_node: int = 8) -> OwnerPlan:
             low, high = offset // layout.shard_numel, (offset + math.prod(shape) - 1) // layout.shard_numel
             stored = tuple((rank, sharding.local_range(rank)[1]) for rank in range(low, high + 1))
             matrices.append((name, shape, newton_schulz(shape), stored))
-    stages = stages_of([cost for _, _, cost, _ in matrices], size)
-    items = [Matrix(*each, stage) for each, stage in zip(matrices, stages, strict=True)]
-    return plan_owners(items, size, [rank // per_node for rank in range(size)])
+    return plan_owners([Matrix(*each) for each in matrices], size, [rank // per_node for rank in range(size)])
 
 
 @pytest.mark.parametrize(("name", "size"), [("llama", 64), ("llama", 8), ("mixture", 64), ("mixture", 16)])
@@ -90,8 +88,12 @@ def test_the_plan_is_printed() -> None:
 
 
 def test_stages() -> None:
-    """Stages are of about one cost, in order, and none has fewer matrices than there are ranks on average."""
-    assert stages_of([1] * 6, 2, most=8) == [0, 0, 1, 1, 2, 2]
-    assert stages_of([1] * 3, 4) == [0, 0, 0]
-    assert stages_of([], 4) == []
-    assert max(stages_of([1] * 100, 2, most=4)) == 3
+    """Stages follow the time at which owners compute, and none has fewer matrices than there are ranks on average."""
+    first, second = ((0, 16),), ((1, 16),)
+    costs = [(4, first), (1, second), (1, second), (1, second), (1, second), (4, first), (4, second)]
+    plan = plan_owners([Matrix(str(i), (4, 4), cost, stored) for i, (cost, stored) in enumerate(costs)], 2)
+    assert plan.owners == (0, 1, 1, 1, 1, 0, 1) and plan.stages == (0, 0, 0, 0, 1, 2, 2) and plan.length == 8
+    together = [Matrix(str(i), (4, 4), 1, ((i % 2, 16),), i // 4) for i in range(16)]
+    assert plan_owners(together, 2).stages == tuple(2 * (i // 4) + 1 for i in range(16)), "four parameters"
+    assert plan_owners(together[:3], 4).stages == (0, 0, 0) and plan_owners([], 4).stages == ()
+    assert max(plan_owners([Matrix(str(i), (4, 4), 1, ((0, 16),)) for i in range(100)], 2).stages) == 7
