@@ -28,7 +28,8 @@ from bench.models import Inputs, Workload, gpt, llama
 from bench.planned_step import noted
 from bench.report import parser, write
 from fsdp_compile import CompileConfig, fully_shard
-from fsdp_compile.explain.sharded import choices_of, process_group
+from fsdp_compile.explain.ranks import process_group
+from fsdp_compile.explain.sharded import choices_of
 from fsdp_compile.passes._torch import FakeTensorMode
 from fsdp_compile.passes.plan.memory import Options, choices, choose, workload_of
 from fsdp_compile.passes.plan.plan import simulate, verify

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_compile.explain.sharded import process_group
+from fsdp_compile.explain.ranks import process_group
 from fsdp_compile.passes.cost.hardware import Hardware, Link, Source, device, with_figures
 from fsdp_compile.passes.graph.costs import hardware_at
 from fsdp_compile.passes.measure import finish, fit_link, link_times

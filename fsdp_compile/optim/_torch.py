@@ -6,6 +6,7 @@ When torch moves:
 - `step` of each class is wrapped by what calls the hooks; `__wrapped__` is the original;
 - schedulers set `_opt_called` when `optimizer.step` is called, and warn if it was not called before them;
 - `TorchDispatchMode` sees each operator, with Python numbers where the caller passed some;
+- `torch._foreach_*` call an operator for each tensor of lists; on the CPU by its own kernel;
 - `_cdata` of a storage tells storages apart, also those without memory;
 - `torch._inductor.compile` takes a graph and example inputs, and returns a function of as many tensors.
 """
@@ -13,6 +14,7 @@ When torch moves:
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer, optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -41,6 +43,12 @@ def step_without_hooks(of: Optimizer, closure: Callable[[], Any] | None = None) 
 def storage_of(tensor: Tensor) -> int:
     """A number that tensors share whose memory is the same, also without memory, as on the meta device."""
     return tensor.untyped_storage()._cdata
+
+
+def of_lists(name: str) -> Callable[..., Any]:
+    """The operator `name` for lists of tensors; one that works in place ends with `_`, and returns nothing."""
+    operator: Callable[..., Any] = getattr(torch, f"_foreach_{name}")
+    return operator
 
 
 def note_step(of: Optimizer) -> None:

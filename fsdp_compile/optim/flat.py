@@ -283,9 +283,9 @@ class FlatStep:
             begins = not has_gradients or is_stateless
             is_ready = [begins or all(map(self.optimizer.state.get, segment.params)) for segment in segments.all]
         updates: dict[FlatParam, FlatUpdate] = {}
-        for segment, ready, *found in zip(segments.all, is_ready, gradients, all_recorded, strict=True):
+        for segment, ready, gradient, recorded in zip(segments.all, is_ready, gradients, all_recorded, strict=True):
             if ready:
-                updates.setdefault(segment.flat, FlatUpdate(segment.flat, self)).add(segment, *found)
+                updates.setdefault(segment.flat, FlatUpdate(segment.flat, self)).add(segment, gradient, recorded)
         return updates
 
     def _recorded_each(self, segments: Segments, lacks: Sequence[bool]) -> list[Recorded | None]:

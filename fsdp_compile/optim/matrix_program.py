@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_compile.optim._torch import TorchDispatchMode, step_without_hooks, storage_of
+from fsdp_compile.optim._torch import TorchDispatchMode, of_lists, step_without_hooks, storage_of
 from fsdp_compile.optim.program import NotRecordable, Value
 
 State = dict[str, Any]
@@ -135,29 +135,29 @@ def run_on_each(operations: Iterable[Operation], values: dict[int, list[Tensor]]
     for function, args, kwargs, result in operations:
         given = [values[each.position] if type(each) is Value else each for each in args]
         name = function.name().partition("::")[2].partition(".")[0]
-        of_lists = None if one_by_one and not given[0][0].is_cpu else _of_lists(name, given, kwargs)
-        if of_lists is None:
+        at_once = None if one_by_one and not given[0][0].is_cpu else _at_once(name, given, kwargs)
+        if at_once is None:
             values[result] = [function(*each, **dict(named)) for each, named in _for_each(given, kwargs, values)]
             continue
-        found = of_lists(*given, **kwargs)
+        found = at_once(*given, **kwargs)
         values[result] = given[0] if name.endswith("_") else list(found)
 
 
-def _of_lists(name: str, given: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+def _at_once(name: str, given: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
     """What runs an operator on lists; None: there is no such form for these operands."""
     if name == "_to_copy" and kwargs.keys() == {"dtype"}:
         return _cast
     has_factor = kwargs.keys() <= {"alpha", "value"} and not any(type(each) is Value for each in kwargs.values())
     if name.rstrip("_") not in _OF_LISTS or not has_factor or type(given[0]) is not list:
         return None
-    return None if kwargs and type(given[-1]) is not list else getattr(torch, f"_foreach_{name}")
+    return None if kwargs and type(given[-1]) is not list else of_lists(name)
 
 
 def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Copies of `tensors`, 1-D, in `dtype`: views of one new tensor."""
     sizes = [tensor.numel() for tensor in tensors]
     found = list(tensors[0].new_empty(sum(sizes), dtype=dtype).split(sizes))
-    torch._foreach_copy_(found, list(tensors))
+    of_lists("copy_")(found, list(tensors))
     return found
 
 

@@ -96,8 +96,8 @@ class Alike:
         chosen = [at for at, param in enumerate(self.params) if id(param) in keys]
         if not chosen:
             return None
-        params, places, states = ([of[at] for at in chosen] for of in (self.params, self.places, self._given))
-        found = Alike(self.family, params, places, states, first)
+        params, places = [self.params[at] for at in chosen], [self.places[at] for at in chosen]
+        found = Alike(self.family, params, places, [self._given[at] for at in chosen], first)
         kept = [self._position[key] for key in found._position]
         found.values = {position: [values[at] for at in kept] for position, values in self.values.items()}
         self.values = {}

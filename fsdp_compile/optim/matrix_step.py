@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from math import prod
 from operator import is_
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Muon, Optimizer
 
 from fsdp_compile.comm import collectives
@@ -270,7 +270,7 @@ class MatrixUpdates:
                 family = found.setdefault(program, (index, recorder, Family([], program)))[2]
                 family.params.append(param)
                 self._family_of[id(param)] = family
-                if (managed := unit_of(param)) is not None:
+                if (managed := unit_of(cast(nn.Parameter, param))) is not None:
                     self.flats[id(param)] = managed[0].in_flat(managed[1])[0]
         self._families = list(found.values())
 
