@@ -162,7 +162,8 @@ def test_it_runs_without_an_installation(tmp_path: Path) -> None:
     package = Path(fsdp_compile.__file__).parent
     (tmp_path / "fsdp_compile").symlink_to(package)
     command = [sys.executable, "-S", "-m", "fsdp_compile", "--version"]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "fsdp-compile 0+unknown\n", done.stderr
     asking = [path.name for path in package.rglob("*.py") if "importlib.metadata" in path.read_text()]
     assert asking == ["__init__.py"]
