@@ -245,6 +245,23 @@ def test_a_parameter_that_forward_removes_is_gone(remove: Callable[[nn.Module], 
     assert [name for name, _ in model.named_parameters()] == ["weight"]
 
 
+def test_apply_shows_full_parameters() -> None:
+    """Each module that is visited has all of its elements, also of a unit around what `apply` is called on (E-MOD-1);
+    never are all units gathered."""
+    model = mlp()
+    model.blocks[1].up.bias = model.blocks[2].up.bias  # which is the root's
+    of_model, gathered = units(fully_shard(model)), list[int]()
+
+    def visit(module: nn.Module) -> None:
+        assert {type(param) for param in module.parameters(recurse=False)} <= {UnshardedTensor}
+        gathered.append(sum(unit.summoned is not None for unit in of_model))
+
+    model.apply(visit)
+    model.blocks[1].apply(visit)
+    assert len(gathered) == len(list(model.modules())) + 3 and max(gathered) < len(of_model)
+    assert {type(param) for param in model.parameters()} == {ShardedTensor}
+
+
 def test_all_places_of_a_shared_parameter_see_one_view() -> None:
     """In forward and in backward the same plain tensor; else the same parameter (E-VIEW-5)."""
     model = fully_shard(GPT(tied=True))
