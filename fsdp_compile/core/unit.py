@@ -159,7 +159,7 @@ class Unit:
             parameter stays the same object.
         settings: the options of `fully_shard`.
         on_meta: whether the shard has no memory until `to_empty` gives it some.
-        device: where the unit computes; None: where its parameters are.
+        device: where the unit computes.
     """
 
     def __init__(
@@ -167,15 +167,15 @@ class Unit:
         sections: Sequence[NamedParams],
         settings: Settings,
         *,
+        device: torch.device,
         on_meta: bool = False,
-        device: torch.device | None = None,
     ) -> None:
         self.settings = settings
         group, shards, reshard_after_forward, replicas, stages = settings.placement
         self._take_groups(group, replicas, stages)
         self.is_sharded = shards > 1 or settings.shards_alone  # ranks store different parts; False under NO_SHARD
         self.rank = dist.get_rank(group) if self.is_sharded else 0
-        self.device = device or sections[0][0][1].device
+        self.device = device
         # Whether unsharded parameters are freed between forward and backward; None: an eager step frees them, the plan
         # of a compiled one decides.
         plan_decides = reshard_after_forward and settings.reshard_after_forward == "auto"

@@ -456,3 +456,15 @@ def test_replaced_data_is_always_looked_for(variable: str, monkeypatch: pytest.M
     (unit, index) = unit_of(model.stem.weight)
     assert unit.is_current()
     assert (unit.in_flat(index)[0].split(unit.flats[0].shard)[unit.names.index("stem.weight")] == 3.0).all()
+
+
+@pytest.mark.parametrize("as_flats", [False, True])
+def test_what_was_interrupted_is_no_longer_read(as_flats: bool) -> None:
+    """After `reset_iter_state`. Who ends a forward leaves alone what another one shows."""
+    model = fully_shard(mlp())
+    unit, shown = units(model)[0], [torch.zeros(())]
+    unit.show_unsharded(shown, as_flats)
+    unit.hide_unsharded([torch.zeros(())])
+    assert unit.phase is Phase.FORWARD and shown in (unit.unsharded_params, unit.unsharded_flats)
+    model.reset_iter_state()
+    assert unit.phase is Phase.SHARDED and (unit.unsharded_params, unit.unsharded_flats) == (None, None)

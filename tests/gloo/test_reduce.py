@@ -117,7 +117,7 @@ def _reduce_hybrid(rank: int, dtype: torch.dtype) -> None:
         weight = nn.Parameter(torch.zeros(37))
         precision = MixedPrecision(reduce_dtype=dtype)
         settings = Settings(ShardingStrategy.HYBRID_SHARD, Groups(group, replicas), precision=precision)
-        unit = Unit([[("weight", weight)]], settings)
+        unit = Unit([[("weight", weight)]], settings, device=weight.device)
         (flat,) = unit.flats
         grad = torch.arange(37.0) + 25000.0 * (dtype == torch.float16) + rank
         with _spied() as calls, torch.no_grad():
