@@ -412,7 +412,8 @@ class UnshardedUnit:
             if self.unit.trains:  # autograd computes the gradient of an input that is a leaf before those of parameters
                 self.readers.add(Reader.TRAINED_PARAMETERS)
             else:
-                self.opened = self.opened._replace(way=get_gradient_edge(needed[0]).node)
+                ways = (get_gradient_edge(each).node for each in needed if node_number(each) < self.opened.first_node)
+                self.opened = self.opened._replace(way=next(ways, None))  # others have hooks that own this
             # An input that outlives this forward collects no hooks.
             weakref.finalize(self, call_with_gradients(needed, weakref.WeakMethod(self._inputs_ready)))
 
