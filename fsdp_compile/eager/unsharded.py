@@ -406,8 +406,7 @@ class UnshardedUnit:
 
     def _hook_inputs(self, given: list[Tensor]) -> None:
         """Frozen parameters are read until the unit's inputs have their gradients."""
-        needed = [each for each in given if each.requires_grad]
-        if needed:
+        if needed := [each for each in given if each.requires_grad]:
             self.readers.add(Reader.FROZEN_PARAMETERS)
             if self.unit.trains:  # autograd computes the gradient of an input that is a leaf before those of parameters
                 self.readers.add(Reader.TRAINED_PARAMETERS)
