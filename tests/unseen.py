@@ -111,6 +111,29 @@ def texts_and_pictures(number: int) -> dict[str, Any]:
     return {"input_ids": ids, "pixel_values": torch.randn(2, 3, 16, 16), "return_loss": True}
 
 
+def translated(number: int) -> dict[str, Tensor]:
+    return {"input_ids": torch.randint(1, 61, (2, 12)), "labels": torch.randint(1, 61, (2, 8))}
+
+
+def waves(number: int) -> dict[str, Tensor]:
+    return {"input_values": torch.randn(2, 800), "labels": torch.randint(1, 30, (2, 4))}
+
+
+def spectra(number: int) -> dict[str, Tensor]:
+    return {"input_features": torch.randn(2, 8, 32), "labels": torch.randint(1, 60, (2, 6))}
+
+
+def noisy(number: int) -> dict[str, Tensor]:
+    return {"sample": torch.randn(2, 3, 16, 16), "timestep": torch.randint(1000, (2,))}
+
+
+def captioned(number: int) -> dict[str, Any]:
+    return {"hidden_states": torch.randn(2, 4, 8, 8), "timestep": torch.randint(1000, (2,)),
+            "encoder_hidden_states": torch.randn(2, 5, 24),
+            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}  # fmt: skip
+
+
+LM = {**WORDS, **USUAL, "use_cache": False, "max_position_embeddings": 32}
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 NEOX = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
@@ -129,6 +152,38 @@ UNSEEN: dict[str, Unseen] = {
                            num_experts_per_tok=2, use_cache=False),
     "gpt_bigcode": hugging("GPTBigCode", "GPTBigCodeForCausalLM", words, **WORDS, n_embd=32, n_layer=2, n_head=4,
                            n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False),
+    "qwen3": hugging("Qwen3", "Qwen3ForCausalLM", words, **LM, num_key_value_heads=2, head_dim=8),
+    "gemma3n": hugging("Gemma3nText", "Gemma3nForCausalLM", words, **{**LM, "intermediate_size": [48, 48]}, head_dim=8,
+                       num_key_value_heads=2, vocab_size_per_layer_input=61, hidden_size_per_layer_input=8,
+                       altup_num_inputs=2, laurel_rank=4, num_kv_shared_layers=0,
+                       activation_sparsity_pattern=[0.5, 0.0], sliding_window=4,
+                       layer_types=["sliding_attention", "full_attention"]),
+    "mixtral": hugging("Mixtral", "MixtralForCausalLM", words, **LM, num_key_value_heads=2, num_local_experts=4,
+                       output_router_logits=True),
+    "deepseek_v3": hugging("DeepseekV3", "DeepseekV3ForCausalLM", words, **LM, num_key_value_heads=4,
+                           n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=2,
+                           topk_group=1, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=12, kv_lora_rank=12,
+                           qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8),
+    "mamba": hugging("Mamba", "MambaForCausalLM", words, **WORDS, hidden_size=32, num_hidden_layers=2, state_size=4,
+                     time_step_rank=4, use_cache=False),
+    "t5": hugging("T5", "T5ForConditionalGeneration", translated, vocab_size=61, d_model=32, d_kv=8, d_ff=48,
+                  num_layers=2, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False),
+    "whisper": hugging("Whisper", "WhisperForConditionalGeneration", spectra, **WORDS, **SEQ2SEQ, num_mel_bins=8,
+                       max_source_positions=16, max_target_positions=16, dropout=0.0, use_cache=False,
+                       suppress_tokens=None, begin_suppress_tokens=None),
+    "wav2vec2": hugging("Wav2Vec2", "Wav2Vec2ForCTC", waves, vocab_size=32, **USUAL, **NEOX, activation_dropout=0.0,
+                        feat_proj_dropout=0.0, layerdrop=0.0, final_dropout=0.0, conv_dim=[8, 8], conv_stride=[5, 4],
+                        conv_kernel=[10, 4], num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=4,
+                        mask_time_prob=0.0, num_feat_extract_layers=2),
+    "swin": hugging("Swin", "SwinForImageClassification", labelled, **IMAGE, patch_size=2, embed_dim=8, depths=[1, 1],
+                    num_heads=[2, 2], window_size=4, drop_path_rate=0.0),
+    "unet2d": diffusing("UNet2DModel", noisy, sample_size=16, block_out_channels=(8, 16), layers_per_block=1,
+                        norm_num_groups=4, down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+                        up_block_types=("AttnUpBlock2D", "UpBlock2D"), attention_head_dim=4),
+    "pixart": diffusing("PixArtTransformer2DModel", captioned, num_attention_heads=2, attention_head_dim=8,
+                        in_channels=4, out_channels=8, num_layers=2, sample_size=8, patch_size=2,
+                        cross_attention_dim=16, caption_channels=24, use_additional_conditions=False),
+    "convnext_atto": image("convnext_atto", 32, depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)),
     "albert": hugging("Albert", "AlbertForMaskedLM", words, **WORDS, **USUAL, **NO_DROPOUT, embedding_size=16),
     "electra": hugging("Electra", "ElectraForSequenceClassification", classes, **WORDS, **USUAL, embedding_size=16),
     "deberta_v2": hugging("DebertaV2", "DebertaV2ForMaskedLM", words, **WORDS, **USUAL, **NO_DROPOUT,
