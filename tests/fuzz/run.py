@@ -160,6 +160,8 @@ class Comparison:
         used |= {torch.bfloat16} if case.autocast and how == "inductor" else set()
         self.tolerance = max([AUTOCAST * case.autocast, *(TOLERANCES[dtype] for dtype in used)])
         self.tolerance_of_sums = max(self.tolerance, REDUCED.get(case.wire[1], 0.0) if case.wire else 0.0)
+        self.has_feedback = bool(case.wire) and "with feedback" in case.wire
+        self.largest: dict[str, float] = {}  # with feedback, elements of a gradient so far: what it lost comes later
         self.is_exact = case.order == "tree"
         if self.is_exact:
             self.tolerance = self.tolerance_of_sums = 0.0
@@ -362,8 +364,13 @@ class Comparison:
 
     # --- comparing ----------------------------------------------------------------------------------------------------
 
-    def check(self, what: str, found: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
-        """Note the first difference beyond `tolerance`, by default that of values that no reduce has rounded."""
+    def check(
+        self, what: str, found: Tensor, expected: Tensor, tolerance: float | None = None, largest: float = 0.0
+    ) -> None:
+        """Note the first difference beyond `tolerance`, by default that of values that no reduce has rounded.
+
+        It is a part of the largest expected element, or of `largest`, if that is more.
+        """
         found, expected = (_full(each.detach()).double() for each in (found, expected))
         if self.mismatch is not None:  # on this rank: the others gather as well
             return
@@ -372,7 +379,7 @@ class Comparison:
         elif found.numel():
             apart = (found - expected).abs().max().item()
             tolerance = self.tolerance if tolerance is None else tolerance
-            if not apart <= tolerance * (1 + expected.abs().max().item()):
+            if not apart <= tolerance * (1 + max(largest, expected.abs().max().item())):
                 self.mismatch = f"{what}: differs by {apart:.3g}, expected {expected.flatten()[:4].tolist()}"
 
     def check_parameters(self, when: str) -> None:
@@ -388,7 +395,10 @@ class Comparison:
             zeros = torch.zeros_like(expected)
             grad = zeros if mine.grad is None else mine.grad
             there = zeros if expected.grad is None else expected.grad
-            self.check(f"{when}: gradient of {name}", grad, there, self.tolerance_of_sums)
+            largest = self.largest.get(name, 0.0)
+            self.check(f"{when}: gradient of {name}", grad, there, self.tolerance_of_sums, largest)
+            if self.has_feedback and there.numel():
+                self.largest[name] = max(largest, there.abs().max().item())
             if mine.grad is None:
                 expected.grad = None
 
