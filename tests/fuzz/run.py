@@ -398,7 +398,7 @@ class Comparison:
             largest = self.largest.get(name, 0.0)
             self.check(f"{when}: gradient of {name}", grad, there, self.tolerance_of_sums, largest)
             if self.has_feedback and there.numel():
-                self.largest[name] = max(largest, there.abs().max().item())
+                self.largest[name] = max(largest, there.double().abs().max().item())
             if mine.grad is None:
                 expected.grad = None
 
