@@ -39,7 +39,9 @@ def called_by(modules: str | tuple[str, ...]) -> bool:
 
 def dispatcher_asks() -> bool:
     """Whether torch's dispatcher calls the caller: it excludes a key that no other code excludes."""
-    return _DISPATCHER_ASKS and torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.PythonTLSSnapshot)
+    if not _DISPATCHER_ASKS or torch.compiler.is_compiling():
+        return False
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.PythonTLSSnapshot)
 
 
 def makes_spec() -> bool:
