@@ -27,7 +27,8 @@ READERS_OF_FIELDS = ("torch._dynamo.", "torch.distributed._state_dict_utils", "t
 """Code that reads the fields of a DTensor, or acts on its placements. It treats other tensors as their class says."""
 COPIES_ROWS = "torch.distributed._state_dict_utils"
 """Code that copies rows of a full tensor into what `to_local()` gives."""
-_DISPATCHER_ASKS = torch.__version__ < "2.13"
+ASKS_TO_DISPATCH = torch.__version__ < "2.13"
+"""Whether torch dispatches operators and detaches their results by `isinstance(tensor, DTensor)`."""
 _PASS_ON = ("fsdp_compile.", "torch.nn.modules.", "torch._dynamo.", "contextlib", "torch.utils.")
 
 
@@ -39,8 +40,8 @@ def called_by(modules: str | tuple[str, ...]) -> bool:
 
 def dispatcher_asks() -> bool:
     """Whether torch's dispatcher calls the caller: it excludes a key that no other code excludes."""
-    if not _DISPATCHER_ASKS or torch.compiler.is_compiling():
-        return False
+    if not ASKS_TO_DISPATCH or torch.compiler.is_compiling():
+        return ASKS_TO_DISPATCH
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.PythonTLSSnapshot)
 
 

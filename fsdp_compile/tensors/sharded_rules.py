@@ -36,6 +36,7 @@ from fsdp_compile.core._torch import (
     gives_gradients_of_leaves,
     leaves_of,
 )
+from fsdp_compile.tensors._torch import ASKS_TO_DISPATCH
 from fsdp_compile.tensors.averaging import average_gradients
 from fsdp_compile.tensors.shard_spec import ShardSpec
 from fsdp_compile.tensors.sharded_tensor import (
@@ -86,7 +87,10 @@ def plain(value: Any) -> Any:
 def wrap(result: Any, spec: ShardSpec) -> Any:
     """Wrap the local results of an operator as sharded tensors."""
     if isinstance(result, Tensor):
-        return ShardedTensor(result, spec)
+        wrapped = ShardedTensor(result, spec)
+        if ASKS_TO_DISPATCH:  # autograd detaches results that it saves, and nothing tells who asks
+            wrapped.is_dtensor = False
+        return wrapped
     return type(result)(wrap(each, spec) for each in result) if isinstance(result, (tuple, list)) else result
 
 
