@@ -80,7 +80,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
             axes.plot([seconds * 1e3 for seconds in found["steps"]], c="#e07a5f", lw=1.0, label="the plan that learns")
             for name, colour, title in (("rule", "#9aa5b1", "rule"), ("right", "#5b8def", "plan for the right prices")):
                 axes.axhline(found[name] * 1e3, c=colour, lw=1.0, ls="--", label=title)
-            axes.set_title(f"communication {found['ratio']:g}, link priced {found['off']:g} times", loc="left")
+            axes.set_title(f"at {found['ratio']:g}, link priced {found['off']:g} times", loc="left", fontsize=9)
             axes.set_xlabel("step")
         panels[0][0].set_ylabel("exposed, ms")
         panels[0][0].set_ylim(bottom=0.0)
