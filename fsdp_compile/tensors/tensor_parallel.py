@@ -55,14 +55,14 @@ class TensorParallel:
     shape: torch.Size  # of the full tensor
     stride: tuple[int, ...]  # of it, contiguous. A field, because Dynamo reads it and traces no cached property
     summed: tuple[int, ...] = ()  # dimensions of the mesh over which gradients are addends of a sum: Note [One mesh]
-    in_graph: Callable[[Tensor], Tensor] | None = field(default=None, compare=False, repr=False)  # with `summed` alone
+    replicated: Callable[[Tensor], Tensor] | None = field(default=None, compare=False, repr=False)  # with `summed`
 
     @staticmethod
     def of(tensor: DTensor, summed: tuple[int, ...] = ()) -> "TensorParallel":
         """How `tensor` is distributed."""
         contiguous = torch.empty(tensor.shape, device="meta").stride()
         found = TensorParallel(tensor.device_mesh, tuple(tensor.placements), tensor.shape, contiguous, summed)
-        return replace(found, in_graph=_replicated_in_graph(found)) if summed else found
+        return replace(found, replicated=_replicated(found)) if summed else found
 
     def without(self, dims: tuple[int, ...]) -> "TensorParallel | None":
         """How it is distributed over the other dimensions of the mesh; None if there are no others."""
@@ -85,12 +85,7 @@ class TensorParallel:
 
     def distribute(self, local: Tensor) -> Tensor:
         """The DTensor whose local tensor is `local`, of the local shape; differentiable, and nothing is copied."""
-        if not self.summed:
-            return self.from_local(local)
-        if self.in_graph is not None and torch.compiler.is_compiling():
-            return self.in_graph(local)
-        distributed: Tensor = _Replicated.apply(local, self)
-        return distributed
+        return self.from_local(local) if self.replicated is None else self.replicated(local)
 
     def from_local(self, local: Tensor) -> Tensor:
         """As `distribute`; over all dimensions gradients are those of a DTensor."""
@@ -138,8 +133,8 @@ class _Replicated(torch.autograd.Function):
         return grad.redistribute(placements=wanted).to_local(), None
 
 
-def _replicated_in_graph(parallel: TensorParallel) -> Callable[[Tensor], Tensor]:
-    """`_Replicated` as a function that Dynamo puts into its graph as a whole."""
+def _replicated(parallel: TensorParallel) -> Callable[[Tensor], Tensor]:
+    """`_Replicated` of `parallel` as a function that Dynamo puts into its graph as a whole."""
 
     def distribute_replicated(local: Tensor) -> Tensor:
         distributed: Tensor = _Replicated.apply(local, parallel)
