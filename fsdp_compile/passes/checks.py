@@ -84,7 +84,7 @@ def check_saved(context: GraphContext) -> None:
 
 def _is_gathered(node: fx.Node) -> bool:
     tag = nodes.get_tag(node)
-    return tag is not None and tag.kind in ("gather", "wait")
+    return tag is not None and tag.kind in ("gather", "wait", "view")
 
 
 def check_order(context: GraphContext) -> None:

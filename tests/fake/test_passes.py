@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from compiling import Recorder, printed_graphs, small, step
+from conftest import RANK
 from models import MODELS, Residual, Stack, checkpointed, mlp, squared_error, vectors
 from torch import Tensor, fx, nn
 from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fsdp_compile import CompileConfig, ShardingStrategy, compile_step, explain_plan, fully_shard
+from fsdp_compile import CompileConfig, MixedPrecision, ShardingStrategy, compile_step, explain_plan, fully_shard
 from fsdp_compile.comm.collectives import ALL_GATHER, WAIT
 from fsdp_compile.core.ops import SUM_IN_PAIRS, UNSHARD
 from fsdp_compile.passes import PASSES, inductor
@@ -585,6 +586,43 @@ def test_no_shard_reduces_all_and_gathers_nothing() -> None:
     joint = graphs[0]
     assert joint.count("= all_reduce(") == 2
     assert "all_gather" not in joint and "reduce_scatter" not in joint
+
+
+@pytest.mark.parametrize(("width", "scales"), [(8, 2), (7, 3)], ids=["one segment", "packed"])
+def test_gradients_in_float16_are_divided_before_and_behind_the_sum(width: int, scales: int) -> None:
+    """By 2 and by 2 among 4 ranks, so that no sum overflows: what is packed, or sent as it is, and the mean."""
+    model = fully_shard(nn.Linear(8, width, bias=scales == 3), mixed_precision=MixedPrecision(torch.float16))
+    with printed_graphs() as graphs:
+        torch.compile(model, backend=fsdp_compile_backend)(torch.ones(2, 8)).sum().backward()
+    (graph,) = (each for each in graphs if each.startswith("--- joint graph after insert_collectives"))
+    assert graph.count("= div.Scalar(") == scales and graph.count(", 2.0)  # scale root") == scales
+
+
+class _Beside(nn.Module):
+    """A layer that adds nothing to the output, and a sum over ranks of somebody else's."""
+
+    def __init__(self, group: str) -> None:
+        super().__init__()
+        self.layer, self.other, self.group = nn.Linear(3, 3), nn.Linear(7, 7), group
+
+    def forward(self, x: Tensor) -> Tensor:
+        summed = torch.ops._c10d_functional.all_reduce(self.layer(x), "sum", self.group)
+        output: Tensor = torch.ops._c10d_functional.wait_tensor(summed) + 0 * self.other.weight.sum()
+        return output
+
+
+def test_collectives_that_somebody_else_has_written() -> None:
+    """They name their group by its form, the same on all ranks, so that these share a compiled graph; and a weight that
+    is multiplied by zero is not gathered."""
+    group = dist.new_group([RANK - 1, RANK])
+    model = _Beside(group.group_name)
+    fully_shard(model.other)
+    fully_shard(model)
+    with printed_graphs() as graphs, torch.no_grad():
+        torch.compile(model, backend=fsdp_compile_backend)(X)
+    (graph,) = (each for each in graphs if each.split("\n")[0].endswith(" after insert_collectives"))
+    assert "'fsdp.2x1'" in graph and f"'{group.group_name}'" not in graph
+    assert graph.count("= all_gather_into_tensor(") == 1
 
 
 def test_a_gather_saved_against_the_strategy_is_refused() -> None:

@@ -31,7 +31,8 @@ from fsdp_compile.passes.cost.roofline import (
     product_seconds,
     transfer_seconds,
 )
-from fsdp_compile.passes.graph.work import Work, node_work
+from fsdp_compile.passes.graph.nodes import Tag, set_tag
+from fsdp_compile.passes.graph.work import Work, message_size, node_work
 
 RING = Link("ring", latency=10.0, bandwidth=4.0, source="this test", hop=1.0)
 FAR = Link("far", latency=5.0, bandwidth=1.0, source="this test", hop=2.0)
@@ -44,6 +45,27 @@ def test_collectives_by_hand():
     assert all_reduce_seconds(64, 4, RING) == 10 + 6 + 24  # a tree: 10 + 4 + 32
     assert all_reduce_seconds(0, 1024, RING) == 10 + 20  # a ring: 10 + 2046
     assert launch_seconds(1, RING) == all_reduce_seconds(0, 1, RING) == 10
+
+
+def test_figures_have_names():
+    """Protocols and points of a ramp are numbered from 1, as they are listed in a hardware file."""
+    made = dataclasses.replace(RING, protocols=(Protocol(1.0, 2.0, 3.0, 0.5, 9.0),), ramp=((10.0, 0.25), (20.0, 0.5)))
+    found = {name: value for name, value, _ in made.figures()}
+    assert {name: found[name] for name in list(found)[-4:]} == {
+        "ramp 1.bytes": 10.0, "ramp 1.part": 0.25, "ramp 2.bytes": 20.0, "ramp 2.part": 0.5,
+    }  # fmt: skip
+    assert {name for name in found if name.startswith("protocol")} >= {"protocol 1.latency", "protocol 1.most"}
+
+
+def test_messages_of_wires():
+    """What is sent in a format is held beside what it fills: values and scales."""
+    graph = torch.fx.Graph()
+    shard, start = graph.placeholder("shard"), graph.placeholder("start")
+    shard.meta["val"], start.meta["val"] = torch.empty(256), torch.empty(1024)
+    assert message_size(start) == 0
+    for wire, expected in (("", 0), ("bf16", 2048), ("fp8", 1024 + 8)):
+        set_tag(start, Tag("gather", 0, "", True, wire=wire))
+        assert message_size(start) == expected, wire
 
 
 def test_links_and_devices():

@@ -92,6 +92,20 @@ def test_verify_sees_what_is_late_or_early():
                     verify(workload, Plan(tuple(sorted(moved, key=lambda each: each.at))))
 
 
+@pytest.mark.parametrize(
+    "steps, message",
+    [
+        ((Step("gather", ("blocks.9",), 0),), r"gather .*: expected one of the 4 units, found blocks\.9"),
+        ((Step("gather", ("root",), 99),), "expected steps in order, at 0 to 10, found 99"),
+        ((Step("gather", ("root",), 3), Step("wait", ("root",), 2)), "expected steps in order, at 3 to 10, found 2"),
+    ],
+)
+def test_verify_sees_steps_that_cannot_be(steps, message):
+    """Steps of units or tasks that the workload does not have, or in another order than their tasks, are refused."""
+    with pytest.raises(PlanError, match=message):
+        verify(blocks(3), Plan(steps))
+
+
 def test_verify_keep():
     """Only units that may stay between forward and backward do."""
     ours = search_plan(blocks(3, keep=True))

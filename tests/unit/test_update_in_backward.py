@@ -91,6 +91,27 @@ def test_refused_before_backward() -> None:
         assert all(map(torch.equal, before, (param.to_local() for param in step.model.parameters())))
 
 
+class _Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(self.layer(x).tanh())
+        return output
+
+
+def test_a_graph_that_calls_a_unit_twice() -> None:
+    """Within a graph, where autograd shows one gradient of a unit, a second call of the unit is refused by its name."""
+    model = _Twice()
+    fully_shard(model.layer)
+    fully_shard(model)
+    step = compile_step(model, torch.optim.AdamW(model.parameters()), F.mse_loss, update_in_backward=True)
+    with pytest.raises(Exception, match="unit layer is called several times in a forward"):
+        for _ in range(2):
+            step(torch.ones(2, 8), target=torch.ones(2, 8))
+
+
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 

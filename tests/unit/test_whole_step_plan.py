@@ -2,13 +2,19 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from every_plan import shortest
 from expecttest import assert_expected_inline
 from workloads import blocks, random_workload, updated
 
+from fsdp_compile.config import CompileConfig, StepUpdate
 from fsdp_compile.explain.sharded import report
+from fsdp_compile.passes.graph.costs import StepCosts
+from fsdp_compile.passes.graph.optimizer_update import update_cost
 from fsdp_compile.passes.plan.plan import Plan, PlanError, held_units, simulate, verify
 from fsdp_compile.passes.plan.schedule import search_plan
 from fsdp_compile.passes.plan.whole_step import prefetched
@@ -50,6 +56,20 @@ def _moved(plan: Plan, kind: str, unit: str, at: int) -> Plan:
     (*_, last) = (number for number, step in enumerate(steps) if step.kind == kind and unit in step.units)
     moved = steps.pop(last)._replace(at=at)
     return Plan(tuple(sorted([*steps, moved], key=lambda step: step.at)))
+
+
+def test_updates_move_what_gets_gradients() -> None:
+    """The update of a unit moves its reduced gradient so often; a unit without one, as a frozen one, has no update."""
+    graph, step = torch.fx.Graph(), blocks(1)
+    reduced = graph.placeholder("reduced")
+    reduced.meta["val"] = torch.empty(16)
+    reduces = {step.units[0].name: SimpleNamespace(result=reduced, updates=False)}
+    info: Any = SimpleNamespace(workload=step, gathers={}, reduces=reduces)
+    costs = StepCosts(lambda node: 0.0, lambda start: 0.0, update_seconds=lambda moved: moved)
+    config = CompileConfig(update=StepUpdate(7.0, clips=True))
+    found = update_cost(info, costs, config)
+    assert found is not None and found.gradients == (64, 0) and found.seconds == (7 * 64.0, 0.0)
+    assert found.before == 64.0  # the norm reads them once
 
 
 def test_verify_sees_what_crosses() -> None:

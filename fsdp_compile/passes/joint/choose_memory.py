@@ -418,7 +418,7 @@ class _Policies:
             seconds = sum(map(self.costs.node, self.info.tasks[task]))
             part = sum(map(self.costs.node, members)) / seconds if seconds else 0.0
             first, last = self.starts[task], self.starts[task] + len(self.info.tasks[task])
-            yield Repeat(task, part, held + max(live[max(0, first - begin) : last - begin], default=0))
+            yield Repeat(task, part, held + max(live[max(0, first - begin) : last - begin]))
 
 
 # --- lowering ---------------------------------------------------------------------------------------------------------

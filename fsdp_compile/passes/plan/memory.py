@@ -12,7 +12,7 @@ others have another one or keep their activations. So the result is never slower
 one policy for some of the blocks.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -158,10 +158,11 @@ def _with_policies(options: Options, active: Sequence[Policy]) -> Workload:
 
 def _live(options: Options, active: Sequence[Policy]) -> list[int]:
     """Bytes that are alive at each position beside gathered and packed buffers, and what is computed again."""
-    changes = [0] * (len(options.live) + 1)
+    changes = Counter[int]()
     for position, size in (change for policy in active for change in policy.changes):
         changes[position] += size
-    return [size + change for size, change in zip(options.live, accumulate(changes), strict=False)]
+    moved = accumulate(changes[position] for position in range(len(options.live)))
+    return [size + change for size, change in zip(options.live, moved, strict=True)]
 
 
 def _waits(step: Workload, active: Sequence[Policy]) -> dict[int, float]:
@@ -243,7 +244,7 @@ def least_of(options: Options) -> PolicyPerBlock:
     def needs(policies: PolicyPerBlock) -> tuple[int, int]:
         workload = workload_of(options, policies)
         memory = least_memory(workload, workload.must_keep)
-        return max(memory, default=0), sum(memory)
+        return max(memory), sum(memory)
 
     return min(choices(options), key=needs)
 

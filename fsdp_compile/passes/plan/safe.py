@@ -112,16 +112,17 @@ class _Choice:
         kept = frozenset(at for at, unit in enumerate(workload.units) if unit.name in found.keep_unsharded)
         self.keeps = [kept]
         self.rules: list[tuple[frozenset[int], Plan]] = []
+        references: tuple[Plan, ...] = ()
         if not workload.forward:
             keep = keep_by_rule(workload)
             self.keeps = list(dict.fromkeys([kept, keep, workload.must_keep]))
-            self.rules = [
-                (keep, plan) for plan in (by_block(workload), *(each.plan for each in plans_by_rules(workload)))
-            ]
+            rule, *others = (each.plan for each in plans_by_rules(workload))
+            references = by_block(workload), rule
+            self.rules = [(keep, plan) for plan in (*references, *others)]
         for keep, plan in (*self.rules, (kept, found.plan)):
             self.see(keep, plan)
-        references = [self.known[plan].seconds for _, plan in self.rules[:2] if plan in self.known]
-        self.references = [min(times) for times in zip(*references, strict=True)]
+        seconds = [self.known[plan].seconds for plan in references if plan in self.known]
+        self.references = [min(times) for times in zip(*seconds, strict=True)]
         limits = [limit for limit in limits_of(workload, {each.peak for each in self.known.values()}) if limit <= most]
         self.limits = limits[:: -(-len(limits) // _LIMITS)]
         self.limits += [] if self.limits[-1] == limits[-1] else [limits[-1]]
