@@ -133,11 +133,11 @@ def fully_shard(
     """Shard the parameters of `module` over a process group, in place; return the same object, now an `FSDPModule` too.
 
     Parameters keep their identity and shape and become sharded tensors: `param.to_local()`, 1-D `[n]` with n >= 0, is
-    what this rank stores, and `param.full_tensor()` gathers all elements. (Under NO_SHARD they stay plain.) During
-    forward and backward module code finds plain tensors of the full shape. Gradients arrive on the parameters as the
-    mean over the group, sharded alike. Operators on sharded tensors that reduce or gather must run on all ranks. An
-    optimizer may be made before or after this call. For type checkers the return value has the type of `module`, and
-    after `assert isinstance(model, FSDPModule)` both.
+    what this rank stores, and `param.full_tensor()` gathers all elements: also on one rank and under NO_SHARD, where a
+    rank stores all of them. During forward and backward module code finds plain tensors of the full shape. Gradients
+    arrive on the parameters as the mean over the group, sharded alike. Operators on sharded tensors that reduce or
+    gather must run on all ranks. An optimizer may be made before or after this call. For type checkers the return value
+    has the type of `module`, and after `assert isinstance(model, FSDPModule)` both.
 
     All ranks must call this with the same model and arguments, and equal initial values or `sync_module_states`.
 
@@ -155,8 +155,7 @@ def fully_shard(
         sharding_strategy: FULL_SHARD frees unsharded parameters between forward and backward, and SHARD_GRAD_OP does
             not. NO_SHARD stores all parameters on every rank and averages gradients. HYBRID_SHARD, which a 2-D mesh
             means without this argument, and _HYBRID_SHARD_ZERO2 do the first two within a node, and average over nodes.
-            None: what `reshard_after_forward` says. With a shard group of one rank all strategies are NO_SHARD, but for
-            units with DTensors.
+            None: what `reshard_after_forward` says. With a shard group of one rank all strategies are NO_SHARD.
         reshard_after_forward: the same choice by another name: True is FULL_SHARD, False SHARD_GRAD_OP. With a number
             n, a divisor of the number of ranks that shard, each rank stores an n-th of the parameters between forward
             and backward, and backward gathers within groups of n ranks only; 1 means False, and the number of all ranks

@@ -218,11 +218,9 @@ def _add(reduced: _Reduced, late: list[int]) -> None:
     """Give parameters `late` their gradients, behind the backward pass."""
     flat, grad = reduced.flat, reduced.grad
     assert grad is not None  # this rank has left them out
-    parts: Any = flat.split(grad)
-    if flat.specs:
-        parts = ShardedTensor.of_each(FlatGradient(grad, flat.specs, flat.binding.splitter.split_stored))
+    parts = ShardedTensor.of_each(FlatGradient(grad, flat.specs, flat.binding.splitter.split_stored))
     for param, part in ((flat.params[index], parts[index]) for index in late):
-        if param.grad is None or part is None:
+        if param.grad is None:
             param.grad = part
         else:
             param.grad.add_(part)
@@ -237,8 +235,7 @@ def _may_have_none(flat: FlatParam, unused: Indices) -> Indices:
             unused = frozenset(i for i in unused if executes_node(get_gradient_edge(flat.params[i]).node))
         except RuntimeError:  # torch cannot tell of leaves whose gradients are returned
             return NONE
-    is_averaged = bool(flat.binding.scattered)
-    return frozenset(index for index in unused if not has_hooks(flat.params[index], is_averaged))
+    return frozenset(index for index in unused if not has_hooks(flat.params[index]))
 
 
 def _leave_out(listener_ref: "weakref.ref[Unused]", place: _Place, grad: Tensor, unused: Indices) -> Indices:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from fsdp_compile.checkpoint.directory import in_order, sync, sync_folder, write_synced
 from fsdp_compile.checkpoint.save_load import all_succeed
 from fsdp_compile.checkpoint.untrusted import CheckpointError, check_shape, file_in
+from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import is_first, on_first_rank
 from fsdp_compile.config import read_json
 from fsdp_compile.core.sharding import clean_name
@@ -152,13 +153,13 @@ def _local_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> Iterato
         if parameter is None:
             yield _LocalTensor(called, tensor, tensor.detach().reshape(-1), 0, is_first(group))
             continue
-        spec, replicas = parameter.spec, parameter.unit.replicas
+        spec, replicas = parameter.spec, parameter.spec.ranks.replicas
         if spec.tensor_parallel is not None:
             raise ValueError(
                 f"{called[0]} is sharded by tensor parallelism too, which safetensors are not written from or read "
                 f"into; use torch.distributed.checkpoint, then `fsdp-compile checkpoint convert`"
             )
-        is_written = spec.numel > 0 and (replicas is None or is_first(replicas))
+        is_written = spec.numel > 0 and (replicas is None or is_first(group_named(replicas)))
         yield _LocalTensor(called, tensor, parameter.local, spec.first, is_written)
 
 

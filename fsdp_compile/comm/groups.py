@@ -66,15 +66,15 @@ class Placement(NamedTuple):
     stages: Stages | None = None
 
 
-def place(strategy: ShardingStrategy, groups: Groups, shards_alone: bool = False) -> Placement:
+def place(strategy: ShardingStrategy, groups: Groups, same_bits: bool = False) -> Placement:
     """How a unit of `strategy` lies in `groups`.
     With one rank to shard over, the unit is copied (E-STRAT-6), and its replicas average its gradients (E-STRAT-9);
-    with `shards_alone` that rank stores one shard of one, and does what each of several ranks does.
+    with `same_bits` that rank stores one shard of one, and does what each of several ranks does.
     """
     replicate = groups.replicate if groups.replicas > 1 else None
-    if groups.shard.size() == 1 and not shards_alone:
+    if groups.shard.size() == 1 and not same_bits:
         return Placement(replicate or groups.shard, 1, False, None)
-    if strategy is ShardingStrategy.NO_SHARD and not shards_alone:
+    if strategy is ShardingStrategy.NO_SHARD and not same_bits:
         return Placement(groups.shard, 1, False, None)
     reshards = strategy in RESHARDING
     return Placement(groups.shard, groups.shard.size(), reshards, replicate, groups.stages if reshards else None)

@@ -159,7 +159,7 @@ def asks_same_bits(
     if order == "any":
         return False
     if strategy is ShardingStrategy.NO_SHARD:
-        raise ValueError("reduction_order='tree' cannot add up norms of plain parameters, as NO_SHARD keeps them; "
+        raise ValueError("reduction_order='tree' has no order for the all-reduces of NO_SHARD; "
                          "choose another sharding_strategy")  # fmt: skip
     dtypes = {"param_dtype": precision.param_dtype, "reduce_dtype": precision.reduce_dtype}
     dtypes |= {f"parameter {name}": param.dtype for each in modules for name, param in each.named_parameters()}

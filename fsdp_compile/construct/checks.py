@@ -58,7 +58,7 @@ def check_model(model: nn.Module, of_units: Mapping[nn.Module, Settings], ignore
 def check_prepared(model: nn.Module, prepared_units: list[PreparedUnit], beside: Mapping[str, int]) -> None:
     """Raise ValueError if units cannot be sent, or are on a mesh with dimensions `beside` that nothing explains."""
     copied = (each.settings.strategy for each in prepared_units if each.settings.placement.shards == 1
-              and not each.settings.shards_alone)  # fmt: skip
+              and not each.settings.same_bits)  # fmt: skip
     for strategy in dict.fromkeys(copied):
         if strategy is not ShardingStrategy.NO_SHARD:  # (E-STRAT-6)
             warn_caller(f"sharding_strategy: {strategy.name} over one rank is NO_SHARD")
@@ -183,11 +183,6 @@ def _check_subclass(name: str, param: nn.Parameter) -> None:
 def _check_distributions(params: NamedParams, path: str, settings: Settings) -> None:
     for name, param in params:
         if is_dtensor(param):
-            if settings.strategy is ShardingStrategy.NO_SHARD:
-                raise ValueError(
-                    f"parameter {join(path, name)} is a DTensor, which NO_SHARD cannot keep; choose another "
-                    f"sharding_strategy, or list it in ignored_params"
-                )
             peers = data_parallel_peers(settings)
             check_distribution(join(path, name), param, peers, settings.groups.data_parallel_size)
 

@@ -5,7 +5,7 @@ See Note [Nothing is changed on refusal].
 
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,7 +66,6 @@ def prepare_units(model: nn.Module, of_units: Mapping[nn.Module, Settings], igno
         inner = {param: InnerParams(param, device) for param in apart}
         params = [each for n, p in params for each in (inner[p].named(n) if p in inner else [(n, p)])]
         on_meta = any(some_stay_on_meta) and _are_on_meta(params, path)
-        own = replace(own, has_dtensors=any(is_dtensor(param) for _, param in params))
         prepared.append(PreparedUnit(module, path, params, inner, modules, own, device, on_meta))
     return prepared
 

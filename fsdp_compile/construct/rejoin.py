@@ -8,12 +8,11 @@ from torch import nn
 
 from fsdp_compile.construct.blocks import Ignored
 from fsdp_compile.construct.prepare import prepare_units
-from fsdp_compile.construct.units import make_unit
+from fsdp_compile.construct.units import ATTRIBUTES, make_unit
 from fsdp_compile.core._torch import swap_wrapper
 from fsdp_compile.core.inner_params import put_back
 from fsdp_compile.core.sharding import original_class, sharding_of, units_gathered_below
 from fsdp_compile.core.unit import check_idle
-from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 
 def join_divided(model: nn.Module, mixin: type) -> None:
@@ -50,7 +49,7 @@ def _undo(module: nn.Module) -> None:
             flat.release()
         for param, values in zip(unit.params, full, strict=True):
             swap_wrapper(param, values)
-            for name in ("_fsdp_unit", "_fsdp_is_inner", "local", "spec", "_is_param"):
+            for name in ATTRIBUTES:
                 vars(param).pop(name, None)
     for each in module.modules():
         each.__class__ = original_class(each)
@@ -64,10 +63,10 @@ def _undo(module: nn.Module) -> None:
 
 def _full(param: nn.Parameter) -> nn.Parameter:
     """A parameter of its own memory with all elements of `param`, or of the local tensor where it was a DTensor."""
-    if not isinstance(param, ShardedTensor):
-        return nn.Parameter(param.detach().clone(), param.requires_grad)
-    shape = param.spec.split_shape
+    spec = param.spec  # type: ignore[attr-defined]  # of a unit
     values = (
-        torch.empty(shape, dtype=param.dtype, device="meta") if param.is_meta else param.spec.gather_split(param.local)
+        torch.empty(spec.split_shape, dtype=param.dtype, device="meta")
+        if param.is_meta
+        else spec.gather_split(param.local)  # type: ignore[attr-defined]  # of a unit
     )
     return nn.Parameter(values, param.requires_grad)

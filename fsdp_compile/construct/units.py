@@ -37,6 +37,7 @@ from fsdp_compile.core.sharding import (
     units_gathered_below,
 )
 from fsdp_compile.core.unit import IGNORED, Unit, unit_of
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from fsdp_compile.tensors.tensor_parallel import with_local_parameters
 
 
@@ -191,16 +192,22 @@ def materialize(
             _keep_identity(path, module, name, tensor, device)
 
 
+ATTRIBUTES = ("_fsdp_unit", "_fsdp_is_inner", "local", "spec", "_is_param")
+"""What a parameter has while it is a unit's."""
+
+
 @contextmanager
 def _stand_ins(module: nn.Module, absent: dict[str, Tensor]) -> Iterator[None]:
     """Put copies in the place of tensors that have values, so that initializing the module does not change them."""
     present = {name: tensor for name, tensor in own_tensors(module).items() if name not in absent}
     for name, tensor in present.items():
-        managed = unit_of(tensor) if isinstance(tensor, nn.Parameter) else None
-        copy = tensor.new_zeros(managed[0].shapes[managed[1]]) if managed else tensor.detach().clone()
+        copy = tensor.detach().clone()
+        if isinstance(tensor, ShardedTensor):  # another unit's, which this module shares
+            copy = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         if isinstance(tensor, nn.Parameter):
             copy = nn.Parameter(copy, tensor.requires_grad)
-            vars(copy).update(vars(tensor))  # marks that an initialiser may look at
+            marks = vars(tensor).items()  # that an initialiser may look at
+            vars(copy).update((name, mark) for name, mark in marks if name not in ATTRIBUTES)
         _registry(module, name)[name] = copy
     try:
         yield

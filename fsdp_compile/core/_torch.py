@@ -378,27 +378,6 @@ def step_carried_optimizers(params: Sequence[nn.Parameter]) -> None:
             param.grad = None
 
 
-def replace_data(param: nn.Parameter, data: Tensor) -> None:
-    """Let `param` be `data`, of another shape, and let autograd drop its node for the old shape.
-    That node, alive in a graph or a hook, insists on its first shape; a change of dtype makes torch drop it.
-    """
-    if param.shape != data.shape:
-        param.data = data.new_empty(0, dtype=torch.float16 if data.dtype != torch.float16 else torch.float32)
-    param.data = data
-
-
-def share_memory(param: nn.Parameter, data: Tensor) -> None:
-    """Turn `param` into a view of `data`, with which it shares memory and version counter: the same object."""
-    swap_wrapper(param, Tensor._make_subclass(type(param), data, param.requires_grad))
-
-
-def with_counter_of(counted: Tensor, data: Tensor) -> Tensor:
-    """`data` as a tensor that shares the version counter of `counted`; both or none on the meta device."""
-    shared = counted.detach()
-    shared.data = data
-    return shared
-
-
 # --- wrapper subclasses -----------------------------------------------------------------------------------------------
 
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from fsdp_compile.core._torch import (
     carry_optimizers,
@@ -31,10 +30,9 @@ from fsdp_compile.core._torch import (
     step_carried_optimizers,
     without_torch_function,
 )
-from fsdp_compile.core.backward_pass import BackwardPass, running_backward
+from fsdp_compile.core.backward_pass import running_backward
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.tensors.averaging import has_hooks
-from fsdp_compile.tensors.shard_spec import ShardRanks
 from fsdp_compile.tensors.sharded_tensor import FlatGradient, ShardedTensor, set_grad
 from fsdp_compile.tensors.unused import Indices, UnusedParameters
 
@@ -63,9 +61,7 @@ from fsdp_compile.tensors.unused import Indices, UnusedParameters
 # Note [Values that a graph reads again]
 # A compiled graph that gathers again in backward saves the flat shard, as autograd saves any tensor: with its version
 # counter, which must be the same when backward reads it. So the differentiable shard shares the counter of the shard
-# and of all that lies in it. Under NO_SHARD parameters are plain tensors with counters of their own, which stay when
-# `.data` is assigned to: they are swapped for views of the shard when they are first bound to one, and a shard that
-# follows takes over the counter.
+# and of all that lies in it.
 
 # Note [Backward passes within a compiled function]
 # A function that calls `backward` may be compiled (`torch.compile(train_step)`). Its graph breaks there, and the engine
@@ -75,7 +71,7 @@ from fsdp_compile.tensors.unused import Indices, UnusedParameters
 # `__torch_dispatch__`.
 
 
-_LOCAL, _ADDRESS = operator.attrgetter("local"), operator.methodcaller("data_ptr")
+_LOCAL = operator.attrgetter("local")
 _REQUIRES_GRAD, _GRAD = operator.attrgetter("requires_grad"), operator.attrgetter("grad")
 _HOOKS = tuple(map(operator.attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks")))
 
@@ -83,13 +79,11 @@ _HOOKS = tuple(map(operator.attrgetter, ("_backward_hooks", "_post_accumulate_gr
 class ShardSplitter:
     """Splits a tensor that is laid out like this rank's shard into the parameters' slices, by a single split."""
 
-    def __init__(self, layout: FlatParamLayout, rank: int, is_sharded: bool) -> None:
+    def __init__(self, layout: FlatParamLayout, rank: int) -> None:
         records = layout.records(rank)
         self._sizes: list[int] = []  # of consecutive windows of the shard, padding included
         self._windows: list[int] = []  # for each parameter its window, without elements if it is not on this rank
         self._absent = [record is None for record in records]
-        self.is_sharded = is_sharded
-        self._shapes = None if is_sharded else layout.shapes  # unsharded parameters keep their shape
         end = 0
         for record in records:
             if record and record.offset > end:
@@ -116,11 +110,8 @@ class ShardSplitter:
         return [windows[window] for window in self._filled]
 
     def split(self, flat: Tensor) -> list[Tensor | None]:
-        """As `split_all`, but in full shape if unsharded, and None for parameters that are not on this rank."""
-        slices = [None if absent else part for part, absent in zip(self.split_all(flat), self._absent, strict=True)]
-        if self._shapes is None:
-            return slices
-        return [None if part is None else part.view(shape) for part, shape in zip(slices, self._shapes, strict=True)]
+        """As `split_all`, but None for parameters that are not on this rank."""
+        return [None if absent else part for part, absent in zip(self.split_all(flat), self._absent, strict=True)]
 
 
 @dataclass(eq=False)
@@ -232,7 +223,6 @@ class ShardBinding:
         names: of the parameters, for errors.
         splitter: splits the shard, and gradients that are laid out like it.
         reduction: where their gradient comes from.
-        shard: 1-D `[shard_numel]`.
     """
 
     def __init__(
@@ -241,16 +231,12 @@ class ShardBinding:
         names: Sequence[str],
         splitter: ShardSplitter,
         reduction: GradientReduction,
-        shard: Tensor,
     ) -> None:
         self.params, self.names, self.splitter, self.reduction = tuple(params), names, splitter, reduction
-        self.is_sharded = splitter.is_sharded
-        self._specs = [param.spec for param in params if isinstance(param, ShardedTensor)]
+        self._specs = [param.spec for param in params]  # type: ignore[attr-defined]  # sharded tensors
         trains = any(param.requires_grad for param in params)
-        self.scattered: list[Any] = []  # for `average_plain_gradients`: which gradients were reduced last
         self.sentinel = torch.empty(0, requires_grad=trains)  # a leaf beside the parameters that nobody asks for
         self._sentinel_node = get_gradient_edge(self.sentinel).node if trains else None
-        self._end = shard.storage_offset() + shard.numel()  # where a plain parameter without elements lies
         self.record()
 
     def record(self) -> None:
@@ -258,22 +244,16 @@ class ShardBinding:
         self._where = self._now()
 
     def _now(self) -> list[Any]:  # at every forward: no more than one attribute for each parameter
-        return list(map(_LOCAL if self.is_sharded else _ADDRESS, self.params))
+        return list(map(_LOCAL, self.params))
 
     def is_bound(self) -> bool:
         """Whether all parameters lie in the shard."""
-        if self.is_sharded:
-            return all(map(operator.is_, map(_LOCAL, self.params), self._where))
-        return not self.unbound()
+        return all(map(operator.is_, map(_LOCAL, self.params), self._where))
 
     def unbound(self) -> list[int]:
         """Indices of the parameters that no longer lie in the shard."""
         pairs = enumerate(zip(self._now(), self._where, strict=True))
-        if self.is_sharded:
-            return [index for index, (now, before) in pairs if now is not before]
-        moved = [index for index, (now, before) in pairs if now != before]
-        empty = [index for index, address in enumerate(self._where) if address == 0]
-        return moved + [index for index in empty if self.params[index].storage_offset() != self._end]
+        return [index for index, (now, before) in pairs if now is not before]
 
     def check_bound(self) -> None:
         """Raise RuntimeError if a parameter no longer lies in the shard: training would not change it."""
@@ -295,7 +275,7 @@ class ShardBinding:
 
     def check_order(self) -> None:
         """Raise RuntimeError if sums have an order, in which nothing is added to reduced gradients other than zeros."""
-        if not self._specs or not self._specs[0].ranks.same_bits:
+        if not self._specs[0].ranks.same_bits:
             return
         stored = [getattr(param.grad, "local", param.grad) for param in self.params if param.grad is not None]
         nonzero = [any(bool(each.any()) for each in stored)]
@@ -323,12 +303,6 @@ class ShardBinding:
             trains = list(map(_REQUIRES_GRAD, self.params))
         for index in left_out:
             trains[index] = False
-        if not self.is_sharded:
-            slices = zip(self.splitter.split(grad), trains, strict=True)
-            parts = [part if own else None for part, own in slices]
-            if self.scattered:
-                self.scattered = [None if part is None else _identity(part) for part in parts]
-            return parts
         with without_torch_function():
             passes_by = not adds and not self._have_hooks() and self.all_are_asked()
             if passes_by and self.reduction.keeps_flat and all(trains):
@@ -364,7 +338,7 @@ class ShardBinding:
         with without_torch_function():
             trains = all(map(_REQUIRES_GRAD, self.params))
             sees = self.has_gradients() or self._have_hooks() or carry_optimizers(self.params)
-        return self.is_sharded and trains and not sees and self.reduction.grad_dtype is None
+        return trains and not sees and self.reduction.grad_dtype is None
 
     def _have_hooks(self) -> bool:
         some = any(map(operator.is_not, chain(*[map(get, self.params) for get in _HOOKS]), repeat(None)))
@@ -376,33 +350,6 @@ class ShardBinding:
             wanted = dtype or param.dtype
             if param.grad is not None and param.grad.dtype != wanted:
                 set_grad(param, param.grad.to(wanted))
-
-
-def _identity(grad: Tensor) -> tuple[BackwardPass | None, int, int]:
-    """What tells a gradient of the running backward pass from another one, or from a sum that it is part of."""
-    return running_backward(), grad.data_ptr(), grad._version
-
-
-def average_plain_gradients(binding: ShardBinding, ranks: ShardRanks) -> list[RemovableHandle]:
-    """Average what reaches the parameters other than from their unit's reduce over `ranks`, each of which has them.
-
-    Note [Gradients of what is computed from sharded parameters] has the meaning: a use outside of the unit's forward
-    has the mean of the ranks' gradients. A sum of such a gradient and a reduced one is averaged as a whole, which
-    leaves the reduced one as it is: ranks have the same.
-    """
-    living = weakref.ref(binding)  # Note [Nothing behind the flat shard refers to its unit]
-
-    @never_compile
-    def average(index: int, grad: Tensor | None) -> Tensor | None:
-        binding = living()
-        if grad is None or binding is None or _identity(grad) == binding.scattered[index]:
-            return None
-        check_first_order(binding.names[index], grad)
-        return ranks.average(grad.to_dense() if grad.is_sparse else grad)
-
-    binding.scattered = [None] * len(binding.params)
-    trained = [index for index, param in enumerate(binding.params) if param.requires_grad]
-    return [binding.params[index].register_hook(unserializable_hook(partial(average, index))) for index in trained]
 
 
 class ScatterGradients(torch.autograd.Function):

@@ -10,15 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from fsdp_compile.comm.hops import wire_of
 from fsdp_compile.core._torch import (
     concatenate_flattened,
     keep_size_static,
-    replace_data,
-    share_memory,
-    with_counter_of,
     without_torch_function,
 )
 from fsdp_compile.core.autograd import (
@@ -26,7 +22,6 @@ from fsdp_compile.core.autograd import (
     ScatterGradients,
     ShardBinding,
     ShardSplitter,
-    average_plain_gradients,
 )
 from fsdp_compile.core.inner_params import is_inner
 from fsdp_compile.core.layout import ShardRecord, lay_out
@@ -45,9 +40,8 @@ class FlatParam:
 
     Args:
         params: `(name, parameter)` pairs, full shape, in layout order. Each stays the same object and becomes a
-            `ShardedTensor` over a view into the local shard, or, if not `is_sharded`, a plain view of it.
-        ranks: the ranks that the flat buffer is split over, or that each have all of it; and their replicas.
-        is_sharded: whether it is split.
+            `ShardedTensor` over a view into the local shard.
+        ranks: the ranks that the flat buffer is split over, which may be one, and their replicas.
         shard_order: for each of these ranks the slice that it stores; empty: rank r stores slice r.
         device: where the shard is stored.
         pin_memory: whether it is pinned there, for copies to another device.
@@ -59,32 +53,26 @@ class FlatParam:
         self,
         params: NamedParams,
         ranks: ShardRanks,
-        is_sharded: bool,
         shard_order: tuple[int, ...],
         device: torch.device,
         pin_memory: bool = False,
     ) -> None:
         shapes = [(name, tuple(param.shape)) for name, param in params]
-        self.layout = layout = lay_out(shapes, ranks.size if is_sharded else 1, ranks.same_bits)
+        self.layout = layout = lay_out(shapes, ranks.size, ranks.same_bits)
         self.params = [param for _, param in params]
         self.is_inner = is_inner(self.params[0])  # inner tensors of subclasses, which nothing casts
         self.wire = wire_of(self.params[0])
         self.residual: Tensor | None = None  # what its format has lost of gradients (eager.error_feedback)
-        self.specs: tuple[ShardSpec, ...] = ()  # for each parameter how it is sharded; empty if it is not
-        self.rank = rank = 0  # which slice is this rank's
-        if is_sharded:
-            self.rank = rank = shard_order[ranks.rank] if shard_order else ranks.rank
-            offsets = zip(layout.shapes, layout.offsets, strict=True)
-            shardings = [FlatSharding(shape, offset, layout.shard_numel, shard_order) for shape, offset in offsets]
-            self.specs = tuple(map(ShardSpec, shardings, itertools.repeat(ranks), map(tensor_parallel_of, self.params)))
+        self.rank = rank = shard_order[ranks.rank] if shard_order else ranks.rank  # which slice is this rank's
+        offsets = zip(layout.shapes, layout.offsets, strict=True)
+        shardings = [FlatSharding(shape, offset, layout.shard_numel, shard_order) for shape, offset in offsets]
+        # For each parameter how it is sharded.
+        self.specs = tuple(map(ShardSpec, shardings, itertools.repeat(ranks), map(tensor_parallel_of, self.params)))
         self.accumulated: Any = None  # local gradients that no reduce has seen yet (eager.accumulate)
         # Hybrid sharding: the sum of reduced gradients, 1-D, that are still to be averaged over replicas.
         self.deferred_all_reduce: Tensor | None = None
         self.reduction = GradientReduction()  # between the reduce of the gradient and autograd
-        self._splitter = ShardSplitter(self.layout, rank, is_sharded)
-        self._replicating = None if is_sharded or ranks.size == 1 else ranks  # ranks that each have all parameters
-        self._averages: list[RemovableHandle] = []  # hooks on plain parameters
-        self._counted: tuple[nn.Parameter, ...] = ()  # share the shard's version counter, if plain
+        self._splitter = ShardSplitter(self.layout, rank)
         self.bindings = 0  # how often the parameters were bound to a shard: again when their data was replaced
         self._paddings: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         self.names = list(layout.names)  # in the root, once there is one; those in the unit's module until then
@@ -95,7 +83,7 @@ class FlatParam:
         with torch.no_grad():  # copy what this rank stores of each parameter; the full flat parameter never exists
             for param, part, record in zip(self.params, self.split(shard), self.records, strict=True):
                 if part is not None and record is not None:
-                    part.view(-1).copy_(param.detach().reshape(-1)[record.first : record.last + 1])
+                    part.copy_(param.detach().reshape(-1)[record.first : record.last + 1])
         self.shard = shard
         self.bind(shard)
 
@@ -107,7 +95,7 @@ class FlatParam:
     @cached_property
     def full_shapes(self) -> tuple[tuple[int, ...], ...]:
         """For each parameter its shape; for a DTensor that of the full tensor."""
-        return tuple(tuple(spec.shape) for spec in self.specs) or self.layout.shapes
+        return tuple(tuple(spec.shape) for spec in self.specs)
 
     def full_views(self, full: Tensor) -> list[Tensor]:
         """Views of `full`, 1-D `[layout.numel]`, in `full_shapes`.
@@ -159,16 +147,12 @@ class FlatParam:
 
     def bind(self, shard: Tensor) -> None:
         """Make `shard`, 1-D `[layout.shard_numel]`, the storage of all parameters, with an autograd node of its own."""
-        if self.shard.is_meta != shard.is_meta:  # no tensor takes over data from or to the meta device: swap them again
-            self._counted = ()
-        self.shard = shard = with_counter_of(self.shard, shard) if self._counted else shard
+        self.shard = shard
         self.bindings += 1
         vars(shard.untyped_storage())["flat_param"] = weakref.ref(self)
         self.release()
         self._bind_params()
-        self.binding = ShardBinding(self.params, self.names, self._splitter, self.reduction, shard)
-        if self._replicating is not None:
-            self._averages = average_plain_gradients(self.binding, self._replicating)
+        self.binding = ShardBinding(self.params, self.names, self._splitter, self.reduction)
         with torch.enable_grad():
             # A class of its own, so that what autograd says of the shard names its parameters.
             scatter: Any = type("", (ScatterGradients,), {})
@@ -196,18 +180,8 @@ class FlatParam:
             type(node).__name__ = f"the shard of parameters {', '.join(self.names[:3])}{rest}"
 
     def _bind_params(self) -> None:
-        if self.specs:
-            for param, part, spec in zip(self.params, self._splitter.split_all(self.shard), self.specs, strict=True):
-                set_local(param, part, spec, ShardedTensor)
-            return
-        nothing, counted = self.shard[self.shard.numel() :], set(map(id, self._counted))
-        for param, stored, shape in zip(self.params, self.split(self.shard), self.layout.shapes, strict=True):
-            data = nothing.view(shape) if stored is None else stored
-            if id(param) in counted:
-                replace_data(param, data)
-            else:
-                share_memory(param, data)
-        self._counted = tuple(self.params)
+        for param, part, spec in zip(self.params, self._splitter.split_all(self.shard), self.specs, strict=True):
+            set_local(param, part, spec, ShardedTensor)
 
     def note_trained(self) -> None:
         """Record which parameters train now."""
@@ -229,12 +203,8 @@ class FlatParam:
         Meanwhile `autograd_shard` is None, so that a forward, eager or compiled, raises.
         """
         self.hide()
-        if self.specs:
-            for param, tensor, spec in zip(self.params, full, self.specs, strict=True):
-                set_local(param, tensor.view(-1), spec, UnshardedTensor)
-            return
-        for param, tensor in zip(self.params, full, strict=True):
-            param.data = tensor
+        for param, tensor, spec in zip(self.params, full, self.specs, strict=True):
+            set_local(param, tensor.view(-1), spec, UnshardedTensor)
 
     def hide(self) -> None:
         """Let forwards raise until `use_sharded` or `bind`: another rank shows full parameters."""
@@ -252,16 +222,14 @@ class FlatParam:
             self.bind(self.shard)
 
     def release(self) -> None:
-        """Drop autograd's nodes for the parameters, and hooks, as these are about to leave the shard for good."""
-        while self._averages:
-            self._averages.pop().remove()
+        """Drop autograd's nodes for the parameters, as these are about to leave the shard for good."""
         self._bound_shard = self.deferred = self.autograd_shard = None
 
     def copy_with(self, params: list[nn.Parameter]) -> "FlatParam":
         """A flat parameter like this one, with a shard and autograd nodes of its own for `params`."""
         new = copy.copy(self)
-        new.params, new.accumulated, new.deferred_all_reduce, new._counted = params, None, None, ()
-        new.names, new._averages = list(self.names), []
+        new.params, new.accumulated, new.deferred_all_reduce = params, None, None
+        new.names = list(self.names)
         new.reduction = GradientReduction(self.reduction.grad_dtype)
         new.flat_param_id = new_flat_param_id(new)
         new.bind(torch.empty_like(self.shard, pin_memory=self.shard.is_pinned()).copy_(self.shard))

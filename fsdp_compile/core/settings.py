@@ -35,7 +35,6 @@ class Settings:
         offload: whether shards and gradients are stored on the CPU.
         pin_memory: whether what is stored there is pinned, if the unit computes elsewhere.
         same_bits: whether sums are in an order that does not depend on the number of ranks (`reduction_order="tree"`).
-        has_dtensors: whether parameters of the unit are distributed over other ranks beside.
         find_unused_parameters: whether ranks tell each other which parameters they have used; None: where it matters.
         full_precision_in_eval: whether modules in eval mode compute without mixed precision (an environment switch).
     """
@@ -52,7 +51,6 @@ class Settings:
     forward_prefetch: bool = False
     limit_all_gathers: bool = True
     same_bits: bool = False
-    has_dtensors: bool = False
     full_precision_in_eval: bool = False
     find_unused_parameters: bool | None = None
     param_init_fn: InitFn | None = None
@@ -62,14 +60,7 @@ class Settings:
     @property
     def placement(self) -> Placement:
         """How a unit with these settings lies in the groups."""
-        return place(self.strategy, self.groups, self.shards_alone)
-
-    @property
-    def shards_alone(self) -> bool:
-        """Whether parameters are sharded tensors on one rank too: sums and norms of plain ones would not know of an
-        order, or of the other ranks that have parts.
-        """
-        return self.same_bits or (self.has_dtensors and self.groups.shard.size() == 1)
+        return place(self.strategy, self.groups, self.same_bits)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self):

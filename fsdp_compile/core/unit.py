@@ -29,6 +29,7 @@ from fsdp_compile.comm.hops import NamedGroup, hops_of
 from fsdp_compile.core._torch import while_tracing, without_torch_function
 from fsdp_compile.core.autograd import ReduceQueue
 from fsdp_compile.core.backward_pass import BackwardPass, running_backward
+from fsdp_compile.core.flat_collectives import all_gather_flat
 from fsdp_compile.core.flat_param import FlatParam, NamedParams
 from fsdp_compile.core.layout import ShardRecord
 from fsdp_compile.core.ops import OF_ROOT, UNSHARD, UPDATES, VIEWS, UnshardSpec, shard_order
@@ -173,7 +174,7 @@ class Unit:
         self.settings = settings
         group, shards, reshard_after_forward, replicas, stages = settings.placement
         self._take_groups(group, replicas, stages)
-        self.is_sharded = shards > 1 or settings.shards_alone  # ranks store different parts; False under NO_SHARD
+        self.is_sharded = shards > 1 or settings.same_bits  # ranks store different parts; False under NO_SHARD
         self.rank = dist.get_rank(group) if self.is_sharded else 0
         self.device = device
         # Whether unsharded parameters are freed between forward and backward; None: an eager step frees them, the plan
@@ -183,15 +184,15 @@ class Unit:
         stored = torch.device("meta" if on_meta else "cpu") if settings.offload or on_meta else self.device
         # Pinned, copies from and to other devices run beside the host (E-OFF-3).
         pin = settings.offload and settings.pin_memory and not on_meta and self.device.type != "cpu"
-        replica_group = self.replica_group and self.replica_group.name
-        places = (self.group_name, shards if self.is_sharded else self.group_size, self.rank, replica_group)
-        # That parameters are sharded over, or that each have all of them.
-        self.ranks = ranks = ShardRanks(*places, settings.same_bits, settings.groups.mesh)
+        # That parameters are sharded over; under NO_SHARD this rank alone, of which all others are replicas.
+        self.ranks = ranks = ShardRanks(
+            self.group_name, shards, self.rank, self._replicas_name, settings.same_bits, settings.groups.mesh
+        )
         order = shard_order(self.stages) if self.is_sharded else ()
-        self.flats = tuple(FlatParam(part, ranks, self.is_sharded, order, stored, pin) for part in sections)
+        self.flats = tuple(FlatParam(part, ranks, order, stored, pin) for part in sections)
         self.params = [param for flat in self.flats for param in flat.params]  # indexed in this order everywhere
         self.path = self.flats[0].path  # for errors; from the first forward on the path of the unit's module
-        distributions = tuple(map(in_forward, self.params)) if self.is_sharded else ()  # of unsharded parameters
+        distributions = tuple(map(in_forward, self.params))  # of unsharded parameters
         self.tensor_parallel = distributions if any(distributions) else ()
         self.state_settings: StateDictSettings | None = None  # the kind of state dicts (state_dict/model.py)
         self.chunked_values = False  # whether sharded ones have torch's ShardedTensors where no mesh was given
@@ -346,7 +347,7 @@ class Unit:
         Graphs hold the names of groups: the next call compiles again, unless the names are the same.
         """
         self._take_groups(group, replicas, stages)
-        self.ranks.set_groups(self.group_name, self.replica_group and self.replica_group.name)
+        self.ranks.set_groups(self.group_name, self._replicas_name)
         self.update_dtypes()
 
     def _take_groups(self, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None, stages: Stages | None) -> None:
@@ -354,6 +355,12 @@ class Unit:
         self.group_name, self.group_size, *_ = NamedGroup.of(group)
         self.replica_group = None if replicas is None else NamedGroup.of(replicas)
         self.stages = tuple(map(NamedGroup.of, stages or (group,)))  # that all-gathers go through, in order
+
+    @property
+    def _replicas_name(self) -> str | None:  # of the group of the ranks that store the same
+        if not self.is_sharded:
+            return self.group_name if self.group_size > 1 else None
+        return self.replica_group and self.replica_group.name
 
     def _choose_delivery(self) -> None:
         same_bits = self.settings.same_bits
@@ -406,13 +413,19 @@ class Unit:
 
     @property
     def specs(self) -> list[ShardSpec]:
-        """For each parameter how it is sharded; empty under NO_SHARD."""
+        """For each parameter how it is sharded."""
         return [spec for flat in self.flats for spec in flat.specs]
 
     @property
     def records(self) -> list[ShardRecord | None]:
         """For each parameter the part that this rank stores."""
         return [record for flat in self.flats for record in flat.records]
+
+    def gather(self, local: Tensor) -> Tensor:
+        """What `local`, 1-D `[shard_numel]`, is this rank's part of, 1-D `[layout.numel]`: all ranks call this.
+        `local` itself if each rank stores all of it.
+        """
+        return all_gather_flat(local.to(self.device), self.stages) if self.is_sharded else local
 
     def compute_dtype(self, flat: FlatParam, full_precision: bool = False) -> torch.dtype:
         """The dtype of unsharded parameters; with `full_precision`, that of the shard (E-MP-2).
@@ -562,7 +575,7 @@ class Unit:
         return f"Unit({len(self.params)} parameters, {sizes}, rank {self.rank} of {self.flats[0].layout.world_size})"
 
 
-# Numbers, not references: under NO_SHARD a parameter is pickled and copied with its attributes.
+# Numbers, not references: a parameter may be pickled and copied with its attributes.
 _numbers = itertools.count()  # never used again
 _units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
 

@@ -67,7 +67,7 @@ class AccumulatedGradient:
             if index in self.unused:
                 continue
             if param.requires_grad and (param.grad is None or param.grad is not self.shown[index]):
-                shown = UnreducedGradient(view.view(-1), flat.specs[index]) if flat.specs else view
+                shown = UnreducedGradient(view.view(-1), flat.specs[index])
                 self.shown[index] = set_grad(param, shown)
         self.versions = [0 if shown is None else shown._version for shown in self.shown]  # plain ones share `total`'s
 
@@ -338,16 +338,7 @@ def _awaits_reduce(unit: Unit) -> bool:
 def check_optimizers() -> None:
     """From now on check every optimizer before it steps; registered once per process."""
     register_optimizer_step_pre_hook(_check_step)
-    register_optimizer_step_pre_hook(_note_fused_step)
     register_optimizer_step_pre_hook(_find_unaveraged)
-
-
-def _note_fused_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Count versions of plain parameters for fused kernels, which do not (E-STRAT-10); sharded tensors do so."""
-    for group in optimizer.param_groups:
-        if group.get("fused") and set(map(type, group["params"])) != {ShardedTensor}:
-            plain = [param for param in group["params"] if not isinstance(param, ShardedTensor)]
-            torch.autograd.graph.increment_version([param for param in plain if unit_of(param) is not None])
 
 
 def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

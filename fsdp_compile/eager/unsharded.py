@@ -338,7 +338,7 @@ class UnshardedUnit:
                     continue
                 same_size = view.numel() > record.last
                 here = view.detach().reshape(-1)[record.first : record.last + 1] if same_size else None
-                there = mine.reshape(-1).to(device=view.device, dtype=buffer.full.dtype)
+                there = mine.to(device=view.device, dtype=buffer.full.dtype)
                 if here is None or here.dtype != there.dtype or not equal_bits(here, there):
                     changed.append(name)
         return changed

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.core.flat_collectives import all_gather_flat
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import equal_bits
 from fsdp_compile.core.sharding import ModuleSharding, own_units, record_locations, units_used_below
@@ -141,7 +140,7 @@ class Summoned:
         free_for_next_forward(unit)
         refresh(unit)
         self._full = [flat.full_views(_all_gather(unit, flat.shard)) for flat in unit.flats]
-        self.shows_grads = options.with_grads and unit.is_sharded and all(f.accumulated is None for f in unit.flats)
+        self.shows_grads = options.with_grads and all(f.accumulated is None for f in unit.flats)
         self._grads = full_gradients(unit) if self.shows_grads else []
         self.saved = [param.grad for param in unit.params]
         self._is_shown = False
@@ -152,15 +151,15 @@ class Summoned:
         self._full, self._grads, self._is_shown = [], [], True
         unit.enter(Phase.SUMMONED)
         unit.summoned = self
-        if options.rank0_only and unit.is_sharded and unit.rank != 0:
+        if options.rank0_only and unit.rank != 0:
             self.shows_grads = False
             for flat in unit.flats:
                 flat.hide()
         else:
             for flat, tensors in zip(unit.flats, full, strict=True):
                 flat.use_unsharded([tensor.cpu() for tensor in tensors] if options.offload_to_cpu else tensors)
-            for param in unit.params if unit.is_sharded else ():
-                vars(param)["is_alone"] = options.rank0_only
+            for param in unit.params:
+                vars(param)["is_alone"] = options.rank0_only and unit.is_sharded
         if self.shows_grads:
             set_grads(unit.params, grads)
 
@@ -183,8 +182,7 @@ class Summoned:
         params = [new.get(index, param) for index, param in enumerate(unit.params)]
         for flat, values in unit.by_flat(params):
             _check_full(flat, values, self.shows_grads)
-        specs: Sequence[ShardSpec | None] = unit.specs or [None] * len(params)
-        local = [_local_part(param, spec) for param, spec in zip(params, specs, strict=True)]
+        local = [_local_part(param, spec) for param, spec in zip(params, unit.specs, strict=True)]
         if self.shows_grads:
             self._write_back_grads(params)
         adopt_objects(unit, new)
@@ -194,7 +192,7 @@ class Summoned:
     @torch.no_grad()
     def _write_back_grads(self, params: Sequence[nn.Parameter]) -> None:
         """Copy this rank's part of the gradients into those that it has; one that was set to None is None."""
-        for index, (param, spec) in enumerate(zip(params, self.unit.specs, strict=True)):  # not shown under NO_SHARD
+        for index, (param, spec) in enumerate(zip(params, self.unit.specs, strict=True)):
             saved = self.saved[index]
             if param.grad is None:
                 self.saved[index] = None
@@ -232,28 +230,25 @@ def _check_full(flat: FlatParam, params: Sequence[nn.Parameter], with_grads: boo
             )
 
 
-def _local_part(full: Tensor, spec: ShardSpec | None) -> Tensor:
-    """The part of a full tensor that this rank stores, 1-D; without a `spec`, all of it."""
+def _local_part(full: Tensor, spec: ShardSpec) -> Tensor:
+    """The part of a full tensor that this rank stores, 1-D."""
     plain = full.elements() if isinstance(full, ShardedTensor) else full  # an UnshardedTensor: nothing is gathered
-    return spec.local_of(plain.detach()) if spec else plain.detach().reshape(-1)
+    return spec.local_of(plain.detach())
 
 
 def _write_changed(flat: FlatParam, values: Sequence[Tensor]) -> None:
     """Write those of `values` that differ into the shard; what was gathered before is out of date then."""
     changed = {}
     for index, (stored, value) in enumerate(zip(flat.split(flat.shard), values, strict=True)):
-        if stored is not None and not equal_bits(stored.view(-1), value.to(stored.device)):
+        if stored is not None and not equal_bits(stored, value.to(stored.device)):
             changed[index] = value
     write_to_shard(flat, changed, flat.shard)
     torch.autograd.graph.increment_version([flat.params[index] for index in changed])
 
 
 def _all_gather(unit: Unit, local: Tensor) -> Tensor:
-    """Gather `local`, 1-D `[shard_numel]`, into 1-D `[layout.numel]` on the device that the unit computes on."""
-    if not unit.is_sharded:
-        return local
     with torch.inference_mode(False), torch.no_grad(), collectives.waiting_for("all-gather", unit.path):
-        return all_gather_flat(local.to(unit.device), unit.stages)
+        return unit.gather(local)
 
 
 def full_gradients(unit: Unit) -> list[Tensor | None]:
@@ -262,8 +257,6 @@ def full_gradients(unit: Unit) -> list[Tensor | None]:
     A rank that lacks one that others have takes part with zeros (E-SUM-9, E-SUM-10), and warns at
     TORCH_DISTRIBUTED_DEBUG=INFO.
     """
-    if not unit.is_sharded:
-        return [param.grad for param in unit.params]
     anywhere = _has_gradient_anywhere(unit)
     grads: list[Tensor | None] = []
     for flat, exist in unit.by_flat(anywhere):
@@ -283,6 +276,8 @@ def full_gradients(unit: Unit) -> list[Tensor | None]:
 def _has_gradient_anywhere(unit: Unit) -> list[bool]:
     """For each parameter whether any rank has a gradient of it: one all-reduce of as many numbers."""
     here = [param.grad is not None for param in unit.params]
+    if not unit.is_sharded:
+        return here
     counts = torch.tensor(here, dtype=torch.float32, device=unit.device)
     collectives.start_all_reduce(counts, unit.group_name, "sum").wait()
     anywhere = [count > 0 for count in counts.tolist()]

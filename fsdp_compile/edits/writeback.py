@@ -138,15 +138,12 @@ def _changed(flat: FlatParam, params: Sequence[nn.Parameter]) -> dict[int, Tenso
 def _checked_local(flat: FlatParam, index: int, values: Tensor) -> Tensor:
     """What this rank stores, 1-D, of values that a user put in the place of a parameter."""
     shape = flat.full_shapes[index]
-    fits = values.shape == shape if flat.specs else values.numel() == flat.layout.numels[index]
-    if not fits or values.dtype != flat.shard.dtype or values.is_meta:
+    if values.shape != shape or values.dtype != flat.shard.dtype or values.is_meta:
         raise RuntimeError(
             f"parameter {flat.names[index]}: expected {flat.shard.dtype} of its full shape {shape}, with values "
             f"for {flat.shard.device}, found {values.dtype} of shape {tuple(values.shape)} on {values.device}; copy "
             f"into the parameter, or into its to_local()"
         )
-    if not flat.specs:
-        return values.reshape(-1)
     spec = flat.specs[index]
     if not isinstance(values, ShardedTensor):
         return spec.local_of(values)
@@ -165,7 +162,7 @@ def write_to_shard(flat: FlatParam, values: Mapping[int, Tensor], shard: Tensor)
     for index, local in values.items():
         into = stored[index]
         if into is not None:
-            into.copy_(local.view(into.shape))
+            into.copy_(local)
 
 
 def _warn(unit: Unit, changed: Sequence[Mapping[int, Tensor]]) -> None:

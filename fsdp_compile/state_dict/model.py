@@ -26,7 +26,6 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 
 from fsdp_compile.comm.collectives import is_first
-from fsdp_compile.core.flat_collectives import all_gather_flat
 from fsdp_compile.core.inner_params import inner_names, plain_tensors, recipe_of, recipes_of
 from fsdp_compile.core.sharding import sharding_of, stored_parameters, units_used_below
 from fsdp_compile.core.unit import Unit, unit_of
@@ -282,7 +281,7 @@ def _full_copies(unit: Unit) -> list[Tensor | None]:
     device = torch.device("cpu") if config.offload_to_cpu else unit.device
     copies: list[Tensor | None] = []
     for flat in unit.flats:
-        views = flat.full_views(all_gather_flat(flat.shard.to(unit.device), unit.stages))
+        views = flat.full_views(unit.gather(flat.shard))
         copies += [view.to(device, copy=True) if has_values else None for view in views]
     return copies
 

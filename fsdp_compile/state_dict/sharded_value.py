@@ -112,7 +112,7 @@ class ShardedValue(DTensor):
         return self.spec.gather(local)
 
     redistribute = _SHARDED.redistribute
-    numpy, tolist, __array__ = _SHARDED.numpy, _SHARDED.tolist, _SHARDED.__array__  # refused
+    numpy, tolist, __array__, _whole = _SHARDED.numpy, _SHARDED.tolist, _SHARDED.__array__, _SHARDED._whole
 
     placements = _SHARDED.placements
 
@@ -225,7 +225,7 @@ def _torch_value(rows: Tensor, value: ShardedTensor | ShardedValue, as_dtensor: 
     if parallel is not None and spec.ranks.mesh_with(parallel.mesh) is None:
         return ShardedValue(value.local.clone(), spec)
     if spec.ranks.given is None and not as_dtensor:
-        return chunked_tensor(rows, spec.shape, group_named(spec.ranks.group))
+        return rows if spec.ranks.size == 1 else chunked_tensor(rows, spec.shape, group_named(spec.ranks.group))
     placements = spec.placements(_placement_of_rows(spec), mesh)
     stride = _dtensor_spec(mesh, spec.shape, rows.dtype).stride
     return DTensor.from_local(rows, mesh, placements, run_check=False, shape=spec.shape, stride=stride)
@@ -286,9 +286,9 @@ class ManagedParameter:
 
 
 def managed(param: nn.Parameter) -> ManagedParameter | None:
-    """`param` as a sharded parameter; None if every rank has all of its elements, or while it is summoned."""
+    """`param` as a sharded parameter; None while it is summoned."""
     unit, index = unit_of(param) or (None, 0)
-    if unit is None or not unit.is_sharded or unit.summoned is not None:
+    if unit is None or unit.summoned is not None:
         return None
     return ManagedParameter(param, unit, index, param.spec)  # type: ignore[attr-defined]  # a ShardedTensor
 

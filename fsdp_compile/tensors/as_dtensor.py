@@ -155,9 +155,10 @@ class AsDTensor:
         """
         everywhere = [Replicate()] * self.device_mesh.ndim
         is_here = device_mesh in (None, self.device_mesh)
-        if is_here and placements is not None and tuple(placements) == self.placements:
+        wanted = everywhere if placements is None else list(placements)
+        if is_here and wanted != everywhere and tuple(wanted) == self.placements:
             return self
-        if not is_here or list(placements or everywhere) != everywhere:
+        if not is_here or wanted != everywhere:
             raise ValueError(
                 f"redistribute to {placements} on {device_mesh} is not supported, only to {everywhere} on the same "
                 f"mesh; call full_tensor(), then distribute_tensor"

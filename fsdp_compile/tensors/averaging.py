@@ -37,9 +37,9 @@ def average_gradients(args: Iterable[Any]) -> None:
             average_gradients(arg)
 
 
-def has_hooks(param: Any, is_averaged: bool = False) -> bool:
-    """Whether users registered hooks on `param`; that of `average_gradients`, or of a shard, does not count."""
-    own = is_averaged or "_averages" in vars(param)
+def has_hooks(param: Any) -> bool:
+    """Whether users registered hooks on `param`; that of `average_gradients` does not count."""
+    own = "_averages" in vars(param)
     return param._post_accumulate_grad_hooks is not None or len(param._backward_hooks or ()) > own
 
 

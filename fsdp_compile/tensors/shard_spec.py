@@ -153,9 +153,12 @@ class Wait:  # a generator would be slower, and traced code may have no `try`
 
 @dataclass(frozen=True)
 class ShardRanks:
-    """The ranks that tensors are sharded over, and which of them this one is."""
+    """The ranks that tensors are sharded over, and which of them this one is.
 
-    group: str  # the name of their process group
+    With a `size` of 1, this rank stores all elements, and nothing is sent but to replicas.
+    """
+
+    group: str  # the name of their process group; with a `size` of 1 it may be that of the replicas
     size: int
     rank: int  # in that group
     replicas: str | None = None  # hybrid sharding: the name of the group of the ranks that store the same shard
@@ -179,7 +182,7 @@ class ShardRanks:
         Raises:
             RuntimeError: it is another, because a tensor was loaded that another rank has saved.
         """
-        here = group_named(self.group).rank()
+        here = group_named(self.group).rank() if self.size > 1 else 0
         if here != self.rank:
             raise RuntimeError(
                 f"expected what rank {here} of {self.size} stores, found the part of rank {self.rank}; load what this "
@@ -214,7 +217,8 @@ class ShardRanks:
         """
         distinct = value[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())]
         with Wait(self, "all-reduce", f"a gradient of shape {tuple(value.shape)}"):
-            mean = collectives.all_reduce(distinct.contiguous(), self.group, "avg")
+            mean = distinct.contiguous()
+            mean = mean if self.size == 1 else collectives.all_reduce(mean, self.group, "avg")
             mean = mean if self.replicas is None else collectives.all_reduce(mean, self.replicas, "avg")
         return mean.expand(value.shape)
 
@@ -271,7 +275,8 @@ class ShardSpec:
     @property
     def reducing_groups(self) -> tuple[str, ...]:
         """The names of the groups whose ranks store different elements: what `all_reduce` reduces over."""
-        return (self.ranks.group, *(self.tensor_parallel.groups if self.tensor_parallel else ()))
+        shards = (self.ranks.group,) if self.ranks.size > 1 else ()
+        return (*shards, *(self.tensor_parallel.groups if self.tensor_parallel else ()))
 
     @cached_property
     def ranges(self) -> tuple[tuple[int, int], ...]:
@@ -287,6 +292,11 @@ class ShardSpec:
     def numel(self) -> int:
         """How many elements this rank stores."""
         return self.ranges[self.ranks.rank][1]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is one rank, which stores all elements."""
+        return self.ranks.size == 1 and self.tensor_parallel is None
 
     @cached_property
     def _row(self) -> int:  # elements of one index into the first dimension
@@ -330,7 +340,9 @@ class ShardSpec:
         """A placement for each dimension of `mesh`: replicas, `of_shards` for the ranks, then tensor parallelism."""
         parallel = self.tensor_parallel
         inner = () if parallel is None or self.ranks.mesh_with(parallel.mesh) is None else parallel.placements
-        return (*[Replicate()] * (mesh.ndim - 1 - len(inner)), of_shards, *inner)
+        outer = mesh.ndim - len(inner)
+        shards = of_shards if mesh.size(outer - 1) == self.ranks.size else Replicate()  # under NO_SHARD
+        return (*[Replicate()] * (outer - 1), shards, *inner)
 
     def local_of(self, full: Tensor) -> Tensor:
         """What this rank stores, 1-D `[numel]`, of a plain tensor that broadcasts to `shape`.
@@ -371,6 +383,8 @@ class ShardSpec:
         most = max(count for _, count in self.ranges)
         if not most:
             return local.new_empty(self.split_shape)
+        if self.ranks.size == 1:
+            return local.clone().view(self.split_shape)
         sent = local.new_zeros(most)
         sent[: self.numel] = local
         sent = depending_on(local, sent)
@@ -407,7 +421,7 @@ class ShardSpec:
 
     def _all_reduce(self, value: Tensor, op: str) -> Tensor:
         with self.waiting_for("all-reduce"):
-            value = collectives.all_reduce(value, self.ranks.group, op, self.shape)
+            value = value if self.ranks.size == 1 else collectives.all_reduce(value, self.ranks.group, op, self.shape)
             return value if self.tensor_parallel is None else self.tensor_parallel.all_reduce(value, op)
 
     def waiting_for(self, kind: str) -> Wait:
@@ -446,6 +460,8 @@ def exchange_rows(stored: Sequence[Tensor], specs: Sequence[ShardSpec]) -> list[
     """
     ranks = specs[0].ranks
     ranks.check_here()
+    if ranks.size == 1:
+        return [local.clone().view(spec.split_shape) for local, spec in zip(stored, specs, strict=True)]
 
     def overlap(spec: ShardSpec, stored_by: int, wanted_by: int) -> tuple[int, int]:
         first, numel = spec.ranges[stored_by]

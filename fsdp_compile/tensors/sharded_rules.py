@@ -18,8 +18,7 @@ all others     gather, compute the same on every rank, write back what was writt
 #   - Where a formula gives gradients of parameters alone, as that of `p.pow(2)`, its plain operands are averaged first,
 #     which is exact because backward is linear in the gradients. The gradient of a sum has one element that differs, so
 #     that the penalty above sends no more than that.
-# In place, an operand stands for all ranks, since the target does. Plain parameters, as those of NO_SHARD are,
-# have a hook of the same meaning (`average_plain_gradients`).
+# In place, an operand stands for all ranks, since the target does.
 
 import logging
 from collections.abc import Sequence

@@ -169,6 +169,8 @@ class ShardedTensor(AsDTensor, Tensor):
     @data.setter
     @never_compile
     def data(self, value: Tensor) -> None:
+        if self.spec.is_whole and value.numel() == self.numel():  # (E-WB-4)
+            value = value.reshape(self.shape)
         check_full_shape(self, value, "to change this rank's elements alone, copy into to_local(); ")
         if isinstance(value, ShardedTensor) and not value.spec.same_ranges(self.spec):
             value.spec.ranks.check_here()
@@ -178,14 +180,27 @@ class ShardedTensor(AsDTensor, Tensor):
         local = value.local if isinstance(value, ShardedTensor) else self.spec.local_of(value.detach())
         set_local(self, local, self.spec)
 
-    def numpy(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises TypeError: this rank has only a part."""
+    def numpy(self, *, force: bool = False) -> Any:
+        """As `Tensor.numpy`. TypeError if this rank has only a part."""
+        whole = self._whole()
+        if self.requires_grad and not force:
+            raise RuntimeError("numpy() of a tensor that requires grad; call detach() first")
+        return whole.numpy(force=force)
+
+    def tolist(self) -> Any:
+        """As `Tensor.tolist`. TypeError if this rank has only a part."""
+        return self._whole().tolist()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
+    def _whole(self) -> Tensor:
+        if self.spec.is_whole:
+            return self.local.view(self.shape)
         raise TypeError(
             "a sharded tensor cannot become an array or a list, as this rank has a part of it; call full_tensor() on "
             "all ranks first, or to_local() for this rank's part"
         )
-
-    tolist = __array__ = numpy
 
     def data_ptr(self) -> int:
         """The address of this rank's elements."""
@@ -443,6 +458,10 @@ class ShardedView(Tensor):
         return unchanged(self) if _is_tracked(self) else self.read()
 
     numpy, tolist, __array__ = ShardedTensor.numpy, ShardedTensor.tolist, ShardedTensor.__array__
+
+    def _whole(self) -> Tensor:
+        self.base._whole()  # or TypeError
+        return self.read()
 
     @property
     def __tensor_flatten__(self) -> NoReturn:

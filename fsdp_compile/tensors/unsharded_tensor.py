@@ -6,11 +6,14 @@ UnreducedGradient    a gradient under `no_sync`
 
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from fsdp_compile.core._torch import never_compile
 from fsdp_compile.tensors.averaging import average_gradients
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor, bump_version, check_full_shape, set_local
+
+aten = torch.ops.aten
 
 
 class UnshardedTensor(ShardedTensor):
@@ -36,18 +39,8 @@ class UnshardedTensor(ShardedTensor):
         """This tensor as a plain one that shares its memory, without autograd."""
         return self.local.view(self.shape)
 
-    def numpy(self, *, force: bool = False) -> Any:
-        """As `Tensor.numpy`."""
-        if self.requires_grad and not force:
-            raise RuntimeError("numpy() of a tensor that requires grad; call detach() first")
-        return self.elements().numpy(force=force)
-
-    def tolist(self) -> Any:
-        """As `Tensor.tolist`."""
-        return self.elements().tolist()
-
-    def __array__(self, dtype: Any = None) -> Any:
-        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+    def _whole(self) -> Tensor:
+        return self.elements()
 
     @property
     def data(self) -> Tensor:
@@ -106,6 +99,10 @@ _UPDATES = ("aten::_fused_", "aten::_amp_")
 
 def _call_on_all_elements(func: Any, args: Any, kwargs: Any) -> Any:
     average_gradients(args)
+    if func is aten.add_.Tensor and isinstance(args[0], UnreducedGradient) and type(args[1]) is ShardedTensor:
+        # What all ranks add alike stays as it is where the sum is averaged: the gradient of a use of the parameter
+        # outside of its unit's forward, or a penalty.
+        args = (args[0], args[1].spec.gather_split(args[1].local), *args[2:])
     plain: dict[int, Any] = {}
     met = set()
 

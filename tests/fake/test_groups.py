@@ -145,22 +145,27 @@ def test_groups_of_other_ranks() -> None:
     refused(ValueError, message, HYBRID, None, (own, of_others))
 
 
-def test_plain_parameters_are_averaged_among_ranks_alone() -> None:
-    """What reaches plain parameters other than by their unit is averaged over the ranks that have them: over replicas
-    of one rank each too, and not by a hook where there is one rank."""
+def test_who_are_replicas_of_a_rank_alone() -> None:
+    """Where one rank stores all elements, gradients are averaged over the ranks that store the same, if there are any,
+    and nothing else is sent; the mesh says so."""
     alone = dist.new_group([RANK])
-    cases: tuple[tuple[dict[str, Any], bool], ...] = (
-        ({"sharding_strategy": COPY}, True),
-        ({"sharding_strategy": HYBRID, "devices_per_node": 1}, True),
-        ({"sharding_strategy": COPY, "process_group": alone}, False),
-        ({"sharding_strategy": HYBRID, "process_group": (dist.new_group([RANK]), alone)}, False),
-        ({"sharding_strategy": FULL}, False),
+    cases: tuple[tuple[dict[str, Any], int], ...] = (
+        ({"sharding_strategy": COPY}, WORLD_SIZE),
+        ({"sharding_strategy": HYBRID, "devices_per_node": 1}, WORLD_SIZE),
+        ({"sharding_strategy": COPY, "process_group": alone}, 1),
+        ({"sharding_strategy": HYBRID, "process_group": (dist.new_group([RANK]), alone)}, 1),
+        ({"sharding_strategy": FULL, "process_group": alone}, 1),
     )
-    for options, averages in cases:
+    for options, replicas in cases:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that this is NO_SHARD
-            model = fully_shard(nn.Linear(3, 2), **options)
-        assert {bool(param._backward_hooks) for param in model.parameters()} == {averages}, options
+            weight: Any = fully_shard(nn.Linear(3, 2), auto_wrap_policy=set(), **options).weight
+        ranks = weight.spec.ranks
+        assert (ranks.size, ranks.rank, weight.spec.reducing_groups) == (1, 0, ()), options
+        assert (ranks.replicas is None) == (replicas == 1), options
+        assert weight.device_mesh.size() == replicas and len(weight.placements) == 1, options
+        assert weight.placements[0].is_replicate() == (replicas > 1), options
+        assert weight.to_local().shape == (6,) and torch.equal(weight.full_tensor(), weight.to_local().view(2, 3))
 
 
 def test_wrong_types() -> None:

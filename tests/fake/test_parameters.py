@@ -63,15 +63,14 @@ def test_parameters_are_the_original_objects(style: Callable[..., Any], strategy
     shapes = {name: tuple(param.shape) for name, param in originals.items()}
     model = style(plain, sharding_strategy=ShardingStrategy[strategy], auto_wrap_policy={Residual})
     stored = {name: tuple(local(param).shape) for name, param in originals.items()}
-    sharded = strategy != "NO_SHARD"
-    assert not sharded or all(len(shape) == 1 for shape in stored.values())
+    assert all(len(shape) == 1 for shape in stored.values())
 
     def look(full: bool) -> None:
         found = {name.replace(f"{WRAPPED}.", ""): param for name, param in model.named_parameters()}
         assert list(found) == list(originals) and all(found[name] is originals[name] for name in found)
         assert {name: tuple(param.shape) for name, param in found.items()} == shapes
         kinds = {type(param) for param in found.values()}
-        assert kinds == {nn.Parameter if not sharded else UnshardedTensor if full else ShardedTensor}
+        assert kinds == {UnshardedTensor if full else ShardedTensor}
         for name, param in found.items():
             here = local(param)
             assert here.numel() == param.numel() if full else tuple(here.shape) == stored[name]

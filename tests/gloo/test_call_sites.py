@@ -460,6 +460,12 @@ def test_beside_fsdp2(two: Ranks) -> None:
         assert not any(found), "\n".join(filter(None, found))
 
 
+def test_on_one_rank(one: Ranks) -> None:
+    """The same on one rank, which stores all elements."""
+    (found,) = one.run(_beside_fsdp2, ALL)
+    assert not any(found), "\n".join(filter(None, found))
+
+
 @pytest.mark.nightly
 def test_with_replicas(four: Ranks) -> None:
     """The same on two replicas of two ranks each."""

@@ -273,7 +273,7 @@ def _add_up(rank: int, strategy: str, offload: bool) -> None:
         backward(reference, MLP, whole(MLP, seed))
     assert_same_gradients(model, reference)
     kinds = {(type(param.grad), param.grad.shape == param.shape) for param in model.parameters()}
-    assert kinds == {(Tensor if strategy == "NO_SHARD" else ShardedTensor, True)}
+    assert kinds == {(ShardedTensor, True)}
 
 
 def _unreduced(grad: Tensor) -> Tensor:
@@ -505,7 +505,7 @@ def _train_sparse(rank: int, strategy: str) -> None:
         model.set_requires_gradient_sync(syncs)
         (model(rows.chunk(2)[rank]).square().mean() / 2).backward()
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):
-        grad = param.grad.full_tensor() if strategy != "NO_SHARD" else param.grad
+        grad = param.grad.full_tensor()
         torch.testing.assert_close(grad, other.grad.to_dense())
 
 

@@ -121,6 +121,7 @@ def _read_plain(rank: int) -> None:
     tokens = torch.randint(6, (8,), generator=torch.Generator().manual_seed(0))
     mine = tokens.chunk(2)[rank]
     options: list[dict[str, Any]] = [
+        {},
         {"sharding_strategy": ShardingStrategy.NO_SHARD},
         {"mesh": init_device_mesh("cpu", (2, 1))},
     ]
@@ -170,9 +171,9 @@ def _read_plain(rank: int) -> None:
         assert all(len(param._backward_hooks) == 1 for param in [*model.parameters(), *other.parameters()])
 
 
-def test_replicated_weights_read_outside_of_their_units(two: Ranks) -> None:
-    """What every rank holds in full, under NO_SHARD or as replicas, has the mean of all gradients too: with gradients
-    to add to, under no_sync, after parameters were replaced, in a copy, and for `torch.autograd.grad`."""
+def test_gradients_of_reads_add_up(two: Ranks) -> None:
+    """What is read outside, sharded or held by every rank in full, has the mean of all gradients: with gradients to add
+    to, under no_sync, after parameters were replaced, in a copy, and for `torch.autograd.grad`."""
     two.run(_read_plain)
 
 

@@ -125,18 +125,17 @@ def _kinds(rank: int, strategy: str, offload: bool) -> None:
     assert list(sharded) == list(plain) and all(sharded[k].shape == plain[k].shape for k in plain)
     split = {key for key, value in sharded.items() if isinstance(value, ShardedValue)}
     unsplit = {key for key in plain if key.startswith(("free", "left_alone", "scale", "norm.run", "norm.num"))}
-    assert split == (set() if strategy == "NO_SHARD" else set(plain) - unsplit)
+    assert split == set(plain) - unsplit
     assert sharded["scale"].data_ptr() == model.scale.data_ptr(), "without a kind that was set, it is no copy"
     same({key: value.full_tensor() if key in split else value for key, value in sharded.items()}, plain)
     with state_dict_type(model, LOCAL):
         stored = {key: value.clone() for key, value in model.state_dict().items()}
     assert all(stored[name].shape == param.shape for name, param in model.named_parameters())
     assert {key for key, value in stored.items() if type(value) is ShardedTensor} == split
+    options["sharding_strategy"] = ShardingStrategy[strategy]
     for kind, state in ((FULL, plain), (SHARDED, _mixed(**options).state_dict()), (LOCAL, stored)):
-        other = _mixed(seed=1, sharding_strategy=ShardingStrategy[strategy], **options)
+        other = _mixed(seed=1, **options)
         with state_dict_type(other, kind):
-            if kind is SHARDED and strategy == "NO_SHARD":
-                continue
             assert str(other.load_state_dict(state)) == "<All keys matched successfully>"
         with state_dict_type(other, FULL):
             same(other.state_dict(), plain)

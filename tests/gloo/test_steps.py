@@ -56,7 +56,7 @@ def _look(rank: int, strategy: str) -> None:
     for block in model:
         assert block.notes == [(Tensor, (9, 7), True)] * 2, block.notes  # in forward and in backward
         assert isinstance(block.up.weight, nn.Parameter) and block.up.weight.shape == (9, 7)
-        assert isinstance(block.up.weight, ShardedTensor) == (strategy != "NO_SHARD")
+        assert isinstance(block.up.weight, ShardedTensor)
 
 
 @all_strategies

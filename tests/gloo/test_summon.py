@@ -53,7 +53,7 @@ def _read(rank: int, name: str, strategy: str) -> None:
                 if param is not None:
                     assert getattr(ours, key) is ours._parameters[key] and torch.equal(getattr(ours, key), param)
     assert_same_parameters(model, reference)
-    assert {type(param) for param in model.parameters()} == {nn.Parameter if strategy == "NO_SHARD" else ShardedTensor}
+    assert {type(param) for param in model.parameters()} == {ShardedTensor}
     follow(model, reference, MODELS[name])
 
 

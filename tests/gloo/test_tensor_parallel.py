@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -35,6 +34,7 @@ from torch.distributed.tensor.parallel import (
 
 from fsdp_compile import (
     DataParallelMeshDims,
+    ShardingStrategy,
     StateDictType,
     compile_step,
     fully_shard,
@@ -142,15 +142,15 @@ def _step_equally(whole: nn.Module, model: nn.Module, optimizers: list[torch.opt
         optimizer.zero_grad()
 
 
-def _train_llama(rank: int, how: str, parts: int = 2) -> None:
+def _train_llama(rank: int, how: str, parts: int = 2, **options: Any) -> None:
     mesh = init_device_mesh("cpu", (parts, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     whole = Llama()
     model = copy.deepcopy(whole)
     parallelize(model, mesh["tp"])
     for block in model.blocks:
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
+        fully_shard(block, mesh=mesh["dp"], **options)
+    fully_shard(model, mesh=mesh["dp"], **options)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (whole, model)]
     run = executor(model, how)
     for step in range(3):
@@ -210,6 +210,18 @@ def test_llama(four: Ranks, how: str) -> None:
     DTensors are sharded by their local tensors, and module code finds DTensors (E-PG-14, E-PG-16).
     """
     four.run(_train_llama, how)
+
+
+def _train_replicas(rank: int, how: str) -> None:
+    _train_llama(rank, how, sharding_strategy=ShardingStrategy.NO_SHARD)
+
+
+@pytest.mark.parametrize(
+    "how", ["eager", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("aot_eager", "inductor"))]
+)
+def test_replicas(four: Ranks, how: str) -> None:
+    """The same under NO_SHARD: each part of tensor parallelism has replicas, whose gradients are averaged."""
+    four.run(_train_replicas, how)
 
 
 @pytest.mark.parametrize(
@@ -369,8 +381,6 @@ def _refuse(rank: int) -> None:
     linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh["tp"], [Shard(0)]))
     with pytest.raises(ValueError, match=r"parameter weight is distributed over ranks"):
         fully_shard(linear)
-    with pytest.raises(ValueError, match=r"parameter weight is a DTensor, which NO_SHARD cannot keep"):
-        fully_shard(linear, mesh=mesh["dp"], sharding_strategy=ShardingStrategy.NO_SHARD)
     handle = linear.weight.register_post_accumulate_grad_hook(print)
     with pytest.raises(ValueError, match=r"parameter weight is a DTensor with hooks"):
         fully_shard(linear, mesh=mesh["dp"])
