@@ -106,8 +106,6 @@ class CompileConfig:
             forward and backward, as a step that repeats.
         share_artifacts: whether the first rank alone compiles, forward and backward at once, and the others load what
             it compiled. They wait for it, and compile for themselves if they differ from it in versions or devices.
-        artifacts: a folder that `fsdp-compile build` has written, from which what was compiled there is loaded. Nothing
-            is loaded where it does not fit, and the log says why. Loading runs code: it must be from who you trust.
         learn: whether a step is recorded now and then, and planned again by what it took (docs/plans.md, How a plan
             learns).
 
@@ -129,7 +127,6 @@ class CompileConfig:
     reshard_after_forward: bool = False
     update: StepUpdate | None = None
     share_artifacts: bool = False
-    artifacts: str | None = None
     learn: bool = False
 
     def __post_init__(self) -> None:
@@ -161,7 +158,7 @@ class CompileConfig:
     @property
     def deciding_code(self) -> "CompileConfig":
         """This configuration without what decides only who compiles: equal where generated code is."""
-        return replace(self, share_artifacts=False, artifacts=None, learn=False)
+        return replace(self, share_artifacts=False, learn=False)
 
     @property
     def file_contents(self) -> tuple[str, ...]:
@@ -196,7 +193,6 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "profile": str,
     "plan": str,
     "share_artifacts": lambda text: bool(int(text)),
-    "artifacts": str,
     "learn": lambda text: bool(int(text)),
 }
 

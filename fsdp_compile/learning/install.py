@@ -134,8 +134,8 @@ def _device_of(traced: fx.GraphModule, config: CompileConfig) -> torch.device | 
     That is a training graph of static sizes, whose units go through the group of all ranks in one stage, and which
     communicates nothing else.
     """
-    others = config.plan, config.profile, config.update, config.artifacts
-    if not config.learn or config.link is None or others != (None,) * 4 or config.share_artifacts:
+    others = config.plan, config.profile, config.update
+    if not config.learn or config.link is None or others != (None,) * 3 or config.share_artifacts:
         return None
     if config.record_profile or not set(_NEEDED).isdisjoint(config.disable) or not torch.is_grad_enabled():
         return None

@@ -150,11 +150,6 @@ def cache_hits() -> int:
     return counters["inductor"]["fxgraph_cache_hit"]
 
 
-def cache_misses() -> int:
-    """Return the number of graphs that this process compiled and put there."""
-    return counters["inductor"]["fxgraph_cache_miss"]
-
-
 def compiling_backward_at_once() -> AbstractContextManager[Any]:
     """Compile each backward together with its forward, not when it first runs."""
     return _autograd_config.patch(force_non_lazy_backward_lowering=True)

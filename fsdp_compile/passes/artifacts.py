@@ -1,8 +1,7 @@
-"""Compiled code for others that compile the same graphs: other ranks, or a later run.
+"""Compiled code for other ranks that compile the same graphs: `CompileConfig.share_artifacts`.
 
     Artifacts.of_this_process()         entries of the compiler's caches, and libraries that the C++ backend built
-        through the group's store       from the first rank to the others: `CompileConfig.share_artifacts`
-        write(FOLDER), read(FOLDER)     from `fsdp-compile build` to `CompileConfig.artifacts`
+        through the group's store       from the first rank to the others
     .load()                             into the cache folder of another process, before it compiles
 
 `torch.compiler.save_cache_artifacts` returns the entries; they hold no libraries of the C++ backend.
@@ -18,16 +17,11 @@
 import hashlib
 import json
 import logging
-import os
 import pickle
 import platform
-import secrets
-import stat
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
@@ -37,22 +31,17 @@ import torch.distributed as dist
 
 from fsdp_compile.comm.comparison import exists, limit_in
 from fsdp_compile.comm.waits import MessageBoard
-from fsdp_compile.config import file_in, path_in, read_json
 from fsdp_compile.passes._torch import (
     cache_folder,
     cache_hits,
-    cache_misses,
     call_after_compiling,
     compiling_backward_at_once,
-    fake_store,
 )
 from fsdp_compile.passes.pipeline import hash_of_sources
 
 log = logging.getLogger("fsdp_compile")
 
 _BEGUN = time.time()  # this process has built libraries that are younger
-_FORMAT = 2
-_LIST, _ENTRIES = "artifacts.json", "entries.bin"
 
 
 class Artifacts(NamedTuple):
@@ -98,48 +87,6 @@ class Artifacts(NamedTuple):
                 staged.write_bytes(content)
                 staged.rename(target)
 
-    def write(self, folder: Path) -> None:
-        """Write them to a new folder. OSError if it exists or cannot be written."""
-        staged = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.partial")
-        staged.mkdir()
-        contents = {_ENTRIES: self.entries, **{f"libraries/{name}": each for name, each in self.libraries.items()}}
-        for name, content in contents.items():
-            (staged / name).parent.mkdir(parents=True, exist_ok=True)
-            (staged / name).write_bytes(content)
-        digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-        listed = {"format": _FORMAT, "origin": self.origin, "files": digests}
-        (staged / _LIST).write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
-        staged.rename(folder)
-
-    @classmethod
-    def read(cls, folder: Path) -> "Artifacts":
-        """Read the artifacts in `folder`, which are code.
-
-        ValueError if there are none, files are missing, damaged or outside of the folder, or anybody may write to them.
-        """
-        try:
-            listed = read_json(file_in(folder, _LIST))
-            if listed["format"] != _FORMAT:
-                raise ValueError(f"expected format {_FORMAT}, found {listed['format']}")
-            files = {name: file_in(folder, name) for name in listed["files"]}
-            for path in (folder, folder / _LIST, *files.values(), *(path.parent for path in files.values())):
-                if path.stat().st_mode & stat.S_IWOTH:
-                    raise ValueError(f"{path} may be written by anybody, and is code: if you know that it is yours, "
-                                     f"chmod -R o-w {folder}")  # fmt: skip
-            contents = {name: path.read_bytes() for name, path in files.items()}
-            for name, content in contents.items():
-                if hashlib.sha256(content).hexdigest() != listed["files"][name]:
-                    raise ValueError(f"{name} is not what was written")
-            entries = contents.pop(_ENTRIES)
-            libraries = {name.removeprefix("libraries/"): content for name, content in contents.items()}
-            for name in libraries:
-                path_in(cache_folder(), name)
-            return cls(entries, libraries, {name: listed["origin"][name] for name in origin_of_this_process("cpu")})
-        except (OSError, KeyError, TypeError, ValueError, MemoryError) as error:
-            raise ValueError(
-                f"expected what fsdp-compile build has written, found none: {str(error) or repr(error)}"
-            ) from None
-
 
 def origin_of_this_process(device: str) -> dict[str, Any]:
     """Describe what code compiled here for `device`, "cpu" or "cuda", depends on: versions, ranks, hardware."""
@@ -166,55 +113,6 @@ def _libraries(root: Path) -> list[Path]:
     except OSError:  # not on Linux
         mapped = set()
     return sorted(path for path in young | mapped if path.is_relative_to(root) and path.is_file())
-
-
-# --- in a folder ------------------------------------------------------------------------------------------------------
-
-
-def build(make: Callable[[], Callable[[], None]], steps: int, world_size: int, device: str, folder: Path) -> str:
-    """Run the step that `make` returns as rank 0 of a fake process group, and write what it compiles into `folder`.
-
-    All ranks compile the same graphs, so the artifacts serve each of them.
-
-    Returns:
-        A summary of what was written.
-
-    Raises:
-        ValueError: the step compiles nothing that can be cached.
-    """
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=fake_store())
-    try:
-        step = make()
-        for _ in range(steps):
-            step()
-        made, graphs = Artifacts.of_this_process(device), cache_hits() + cache_misses()
-        if not graphs or not made.entries:
-            raise ValueError("expected a step that Inductor compiles and can cache, found none")
-        made.write(folder)
-    finally:
-        dist.destroy_process_group()
-    size = (len(made.entries) + sum(map(len, made.libraries.values()))) / 2**20
-    return f"{graphs} graphs and {len(made.libraries)} libraries, {size:,.1f} MiB, for {world_size} ranks on {device}"
-
-
-@cache
-def load_folder(folder: str) -> None:
-    """Load the artifacts in `folder`; if they do not fit, log why."""
-    try:
-        Artifacts.read(Path(folder)).load()
-    except (OSError, ValueError) as error:
-        log.warning("artifacts: nothing was loaded from %s, and this rank compiles: %s", folder, error)
-        return
-    before = [cache_hits()]
-
-    def check_use(_: Any) -> None:
-        """Warn if the first compilation has found nothing in the caches."""
-        if before and cache_hits() == before.pop():
-            log.warning("artifacts: nothing in %s is what this rank has compiled: its model, its inputs or settings of "
-                        "compilation differ, or the compiler's caches are off", folder)  # fmt: skip
-
-    call_after_compiling(check_use)
 
 
 # --- among ranks ------------------------------------------------------------------------------------------------------

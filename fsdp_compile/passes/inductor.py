@@ -28,7 +28,7 @@ from fsdp_compile.passes._torch import (
     switched_off,
     without_dispatch_modes,
 )
-from fsdp_compile.passes.artifacts import load_folder, share_artifacts
+from fsdp_compile.passes.artifacts import share_artifacts
 from fsdp_compile.passes.checks import check_order, check_saved, check_settings
 from fsdp_compile.passes.cost.hardware import device, link, measured_text
 from fsdp_compile.passes.cost.roofline import read_profile
@@ -209,7 +209,7 @@ def checked(config: CompileConfig, passes: Sequence[Pass] = PASSES) -> CompileCo
 def for_graph(config: CompileConfig, graph: fx.Graph) -> CompileConfig:
     """The configuration for a graph that Dynamo has traced: "auto" gives way to the link that its ranks measure.
 
-    Loads artifacts too, or waits for the rank that makes them, once the link is known. A graph that communicates
+    Waits for the rank that compiles for all, too, once the link is known. A graph that communicates
     nothing has nothing to plan.
 
     Raises:
@@ -221,15 +221,13 @@ def for_graph(config: CompileConfig, graph: fx.Graph) -> CompileConfig:
         limit = config.check_ranks_timeout if are_ours else min(config.check_ranks_timeout, SOON)
         try:
             link_here, device_here = None, None
-            if config.artifacts is None and _needs_link(config, graph):  # those were compiled where there was no link
+            if _needs_link(config, graph):
                 link_here, device_here = _measured(sent, config.device, limit)
             if link_here is not None and not are_ours:
                 link_here += f";={link_here.split(';')[0].partition('=')[2]}"  # for a group that nobody has seen
             config = replace(config, link=link_here, device=device_here)
         except ValueError as error:
             raise Refused(f"{error}; the ranks could not measure one") from None
-    if are_ours and config.artifacts is not None:
-        load_folder(config.artifacts)
     if are_ours and config.share_artifacts:
         share_artifacts(config.check_ranks_timeout)
     return config

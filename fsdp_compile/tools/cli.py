@@ -1,4 +1,4 @@
-"""The command `fsdp-compile`: explain, compare, check, calibrate, plan, build, selfcheck, checkpoint show and convert.
+"""The command `fsdp-compile`: explain, compare, check, calibrate, plan, selfcheck, checkpoint show and convert.
 
 Exit status: 0; 1 if a check fails, or a file is damaged or cannot be read or written; 2 if arguments are invalid.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsdp_compile import __version__
-from fsdp_compile.tools.commands import build, calibrate, check, checkpoint, compare, explain, plan, selfcheck
+from fsdp_compile.tools.commands import calibrate, check, checkpoint, compare, explain, plan, selfcheck
 
 COMMANDS: dict[str, Any] = {
     "explain": explain,
@@ -19,7 +19,6 @@ COMMANDS: dict[str, Any] = {
     "check": check,
     "calibrate": calibrate,
     "plan": plan,
-    "build": build,
     "selfcheck": selfcheck,
 }
 """In the order in which `--help` lists them; `checkpoint`, which has commands of its own, comes last."""
@@ -27,7 +26,6 @@ COMMANDS: dict[str, Any] = {
 HELP = """examples:
   fsdp-compile explain gpt.py:make_model --gpus 8,64 --batch 4 --seq 1024 --hardware h100-80
   fsdp-compile plan gpt.py --link h100-nvlink --world-size 8
-  fsdp-compile build train.py:make artifacts --world-size 8
   fsdp-compile checkpoint show checkpoints
 
 `fsdp-compile COMMAND --help` says more."""

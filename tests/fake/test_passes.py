@@ -119,7 +119,6 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"plan": 3}, "plan: expected a str or None, found int"),
     ({"record_profile": "no"}, "record_profile: expected a bool, found str"),
     ({"share_artifacts": 1}, "share_artifacts: expected a bool, found int"),
-    ({"artifacts": 3}, "artifacts: expected a str or None, found int"),
     ({"update": 7}, "update: expected a StepUpdate or None, found int"),
 ]
 

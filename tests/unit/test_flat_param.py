@@ -24,7 +24,7 @@ def test_all_that_is_flattened_lies_alike(shapes, shards):
     assume(any(0 not in shape for shape in shapes))  # else there is no flat parameter
     tensors = [torch.rand(shape) + 1.0 for shape in shapes]
     ranks = [
-        FlatParam([(str(i), nn.Parameter(t.clone())) for i, t in enumerate(tensors)], of_rank, shards > 1, (), CPU)
+        FlatParam([(str(i), nn.Parameter(t.clone())) for i, t in enumerate(tensors)], of_rank, (), CPU)
         for of_rank in (ShardRanks("unused", shards, rank) for rank in range(shards))
     ]
     together = torch.cat([flat.shard for flat in ranks])
@@ -44,6 +44,6 @@ def test_autograd_names_the_parameters_of_a_shard():
     """What autograd says of a shard has the names of its first three parameters, and whether there are more."""
     named = [(name, nn.Parameter(torch.ones(2))) for name in "abcd"]
     for count, text in ((3, "a, b, c"), (4, "a, b, c, ...")):
-        flat = FlatParam(named[:count], ShardRanks("unused", 2, 0), True, (), CPU)
+        flat = FlatParam(named[:count], ShardRanks("unused", 2, 0), (), CPU)
         assert flat.autograd_shard.grad_fn.name() == f"the shard of parameters {text}"
         named = [(name, nn.Parameter(torch.ones(2))) for name, _ in named]

@@ -20,7 +20,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from fsdp_compile import checkpoint
-from fsdp_compile.passes.artifacts import Artifacts
 from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.post_grad.plan_by_cost import plans_in_file
 from fsdp_compile.tools.cli import main
@@ -58,20 +57,13 @@ def indexed_folder(at: Path) -> Path:
     return at / "model.safetensors.index.json"
 
 
-def artifact_folder(at: Path) -> Path:
-    origin = {"torch": "2", "package": "0", "ranks": 2, "device": "cpu", "processor": "x"}
-    Artifacts(b"entries", {"zz/a.so": b"code"}, origin).write(at)
-    return at / "artifacts.json"
-
-
 def plan_file(at: Path) -> Path:
     at.write_text("forward:\nat 0 gather a\nat 1 wait a\nat 3 free a\n\nbackward:\nat 2 reduce a\n")
     return at
 
 
 KINDS: dict[str, Callable[[Path], Path]] = {
-    each.__name__: each
-    for each in (dcp_folder, our_folder, torch_file, safetensors_file, indexed_folder, artifact_folder, plan_file)
+    each.__name__: each for each in (dcp_folder, our_folder, torch_file, safetensors_file, indexed_folder, plan_file)
 }
 NUMBERS = [
     b"-1",
@@ -144,9 +136,6 @@ def run(kind: str, folder: Path, target: Path) -> None:
     if kind == "plan_file":
         with suppress(PlanError):
             plans_in_file(str(folder))
-    elif kind == "artifact_folder":
-        with suppress(ValueError):
-            Artifacts.read(folder)
     else:
         assert main(["checkpoint", "show", str(folder)]) in (0, 1, 2)
         assert main(["checkpoint", "convert", str(folder), str(target), "--format", "dcp"]) in (0, 1, 2)
