@@ -238,8 +238,10 @@ def start_all_to_all_of_parts(sent: Tensor, send: list[int], receive: list[int],
     """Begin to send `send[i]` consecutive elements of `sent`, 1-D, to rank i of the group, for every rank.
     `what` it is, equal on all ranks, for errors.
 
-    What is filled, 1-D `[sum(receive)]`, has `receive[i]` elements from each rank i, in order.
+    What is filled, 1-D `[sum(receive)]`, has `receive[i]` elements from each rank i, in order. One rank sends nothing.
     """
+    if len(send) == 1:
+        return Filling(sent.clone(), ())
     ranks, moved = group_named(group), movable(sent)
     size = sent.element_size() // moved.element_size()  # elements that stand for one
     received = sent.new_empty(sum(receive))
@@ -313,8 +315,10 @@ def all_to_all(sent: Tensor, send: list[int], receive: list[int], group: str, of
 
     Returns:
         1-D `[sum(receive)]`: `receive[i]` elements from each rank i, in order, on the device of `sent`, which may be
-        any.
+        any. One rank sends nothing.
     """
+    if len(send) == 1:
+        return sent.clone()
     moved = movable(sendable(sent, group))
     size = sent.element_size() // moved.element_size()  # elements that stand for one
     if of is not None and _holds_up_host(moved, group):

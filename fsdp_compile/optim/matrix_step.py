@@ -409,6 +409,8 @@ def _matrices(param: ShardedTensor, program: MatrixProgram, ranges: Sequence[Ran
 
 def _nodes_of(ranks: ShardRanks) -> list[int]:
     """For each of `ranks` the node that it is on, as torchrun places them."""
+    if ranks.size == 1:  # what the group's other ranks store is the same
+        return [0]
     here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or torch.accelerator.device_count() or ranks.size)
     return [rank // here for rank in torch.distributed.get_process_group_ranks(group_named(ranks.group))]
 

@@ -15,10 +15,11 @@ import torch.distributed.checkpoint as dcp
 from models import seeded
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_compile import fully_shard
+from fsdp_compile import ShardingStrategy, fully_shard
 from fsdp_compile.optim import ByOwner, by_owner
 from fsdp_compile.tensors.shard_spec import FlatSharding, ShardRanks, ShardSpec
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor, set_local
@@ -372,7 +373,7 @@ def test_state_of_another_rank_is_refused(two: Ranks, tmp_path: Path) -> None:
         two.run(_load_of_another_rank, str(tmp_path))
 
 
-def _sharded_model(rank: int) -> None:
+def _sharded_model(rank: int, where: str) -> None:
     def net() -> nn.Module:
         torch.manual_seed(0)
         layers = [nn.Linear(9, 13, bias=False), nn.Tanh(), nn.Linear(13, 7, bias=False), nn.Linear(7, 5, bias=False)]
@@ -382,9 +383,12 @@ def _sharded_model(rank: int) -> None:
         return torch.optim.Muon(params, lr=0.05)
 
     reference, model = net(), net()
-    fully_shard(model[0])
-    fully_shard(model)
-    expected, found = make(reference.parameters()), by_owner(model.parameters(), make)
+    options: dict[str, Any] = {"sharding_strategy": ShardingStrategy.NO_SHARD} if where == "NO_SHARD" else {}
+    options |= {"mesh": init_device_mesh("cpu", (2, 1))} if where == "replicas" else {}
+    fully_shard(model[0], **options)
+    fully_shard(model, **options)
+    by = make if where != "sharded" else lambda params: by_owner(params, make)
+    expected, found = make(reference.parameters()), by(model.parameters())
     world = dist.get_world_size()
     for step in range(4):
         x = torch.randn(4 * world, 9, generator=seeded(step))
@@ -399,6 +403,8 @@ def _sharded_model(rank: int) -> None:
         torch.testing.assert_close(param.full_tensor(), other.detach(), rtol=0, atol=1e-6)  # type: ignore[attr-defined]  # a ShardedTensor
 
 
-def test_a_sharded_model(two: Ranks) -> None:
-    """Muon by owner trains a model of `fully_shard` as Muon trains one process, also with state that was loaded."""
-    two.run(_sharded_model)
+@pytest.mark.parametrize("where", ["sharded", "NO_SHARD", "replicas"])
+def test_a_sharded_model(two: Ranks, where: str) -> None:
+    """Muon by owner trains a model of `fully_shard` as Muon trains one process, also with state that was loaded; and
+    Muon itself, where each rank stores all of each matrix."""
+    two.run(_sharded_model, where)
