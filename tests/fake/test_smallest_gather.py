@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import RANK, WORLD_SIZE
 from cuda_code import as_for_cuda
 from generated import Program, programs, sent
 from joint import JointPasses
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from weights import F8, UNMOVED, Block, D, Float8Block, OneWeight, ScaledBlock
 
 from fsdp_compile import fully_shard
+from fsdp_compile.core.layout import lay_out
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 
 
@@ -31,6 +33,36 @@ def trained(*make: Callable[[], nn.Module], **disable: Any) -> JointPasses:
 def test_what_does_not_follow_from_a_parameter_alone() -> None:
     """Sums, random operators, buffers, two parameters, views of a segment: the graph is the one without the pass."""
     assert trained(*UNMOVED).texts == trained(*UNMOVED, disable=("smallest_gather",)).texts
+
+
+class MostlyUnchanged(nn.Module):
+    """A small weight is rounded, a large one in the same unit is read as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = nn.Parameter(torch.randn(D, D)), nn.Parameter(torch.randn(6 * D, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.linear(x, self.small.bfloat16().float())
+        return nn.functional.linear(x, self.large) @ self.large
+
+
+def test_what_would_take_more_bytes() -> None:
+    """If the segments that travel beside a smaller gather are more bytes than it saves, the graph stays as it is."""
+    assert trained(MostlyUnchanged).texts == trained(MostlyUnchanged, disable=("smallest_gather",)).texts
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (4, 8)])
+def test_scales_of_blocks_that_ranks_share(shape: tuple[int, int]) -> None:
+    """Each stored element gets the value of its block, also where a shard begins within one; padding gets ones."""
+    layout, (rows, block) = lay_out([("weight", shape), ("bias", (5,))], WORLD_SIZE), shape
+    values = torch.arange(1.0, rows + 1)
+    found = torch.ops.fsdp_flat.expand_scales(values, layout.text, ["0"], [rows, 0])
+    expected, record = torch.ones(layout.shard_numel), layout.record(0, RANK)
+    if record is not None:
+        of_elements = values.repeat_interleave(block)[record.first : record.last + 1]
+        expected[record.offset : record.offset + record.numel] = of_elements
+    assert record is not None and record.first % block == (2 if block == 10 else 0) and torch.equal(found, expected)
 
 
 class Scheduled(OneWeight):
