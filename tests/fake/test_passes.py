@@ -16,6 +16,7 @@ from conftest import RANK
 from models import MODELS, Residual, Stack, checkpointed, mlp, squared_error, vectors
 from torch import Tensor, fx, nn
 from torch._inductor import config as inductor_config
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -595,6 +596,29 @@ def test_gradients_in_float16_are_divided_before_and_behind_the_sum(width: int, 
         torch.compile(model, backend=fsdp_compile_backend)(torch.ones(2, 8)).sum().backward()
     (graph,) = (each for each in graphs if each.startswith("--- joint graph after insert_collectives"))
     assert graph.count("= div.Scalar(") == scales and graph.count(", 2.0)  # scale root") == scales
+
+
+class _GathersRows(nn.Module):
+    """Gathers the rows of its weight itself, as other packages do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, all_gather_tensor_autograd(self.rows, 0, dist.group.WORLD)).tanh()  # type: ignore[no-any-return]  # torch's has no types
+
+
+@pytest.mark.parametrize("reshards", [False, True])
+def test_backward_gathers_again_what_somebody_else_has_sharded(reshards: bool) -> None:
+    """With `reshard_after_forward`, where the product of backward needs the weight; else forward saves it."""
+    seen: list[int] = []
+    count = Recorder(lambda graph: seen.append(sum(node.target is ALL_GATHER for node in graph.nodes)))
+    x = torch.ones(3, 8, requires_grad=True)
+    with inductor_config.patch(post_grad_custom_post_pass=count):
+        run = torch.compile(_GathersRows(), backend="fsdp_compile", options={"reshard_after_forward": reshards})
+        run(x).sum().backward()
+    assert seen == [1, int(reshards)]
 
 
 class _Beside(nn.Module):
