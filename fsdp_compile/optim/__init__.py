@@ -6,7 +6,8 @@ program.py       what an optimizer does to each element, recorded from the optim
 in_backward.py   each flat shard's update in backward, so that its gradient is freed
 joint.py         several optimizers as one step of compile_step
 matrix_step.py   Muon, and others that need complete matrices: one rank computes each, while others are on the way
-matrix_program.py, matrix_exchange.py, owner_plan.py   what it computes, recorded; what is sent; who owns what
+matrix_recorder.py, matrix_program.py   what it computes, recorded; traced_numbers.py: what follows from its options
+matrix_stage.py, matrix_exchange.py, owner_plan.py   what is sent together, and how; who owns what
 owners.py        by_owner: one rank updates each parameter by any optimizer, which has its state in full
 """
 

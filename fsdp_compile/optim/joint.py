@@ -80,7 +80,6 @@ class JointStep:
         self._flat = [FlatStep(each, fuses) for each in optimizers if not takes_matrices(each)]
         self._matrix = [each for each in optimizers if takes_matrices(each)]
         self._pending: Counter[FlatParam] = Counter()
-        self._flat_of: dict[int, FlatParam] = {}  # for each parameter of optimizers of matrices, by its id
         seen: set[int] = set()
         for param in chain.from_iterable(group["params"] for each in optimizers for group in each.param_groups):
             if id(param) in seen:
@@ -99,11 +98,10 @@ class JointStep:
         covered = Counter[FlatParam]()  # how many parameters of each are updated from its gradient as one tensor
         for update in updates:
             covered[update.flat] += len(update.params)
-        self._flat_of = {}
         for optimizer in self._matrix:
             matrices = MatrixUpdates.of(optimizer)
-            covered.update(matrices.flats[key] for key in matrices.prepare(optimizer) if key in matrices.flats)
-            self._flat_of.update(matrices.flats)
+            matrices.prepare(optimizer)
+            covered.update(matrices.covers)
         for flat in {*covered, *(segment.flat for step in self._flat for segment in step.segments)}:
             if covered[flat] < len(flat.params):
                 flat.binding.show_gradient()
@@ -118,8 +116,8 @@ class JointStep:
                 continue
             announce_step(optimizer)
             matrices = MatrixUpdates.of(optimizer)
-            covered = matrices.begin(optimizer)
-            matrices.start()
+            covered = matrices.begin(optimizer, is_prepared=True)
+            matrices.start(drops=True)
             rest = [[p for p in group["params"] if id(p) not in covered] for group in optimizer.param_groups]
             if any(param.grad is not None for param in chain.from_iterable(rest)):
                 show_segments(optimizer, (), rest)
@@ -127,8 +125,9 @@ class JointStep:
             note_step(optimizer)
         for step in self._flat:
             step.step_others([update for update in updates if update.step is step])
-        params = chain.from_iterable(MatrixUpdates.of(each).pending() for each in self._matrix)
-        self._pending = Counter(self._flat_of[id(param)] for param in params if id(param) in self._flat_of)
+        self._pending = Counter[FlatParam]()
+        for stage in chain.from_iterable(MatrixUpdates.of(each).stages for each in self._matrix):
+            self._pending.update(stage.flats)
         for flat in self._pending.keys() - {update.flat for update in updates}:
             flat.reduction.flat_gradient = None
 
@@ -142,14 +141,9 @@ class JointStep:
         """Update all matrices; yields flat parameters, each as soon as none of its matrices is under way."""
         for step in self._flat:
             step.finish()
-        for param in chain.from_iterable(chain.from_iterable(MatrixUpdates.of(each).finish() for each in self._matrix)):
-            param.grad = None
-            flat = self._flat_of.get(id(param))
-            if flat is not None:
-                self._pending[flat] -= 1
-                if not self._pending[flat]:
-                    del self._pending[flat]
-                    yield flat
+        for stage in chain.from_iterable(MatrixUpdates.of(each).finish() for each in self._matrix):
+            self._pending -= stage.flats  # which forgets those of which none are left
+            yield from stage.flats.keys() - self._pending.keys()
 
     def drop(self) -> None:
         """Forget updates under way, after a failure."""

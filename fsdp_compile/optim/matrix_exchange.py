@@ -1,18 +1,17 @@
 """Elements of matrices on their way to the ranks that compute with complete ones, and back.
 
-    routes = Routes(ranks, ranges, owners)          of matrices of one process group that are exchanged together
-    arriving = routes.to_owners(parts, "...")       parts: for each matrix what this rank stores, 1-D
-    arriving.wait()                                 for each matrix that this rank owns: (first element, part) pairs
-    routes.to_ranks(matrices, "...").wait()         matrices: by index; for each matrix what this rank stores
+    routes = Routes(ranks, ranges, owners)     of matrices of one process group that are exchanged together
+    filling = routes.to_owners(parts, ...)     parts: what this rank stores of each of `routes.sent`, 1-D
+    routes.assemble(filling.full, [0])         the first of the matrices that this rank owns, `routes.owned`, 1-D
+    filling = routes.to_ranks(matrices, ...)   matrices: of `routes.owned`, 1-D
+    routes.parts_of(filling.full)              what this rank stores of each of `routes.sent`
 
-Both are one all-to-all, which runs while the caller computes. What a rank sends itself is not copied; where no rank has
-anything for another one, nothing is sent.
+Both are one all-to-all, which runs while the caller computes. It also puts what a rank keeps of its own matrices in its
+place, so that a rank that owns one of them computes in the memory that was received. Matrices that lie on their owner
+are not exchanged; where no rank has anything for another one, nothing is sent.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,30 +19,8 @@ from torch import Tensor
 from fsdp_compile.comm.collectives import Filling, start_all_to_all_of_parts
 from fsdp_compile.tensors.shard_spec import ShardRanks
 
-Part = tuple[int, Tensor]
-"""The first element of a part of a matrix, and the part, 1-D."""
-
 Ranges = Sequence[tuple[int, int]]
 """For each rank the first element that it stores of a matrix, and how many."""
-
-
-@dataclass
-class Arriving:
-    """What an all-to-all brings; `take` makes of it what `wait` returns."""
-
-    filling: Filling | None
-    take: Callable[[Tensor | None], Any]
-
-    def has_ended(self) -> bool:
-        """Whether the host would not wait: on an accelerator also where the device still would."""
-        return self.filling is None or all(work.is_completed() for work in self.filling.works)
-
-    def wait(self) -> Any:
-        """Order what follows after the exchange; return what has arrived."""
-        if self.filling is None:
-            return self.take(None)
-        self.filling.wait()
-        return self.take(self.filling.full)
 
 
 class Routes:
@@ -53,73 +30,61 @@ class Routes:
         ranks: over which they are sharded.
         ranges: for each matrix and rank the first element that it stores, and how many.
         owners: for each matrix the rank of the group that computes with all of it.
+
+    Attributes:
+        at_home: matrices that lie on this rank, which owns them.
+        owned: other matrices that this rank owns.
+        sent: matrices of which this rank stores a part, owner by owner, without those that lie on one rank.
     """
 
     def __init__(self, ranks: ShardRanks, ranges: Sequence[Ranges], owners: Sequence[int]) -> None:
-        self.ranks, self._ranges = ranks, ranges
-        here, everyone = ranks.rank, range(ranks.size)
-        self.owned = [index for index, owner in enumerate(owners) if owner == here]
-        away = [sum(numel for rank, (_, numel) in enumerate(ranges[index]) if rank != here) for index in self.owned]
-        self.at_home = [at for at, numel in enumerate(away) if not numel]  # those of `owned` that lie here, by position
-        others = [[index for index, owner in enumerate(owners) if owner == rank != here] for rank in everyone]
-        self._sent = [index for of_rank in others for index in of_rank if self._ranges[index][here][1]]
-        self._to_send = [sum(self._ranges[index][here][1] for index in of_rank) for of_rank in others]
-        self._to_receive = [
-            sum(self._ranges[index][rank][1] for index in self.owned) if rank != here else 0 for rank in everyone
-        ]
-        pairs = zip(self._ranges, owners, strict=True)
-        self.moves = any(numel and rank != owner for of, owner in pairs for rank, (_, numel) in enumerate(of))
+        self._ranks, here, everyone = ranks, ranks.rank, range(ranks.size)
+        stays = [sum(numel for _, numel in of) == of[owner][1] for of, owner in zip(ranges, owners, strict=True)]
+        self.at_home = [index for index, owner in enumerate(owners) if owner == here and stays[index]]
+        moves = [index for index in range(len(owners)) if not stays[index]]
+        moving = [[index for index in moves if owners[index] == rank] for rank in everyone]
+        self.owned, self._any = moving[here], bool(moves)
+        self.sent = [index for of_rank in moving for index in of_rank if ranges[index][here][1]]
+        self._sent_sizes = [ranges[index][here][1] for index in self.sent]
+        self._to_send = [sum(ranges[index][here][1] for index in of_rank) for of_rank in moving]
+        received = [(at, rank) for rank in everyone for at, index in enumerate(self.owned) if ranges[index][rank][1]]
+        self._received_sizes = [ranges[self.owned[at]][rank][1] for at, rank in received]
+        self._to_receive = [sum(ranges[index][rank][1] for index in self.owned) for rank in everyone]
+        self._parts: list[list[int]] = [[] for _ in self.owned]  # of each matrix, by their numbers among the received
+        for number in sorted(range(len(received)), key=lambda i: ranges[self.owned[received[i][0]]][received[i][1]]):
+            self._parts[received[number][0]].append(number)
+        self._are_in_order = [number for of in self._parts for number in of] == list(range(len(received)))
 
-    @cached_property
-    def _received(self) -> list[tuple[int, int, int]]:
-        """What comes from other ranks, in order: which matrix, its first element, and how many."""
-        everyone = [rank for rank in range(self.ranks.size) if rank != self.ranks.rank]
-        found = ((index, *self._ranges[index][rank]) for rank in everyone for index in self.owned)
-        return [each for each in found if each[2]]
+    def to_owners(self, parts: Sequence[Tensor], like: Tensor, what: str) -> Filling | None:
+        """Begin to send what this rank stores of each of `sent` to its owner; `like`: of their dtype and device."""
+        return self._start(parts, self._to_send, self._to_receive, like, what)
 
-    def to_owners(self, parts: Mapping[int, Tensor], like: Tensor, what: str) -> Arriving:
-        """Begin to send what this rank stores of each matrix, if anything, to its owner.
+    def assemble(self, full: Tensor, chosen: Sequence[int]) -> Tensor:
+        """Some of `owned`, by position, one after the other, 1-D; `full`: what `to_owners` has filled."""
+        if self._are_in_order and len(chosen) == len(self.owned):
+            return full
+        received = full.split_with_sizes(self._received_sizes)
+        return torch.cat([received[number] for at in chosen for number in self._parts[at]])
 
-        `wait` returns, for each of `owned`, all its parts; `like`: a tensor of their dtype and device.
-        """
-        sizes = [numel for _, _, numel in self._received]
+    def to_ranks(self, matrices: Sequence[Tensor], like: Tensor, what: str) -> Filling | None:
+        """Begin to send each rank what it stores of `owned`, flattened; `like`: of their dtype and device."""
+        parts: Sequence[Tensor] = matrices
+        if not self._are_in_order:
+            parts = [like] * len(self._received_sizes)
+            for matrix, numbers in zip(matrices, self._parts, strict=True):
+                cut = matrix.split_with_sizes([self._received_sizes[number] for number in numbers])
+                for number, part in zip(numbers, cut, strict=True):
+                    parts[number] = part
+        return self._start(parts, self._to_receive, self._to_send, like, what)
 
-        def take(full: Tensor | None) -> list[list[Part]]:
-            found: dict[int, list[Part]] = {index: [] for index in self.owned}
-            for (index, first, _), part in zip(self._received, () if full is None else full.split(sizes), strict=True):
-                found[index].append((first, part))
-            for index in self.owned:
-                first, numel = self._ranges[index][self.ranks.rank]
-                found[index] += [(first, parts[index])] if numel else []
-            return list(found.values())
-
-        sent = [parts[index] for index in self._sent]
-        return Arriving(self._start(sent, like, self._to_send, self._to_receive, what), take)
-
-    def to_ranks(self, matrices: Mapping[int, Tensor], like: Tensor, what: str) -> Arriving:
-        """Begin to send each rank what it stores of `matrices`, those that this rank owns, flattened.
-
-        Those that lie on this rank may be added until `wait`, which returns what this rank stores of every matrix.
-        `like`: a tensor of their dtype and device.
-        """
-        sizes = [self._ranges[index][self.ranks.rank][1] for index in self._sent]
-
-        def take(full: Tensor | None) -> list[Tensor]:
-            found = [like.new_empty(0)] * len(self._ranges)
-            for index, part in zip(self._sent, () if full is None else full.split(sizes), strict=True):
-                found[index] = part
-            for index, matrix in matrices.items():
-                first, numel = self._ranges[index][self.ranks.rank]
-                found[index] = matrix[first : first + numel]
-            return found
-
-        sent = [matrices[index][first : first + numel] for index, first, numel in self._received]
-        return Arriving(self._start(sent, like, self._to_receive, self._to_send, what), take)
+    def parts_of(self, full: Tensor) -> Sequence[Tensor]:
+        """What this rank stores of each of `sent`; `full`: what `to_ranks` has filled."""
+        return full.split_with_sizes(self._sent_sizes)
 
     def _start(
-        self, parts: Sequence[Tensor], like: Tensor, send: list[int], receive: list[int], what: str
+        self, parts: Sequence[Tensor], send: list[int], receive: list[int], like: Tensor, what: str
     ) -> Filling | None:
-        if not self.moves:
+        if not self._any:
             return None
-        sent = torch.cat(list(parts)) if parts else like.new_empty(0)
-        return start_all_to_all_of_parts(sent, send, receive, self.ranks.group, what)
+        joined = parts[0] if len(parts) == 1 else torch.cat(list(parts)) if parts else like
+        return start_all_to_all_of_parts(joined, send, receive, self._ranks.group, what)

@@ -17,8 +17,9 @@ State is the optimizer's own, sharded as the parameters are. No rank has a compl
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate
 from math import prod
 from operator import is_
 from typing import Any, ClassVar, Protocol, cast
@@ -33,14 +34,18 @@ from fsdp_compile.comm._torch import group_named
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.unit import unit_of
 from fsdp_compile.optim.matrix_exchange import Ranges
-from fsdp_compile.optim.matrix_program import MatrixProgram, MatrixRecorder, options_of
-from fsdp_compile.optim.matrix_stage import Alike, Family, Place, Stage
+from fsdp_compile.optim.matrix_program import MatrixProgram
+from fsdp_compile.optim.matrix_recorder import MatrixRecorder, options_of
+from fsdp_compile.optim.matrix_stage import Family, Member, Part, Place, Stage, run_before
 from fsdp_compile.optim.owner_plan import LAG, Matrix, OwnerPlan, plan_owners
 from fsdp_compile.optim.owners import local_gradient
 from fsdp_compile.optim.program import NotRecordable
 from fsdp_compile.optim.segments import KnownValues
 from fsdp_compile.tensors.shard_spec import ShardRanks, ShardSpec
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor, moves
+
+_ROUND = 1 << 22  # elements of this rank for which what comes before the exchange is computed at once
+_NOTHING = torch.empty(0)
 
 
 class NeedsWholeMatrices(Protocol):
@@ -119,6 +124,7 @@ class MatrixUpdates:
     Attributes:
         plans: for each group of ranks who owns which matrix, since the first step.
         flats: for each parameter that can be updated here, by its id, the flat parameter that it lies in.
+        covers: how many of these there are in each flat parameter.
     """
 
     _of: ClassVar[WeakKeyDictionary[Optimizer, "MatrixUpdates"]] = WeakKeyDictionary()
@@ -126,16 +132,19 @@ class MatrixUpdates:
     def __init__(self) -> None:
         self.plans: dict[ShardRanks, OwnerPlan] = {}
         self.flats: dict[int, FlatParam] = {}
+        self.covers: Counter[FlatParam] = Counter()
         self._planned: list[tuple[ShardedTensor, ShardSpec]] = []  # parameters, and how they were sharded: alive here
         self._places: dict[int, Place] = {}  # for each parameter, by its id
         self._recorders: dict[Any, MatrixRecorder | None] = {}
         self._families: list[tuple[int, MatrixRecorder, Family]] = []  # with the index of their group
         self._family_of: dict[int, Family] = {}  # for each parameter, by its id
         self._known: _Known | None = None
+        self._slices: dict[int, slice | None] = {}  # for each of `flats` what this rank stores in the flat shard
         self._made: dict[tuple[int, ...], list[Stage]] = {}  # for some parameters, by their ids
         self._stages: list[Stage] = []  # on the way, in the order in which they are computed
         self._waiting: list[tuple[Stage, dict[int, Tensor]]] = []  # to be started, with gradients
         self._expected: list[Stage] = []  # whose gradients arrive in this backward
+        self._shown: list[Any] = []  # parameters whose `.grad` was taken by `begin`
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "MatrixUpdates":
@@ -148,21 +157,23 @@ class MatrixUpdates:
         return {key: family.program for key, family in self._family_of.items()}
 
     @torch.no_grad()
-    def begin(self, optimizer: Optimizer) -> set[int]:
+    def begin(self, optimizer: Optimizer, is_prepared: bool = False) -> set[int]:
         """Prepare the step of all parameters that have gradients, on all ranks the same; return the ids of those that
-        are updated here, also in backward. Others are the optimizer's own to update.
+        are updated here, also in backward. Others are the optimizer's own to update. `is_prepared`: by `prepare`.
 
         Raises:
             RuntimeError: a gradient was accumulated under `no_sync` and not reduced; parameters are summoned; or ranks
                 disagree about the parameters.
         """
-        self.prepare(optimizer)
-        gradients = self._gradients(param for _, _, family in self._families for param in family.params)
+        if not is_prepared:
+            self.prepare(optimizer)
+        self._shown.clear()
+        gradients = self._gradients([param for _, _, family in self._families for param in family.params])
         expected, self._expected = self._expected, []
-        covered = {*gradients, *map(id, self.pending())}
+        covered = {*gradients, *(id(param) for stage in self._stages for param in stage.params)}
         for stage in expected:
             if stage.arrived:
-                stage.run_before({id(each): gradients.pop(id(each)) for each in stage.params if id(each) in gradients})
+                stage.arrive({id(each): gradients.pop(id(each)) for each in stage.params if id(each) in gradients})
                 covered |= stage.arrived
                 self._waiting.append((stage if stage.is_ready else stage.part(), {}))
         for stage in self._stages_of(optimizer, gradients):
@@ -195,28 +206,46 @@ class MatrixUpdates:
         for stage in list(self._expected):
             mine = {id(param): gradients[id(param)] for param in stage.params if id(param) in gradients}
             if mine:
-                stage.run_before(mine)
+                stage.arrive(mine)
             if stage.is_ready:
                 self._expected.remove(stage)
                 self._send([(stage, {})])
 
     @torch.no_grad()
-    def start(self) -> None:
-        """Begin to send the matrices of `begin` to their owners."""
+    def start(self, drops: bool = False) -> None:
+        """Begin to send the matrices of `begin` to their owners: the first stage by itself, as nothing hides it.
+        `drops`: whether their gradients are freed.
+        """
+        for param in self._shown if drops else ():
+            param.grad = None
+        self._shown.clear()
         waiting, self._waiting = self._waiting, []
-        self._send(waiting)
+        while waiting:
+            size = _ROUND if self._stages else 0
+            ends = [*accumulate(sum(each.numel() for each in gradients.values()) for _, gradients in waiting)]
+            number = max(1, sum(end <= size for end in ends))
+            some, waiting = waiting[:number], waiting[number:]
+            self._send(some)
 
-    def _send(self, waiting: Iterable[tuple[Stage, dict[int, Tensor]]]) -> None:
-        for stage, gradients in waiting:
+    def _send(self, waiting: Sequence[tuple[Stage, dict[int, Tensor]]]) -> None:
+        """Compute what owners need of some stages at once, and send it."""
+        gradients: dict[int, Tensor] = {}
+        parts: list[Part] = []
+        for stage, own in waiting:
+            gradients |= own
+            parts += stage.parts if own else []
+            own.clear()  # they may be freed
+        run_before(parts, gradients)
+        gradients.clear()
+        for stage, _ in waiting:
             self._stages.append(stage)
-            stage.run_before(gradients)
-            gradients.clear()  # they may be freed
             stage.send()
         self._stages.sort(key=lambda stage: stage.number)
 
-    def pending(self) -> Iterator[ShardedTensor]:
-        """The parameters whose updates have started."""
-        return chain.from_iterable(stage.params for stage in self._stages)
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """Those whose updates have started."""
+        return self._stages
 
     def drop(self) -> None:
         """Forget what is under way, after a failure."""
@@ -224,8 +253,8 @@ class MatrixUpdates:
             self._stages, self._waiting, self._expected = [], [], []
             self._made.clear()
 
-    def finish(self) -> Iterator[Sequence[ShardedTensor]]:
-        """Compute and update, under `no_grad`; the parameters of each stage as soon as they are updated."""
+    def finish(self) -> Iterator[Stage]:
+        """Compute and update, under `no_grad`; each stage as soon as its parameters are updated."""
         stages = self._stages
         at_home = list(stages)  # whose matrices that lie here are still to be computed, where this rank would wait
         for index, stage in enumerate([*stages, *[None] * LAG]):
@@ -236,7 +265,7 @@ class MatrixUpdates:
                 finished = stages[index - LAG]
                 _compute_until(finished.has_ended, at_home)
                 finished.finish()
-                yield finished.params
+                yield finished
         self._stages = []
 
     # --- preparation --------------------------------------------------------------------------------------------------
@@ -256,8 +285,8 @@ class MatrixUpdates:
         return True
 
     def _find_families(self, optimizer: Optimizer) -> None:
-        found: dict[MatrixProgram, tuple[int, MatrixRecorder, Family]] = {}
-        self._family_of, self.flats = {}, {}
+        found: dict[tuple[MatrixProgram, torch.device], tuple[int, MatrixRecorder, Family]] = {}
+        self._family_of, self.flats, self._slices = {}, {}, {}
         for index, group in enumerate(optimizer.param_groups):
             options = options_of(group)
             for param in group["params"]:
@@ -267,12 +296,14 @@ class MatrixUpdates:
                 if recorded is None:
                     continue
                 recorder, program = recorded
-                family = found.setdefault(program, (index, recorder, Family([], program)))[2]
+                family = found.setdefault((program, param.device), (index, recorder, Family([], program)))[2]
                 family.params.append(param)
                 self._family_of[id(param)] = family
                 if (managed := unit_of(cast(nn.Parameter, param))) is not None:
-                    self.flats[id(param)] = managed[0].in_flat(managed[1])[0]
-        self._families = list(found.values())
+                    self.flats[id(param)], at = managed[0].in_flat(managed[1])
+                    record = self.flats[id(param)].records[at]
+                    self._slices[id(param)] = slice(record.offset, record.offset + record.numel) if record else None
+        self._families, self.covers = list(found.values()), Counter(self.flats.values())
 
     def _program(
         self, optimizer: Optimizer, index: int, options: Any, param: ShardedTensor
@@ -321,16 +352,18 @@ class MatrixUpdates:
     def _gradients(self, params: Iterable[Any]) -> dict[int, Tensor]:
         """What this rank stores of the gradients of those of `params` that have one, by the parameters' ids."""
         found: dict[int, Tensor] = {}
-        kept: dict[FlatParam, dict[int, Tensor]] = {}
+        kept: dict[FlatParam, Tensor | None] = {}
         for param in params:
             key, flat = id(param), self.flats.get(id(param))
             if flat is not None and flat not in kept:
-                kept[flat] = _kept_gradients(flat)
-            if flat is not None and kept[flat]:
-                found[key] = kept[flat][key]
+                kept[flat] = _kept_gradient(flat)
+            if flat is not None and (whole := kept[flat]) is not None:
+                within = self._slices[key]
+                found[key] = _NOTHING if within is None else whole[within]
             elif (grad := param.grad) is not None and grad.dtype == param.dtype:  # else state has another one too
                 is_alike = type(grad) is ShardedTensor and grad.spec is param.spec
                 found[key] = grad.local if is_alike else local_gradient(param)
+                self._shown.append(param)
         return found
 
     def _stages_of(self, optimizer: Optimizer, keys: Iterable[int]) -> list[Stage]:
@@ -355,13 +388,12 @@ class MatrixUpdates:
         return self._made[chosen]
 
     def _stage(self, optimizer: Optimizer, of_families: Mapping[Family, Sequence[ShardedTensor]]) -> Stage:
-        made, first = list[Alike](), 0
+        members = list[Member]()
         for family, params in of_families.items():
-            states = [_state_of(optimizer, param, family.program) for param in params]
-            made.append(Alike(family, params, [self._places[id(param)] for param in params], states, first))
-            first = made[-1].matrices.stop
-        number = sum(map(len, of_families.values()))
-        return Stage(made, f"matrices of {made[0].params[0].spec.named()} and {number - 1} others")
+            for param in params:
+                state = _state_of(optimizer, param, family.program)
+                members.append(Member(param, family, self._places[id(param)], state, self.flats.get(id(param))))
+        return Stage(members, f"matrices of {members[0].param.spec.named()} and {len(members) - 1} others")
 
 
 def _compute_until(has_ended: Callable[[], bool], at_home: list[Stage]) -> None:
@@ -370,12 +402,10 @@ def _compute_until(has_ended: Callable[[], bool], at_home: list[Stage]) -> None:
         at_home.pop(0).compute_at_home()
 
 
-def _kept_gradients(flat: FlatParam) -> dict[int, Tensor]:
-    """The gradients of a flat parameter that were left in one tensor, by the parameters' ids; else {}."""
+def _kept_gradient(flat: FlatParam) -> Tensor | None:
+    """The gradient of a flat parameter if it was left in one tensor."""
     grad = flat.reduction.flat_gradient
-    if grad is None or grad.dtype != flat.shard.dtype or grad.shape != flat.shard.shape:
-        return {}
-    return dict(zip(map(id, flat.params), flat.binding.splitter.split_all(grad), strict=True))
+    return None if grad is None or grad.dtype != flat.shard.dtype or grad.shape != flat.shard.shape else grad
 
 
 def _state_of(optimizer: Optimizer, param: ShardedTensor, program: MatrixProgram) -> dict[str, Tensor]:
