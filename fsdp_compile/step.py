@@ -31,9 +31,9 @@ from fsdp_compile.core.unit import Unit, VersionCounters, check_idle
 from fsdp_compile.eager.accumulate import drop_cleared
 from fsdp_compile.eager.next_forward import NextForward
 from fsdp_compile.fsdp_module import FSDPModule, check_options
-from fsdp_compile.optim.flat import FlatStep, FlatUpdate, gradient_norm
+from fsdp_compile.optim.flat import FlatUpdate, gradient_norm
 from fsdp_compile.optim.in_backward import UpdateInBackward
-from fsdp_compile.optim.joint import JointStep, step_of
+from fsdp_compile.optim.joint import JointStep
 from fsdp_compile.wrapper import FullyShardedDataParallel
 
 # Note [Updates begin when backward has ended]
@@ -141,7 +141,7 @@ def compile_step(
             f"update_in_backward cannot be combined with clip_norm, accumulate or scaler, which need the gradients of "
             f"all units before the first update, found {given}; leave one out"
         )
-    update = step_of(optimizers, fuses=backend in _INDUCTOR)
+    update = JointStep(optimizers, fuses=backend in _INDUCTOR)
     units = units_gathered_below(sharded)
     flats = [flat for unit in units for flat in unit.flats]
     in_backward = UpdateInBackward(update, flats) if update_in_backward else None
@@ -215,7 +215,7 @@ class CompiledStep:
         model: FSDPModule,
         optimizer: Optimizer | Sequence[Optimizer],
         run: Callable[..., Any],
-        update: FlatStep | JointStep,
+        update: JointStep,
         in_backward: UpdateInBackward | None,
         next_forward: NextForward,
         options: _StepOptions,

@@ -15,12 +15,12 @@
 import functools
 import math
 import operator
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -200,7 +200,7 @@ class FlatStep:
     """
 
     def __init__(self, optimizer: Optimizer, fuses: bool) -> None:
-        self.optimizer, self.optimizers, self.fuses = optimizer, (optimizer,), fuses
+        self.optimizer, self.fuses = optimizer, fuses
         self._has_begun = False
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._programs: dict[Any, UpdateProgram] = {}  # one for all equal ones, by what they do
@@ -227,17 +227,12 @@ class FlatStep:
         return not any(group.get("capturable") or group.get("differentiable") for group in self.optimizer.param_groups)
 
     @torch.no_grad()
-    def begin(self, shows: bool = True) -> list[FlatUpdate]:
-        """The updates of this step, in the order of the optimizer's parameters; call `step_others` for the rest.
-        `shows`: whether parameters that none of them changes are given their gradients.
-        """
+    def begin(self) -> list[FlatUpdate]:
+        """The updates of this step, in the order of the optimizer's parameters; call `step_others` for the rest."""
         if not self.can_update():
             return []
         announce_step(self.optimizer)
         updates = self._updates(has_gradients=True)
-        for flat in {segment.flat for segment in self.segments} if shows else ():
-            if flat not in updates or len(updates[flat].params) < len(flat.params):
-                flat.binding.show_gradient()
         self._has_begun = True
         return list(updates.values())
 
@@ -252,19 +247,13 @@ class FlatStep:
                 own.setdefault(segment.flat, FlatUpdate(segment.flat, self)).add(segment)
         return complete | own
 
-    def expect(self, updates: Iterable[FlatUpdate]) -> None:
-        """Expect to run some of the updates of `before_backward`: there is nothing to prepare."""
-
-    pending: ClassVar[Counter[FlatParam]] = Counter()  # of matrices, as in joint.py
-
-    def finish(self) -> Iterator[FlatParam]:
-        """Note what the updates have left; there are no others."""
+    def finish(self) -> None:
+        """Note what the updates have left."""
         known = Segments.of(self.optimizer).known
         if self._left:
             self._like = []
         for joint in known.joint if self._like and known is not None else ():
             joint.spread()
-        return iter(())
 
     def drop(self) -> None:
         """Forget what updates were expected to leave, after a failure."""

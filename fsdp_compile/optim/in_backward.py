@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.optim._torch import has_step_hooks
-from fsdp_compile.optim.flat import ELEMENTWISE, ELEMENTWISE_NAMES, FlatStep, FlatUpdate
+from fsdp_compile.optim.flat import ELEMENTWISE, ELEMENTWISE_NAMES
 from fsdp_compile.optim.joint import JointStep, JointUpdate
 from fsdp_compile.optim.matrix_step import takes_matrices
 
@@ -47,7 +47,7 @@ class UpdateInBackward:
         ValueError: the optimizer updates more than each element by itself, or is differentiable.
     """
 
-    def __init__(self, step: FlatStep | JointStep, flats: Sequence[FlatParam]) -> None:
+    def __init__(self, step: JointStep, flats: Sequence[FlatParam]) -> None:
         for optimizer in step.optimizers:
             is_known = type(optimizer) in ELEMENTWISE or takes_matrices(optimizer)
             if not is_known or any(group.get("differentiable") for group in optimizer.param_groups):
@@ -72,7 +72,7 @@ class UpdateInBackward:
                 "remove them, or leave update_in_backward out"
             )
         self._check_called_once(loss)
-        updates: dict[FlatParam, Any] = {**self._step.before_backward()}
+        updates = self._step.before_backward()
         chosen = [update for flat in self._flats if (update := updates.get(flat)) is not None
                   and len(update.params) == len(flat.params) and flat.only_trains()]  # fmt: skip
         self._step.expect(chosen)
@@ -84,7 +84,7 @@ class UpdateInBackward:
             for flat in self._flats:
                 flat.reduction.update = None
 
-    def _run(self, update: FlatUpdate | JointUpdate, grad: Tensor) -> None:
+    def _run(self, update: JointUpdate, grad: Tensor) -> None:
         """Update a flat parameter by `grad`, 1-D `[shard_numel]`."""
         if update.flat in self.updated:
             raise RuntimeError(

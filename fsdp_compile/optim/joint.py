@@ -1,4 +1,4 @@
-"""Several optimizers as one step of `compile_step`, or one that needs complete matrices: `step_of(optimizers, fuses)`.
+"""The optimizers of `compile_step` as one step.
 
 updates = step.begin()          elementwise updates of single flat parameters, as of `FlatStep`
 step.step_others(updates)       matrices go to their owners; all other parameters are updated
@@ -19,13 +19,6 @@ from fsdp_compile.optim._torch import announce_step, has_step_hooks, note_step, 
 from fsdp_compile.optim.flat import FlatStep, FlatUpdate
 from fsdp_compile.optim.matrix_step import MatrixUpdates, takes_matrices
 from fsdp_compile.optim.segments import show_segments
-
-
-def step_of(optimizers: Sequence[Optimizer], fuses: bool) -> "FlatStep | JointStep":
-    """The step of `optimizers`; `fuses`: whether Inductor compiles elementwise updates."""
-    if len(optimizers) == 1 and not takes_matrices(optimizers[0]):
-        return FlatStep(optimizers[0], fuses)
-    return JointStep(optimizers, fuses)
 
 
 class JointUpdate:
@@ -69,7 +62,11 @@ class JointUpdate:
 
 
 class JointStep:
-    """Updates by several optimizers; interface and arguments are those of `FlatStep`.
+    """Updates by one or several optimizers.
+
+    Args:
+        optimizers: which have no parameter in common.
+        fuses: whether Inductor compiles elementwise updates.
 
     Raises:
         ValueError: two optimizers have the same parameter.
@@ -81,12 +78,14 @@ class JointStep:
         self._matrix = [each for each in optimizers if takes_matrices(each)]
         self._pending: Counter[FlatParam] = Counter()
         seen: set[int] = set()
-        for param in chain.from_iterable(group["params"] for each in optimizers for group in each.param_groups):
-            if id(param) in seen:
+        for each in optimizers:
+            params = {id(param): param for group in each.param_groups for param in group["params"]}
+            if twice := seen & params.keys():
                 raise ValueError(
-                    f"optimizer: a parameter of shape {tuple(param.shape)} is in two optimizers; give it to one of them"
+                    f"optimizer: a parameter of shape {tuple(params[twice.pop()].shape)} is in two optimizers; give it "
+                    f"to one of them"
                 )
-            seen.add(id(param))
+            seen |= params.keys()
 
     def can_update(self) -> bool:
         """Whether flat parameters can be updated one by one."""
@@ -94,7 +93,7 @@ class JointStep:
 
     def begin(self) -> list[FlatUpdate]:
         """The elementwise updates of this step; call `step_others` for the rest, then `finish`."""
-        updates = [update for step in self._flat for update in step.begin(shows=False)]
+        updates = [update for step in self._flat for update in step.begin()]
         covered = Counter[FlatParam]()  # how many parameters of each are updated from its gradient as one tensor
         for update in updates:
             covered[update.flat] += len(update.params)

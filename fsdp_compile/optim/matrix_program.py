@@ -1,13 +1,14 @@
-"""What an optimizer of complete matrices does to one parameter: recorded from its own `step`, and cut in three.
+"""What an optimizer of complete matrices does to one parameter: recorded from its own `step` (matrix_recorder.py), and
+cut in three.
 
     before    on the elements that each rank stores    Muon: momentum, Nesterov's average, the cast to bfloat16
     whole     on the complete matrix, on its owner     Muon: Newton-Schulz
     after     on the elements that each rank stores    Muon: weight decay, the update
 
 The operators are those that `step` has called, with their numbers, and the same kernels run. So nothing of an optimizer
-is written a second time, and what an option changes is seen in the next recording. The stand-in for the parameter has
-its shape and no memory. A recording that repeats an earlier one, but for numbers such as the learning rate, computes
-nothing.
+is written a second time, and what an option changes is seen in the next recording. Newton-Schulz is not compiled: on a
+CPU products of matrices take nearly all of its time, and fusions round otherwise, by percents of an update
+(`python -m bench muon --newton-schulz`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

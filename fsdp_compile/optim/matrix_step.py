@@ -3,13 +3,13 @@
     updates = MatrixUpdates.of(optimizer)
     covered = updates.begin(optimizer)      parameters that are updated here; the optimizer steps on the others itself
     updates.start()                         momentum; it goes to the owners of the matrices
-    for params in updates.finish(): ...     owners compute, results return, parameters are updated
+    for stage in updates.finish(): ...      owners compute, results return, parameters are updated
 
 The optimizer's own operators run, cut in three (matrix_program.py): on the elements that each rank stores, on complete
-matrices, and on those elements again. Matrices are exchanged in stages, in the order of the forward:
+matrices, and on those elements again. Matrices are exchanged in stages (Note [What is computed first]):
 
-    rank        | momentum of 0 1 2 | home | compute 0 | compute 1 | compute 2 | update 0 | home | update 1 | update 2
-    link          [ in 0 ][ in 1 ][ in 2 ]            [ out 0 ]   [ out 1 ]   [ out 2 ]
+    rank      | momentum of 0 | of 1, 2 | home | compute 0 | compute 1 | compute 2 | update 0 | home | update 1 | 2 |
+    link                      [ in 0 ][ in 1 ][ in 2 ]     [ out 0 ]   [ out 1 ]   [ out 2 ]
 
 home: matrices that lie on this rank are computed where it would wait.
 
@@ -137,7 +137,8 @@ class MatrixUpdates:
         self._places: dict[int, Place] = {}  # for each parameter, by its id
         self._recorders: dict[Any, MatrixRecorder | None] = {}
         self._families: list[tuple[int, MatrixRecorder, Family]] = []  # with the index of their group
-        self._family_of: dict[int, Family] = {}  # for each parameter, by its id
+        self._params: list[ShardedTensor] = []  # in the order of the optimizer
+        self._family_of: dict[int, Family] = {}  # for each of them, by its id
         self._known: _Known | None = None
         self._slices: dict[int, slice | None] = {}  # for each of `flats` what this rank stores in the flat shard
         self._made: dict[tuple[int, ...], list[Stage]] = {}  # for some parameters, by their ids
@@ -168,7 +169,7 @@ class MatrixUpdates:
         if not is_prepared:
             self.prepare(optimizer)
         self._shown.clear()
-        gradients = self._gradients([param for _, _, family in self._families for param in family.params])
+        gradients = self._gradients(self._params)
         expected, self._expected = self._expected, []
         covered = {*gradients, *(id(param) for stage in self._stages for param in stage.params)}
         for stage in expected:
@@ -188,9 +189,7 @@ class MatrixUpdates:
         if self._known is None or not self._known.holds(optimizer) or not self._record_again(optimizer):
             self._made.clear()
             self._find_families(optimizer)
-            self._plan(
-                [(param, family.program) for _, _, family in self._families for param in family.params], compares
-            )
+            self._plan([(param, self._family_of[id(param)].program) for param in self._params], compares)
             with_numbers = any(family.program.scalars for _, _, family in self._families)
             self._known = None if with_numbers else _Known(optimizer)
         return set(self._family_of)
@@ -286,7 +285,7 @@ class MatrixUpdates:
 
     def _find_families(self, optimizer: Optimizer) -> None:
         found: dict[tuple[MatrixProgram, torch.device], tuple[int, MatrixRecorder, Family]] = {}
-        self._family_of, self.flats, self._slices = {}, {}, {}
+        self._params, self._family_of, self.flats, self._slices = [], {}, {}, {}
         for index, group in enumerate(optimizer.param_groups):
             options = options_of(group)
             for param in group["params"]:
@@ -298,6 +297,7 @@ class MatrixUpdates:
                 recorder, program = recorded
                 family = found.setdefault((program, param.device), (index, recorder, Family([], program)))[2]
                 family.params.append(param)
+                self._params.append(param)
                 self._family_of[id(param)] = family
                 if (managed := unit_of(cast(nn.Parameter, param))) is not None:
                     self.flats[id(param)], at = managed[0].in_flat(managed[1])

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
+from itertools import chain
 
 LAG = 2
 """How many stages are computed before the results of one are waited for: other ranks may compute later than this."""
@@ -74,21 +75,35 @@ class OwnerPlan:
         total = sum(self.loads)
         return max(self.loads) * self.size / total if total else 1.0
 
+    @property
+    def _order(self) -> Iterator[int]:
+        """The matrices, owner by owner, each in the order in which it computes (Note [What is computed first])."""
+        owned: list[list[int]] = [[] for _ in range(self.size)]
+        for index, owner in enumerate(self.owners):
+            owned[owner].append(index)
+        for own in owned:
+            small = min((self.matrices[index].numel for index in own), default=0)
+            last = [index for index in own if self.matrices[index].numel == small and 8 * index >= len(self.matrices)]
+            rest = [index for index in own if index not in last[-1:]]
+            first = min(rest, key=lambda index: self.matrices[index].numel, default=-1)
+            yield from chain(sorted(rest, key=lambda index: (index != first, index)), last[-1:])
+
     @cached_property
     def stages(self) -> tuple[int, ...]:
         """For each matrix with which others it is exchanged: with those that other owners compute at about that time.
 
-        Each rank computes what it owns in the order of the optimizer. There are at most eight stages, and on average at
-        least one matrix for each rank in one.
+        There are at most eight stages. Of the time that all takes, the first one and the last one get half as much as
+        each of the others, since nothing hides all of their exchanges.
         """
-        number = max(1, min(_STAGES, len(self.matrices) // self.size))
+        intervals = min(_STAGES - 1, len(self.matrices) // self.size)
         done, middles = [0] * self.size, dict[tuple[bool, int], list[int]]()  # twice the time at half of a matrix
-        for index, (matrix, owner) in enumerate(zip(self.matrices, self.owners, strict=True)):
+        for index in self._order:
+            matrix, owner = self.matrices[index], self.owners[index]
             middles.setdefault(_together(matrix, index), []).append(2 * done[owner] + matrix.cost)
             done[owner] += matrix.cost
         last = max(1, 2 * max(done, default=0))
-        means = {key: number * sum(each) // (len(each) * last) for key, each in middles.items()}
-        return tuple(min(number - 1, means[_together(*pair[::-1])]) for pair in enumerate(self.matrices))
+        means = {key: intervals * sum(each) / (len(each) * last) for key, each in middles.items()}
+        return tuple(int(means[_together(*pair[::-1])] + 0.5) for pair in enumerate(self.matrices))
 
     @cached_property
     def length(self) -> int:
@@ -157,6 +172,12 @@ def _together(matrix: Matrix, index: int) -> tuple[bool, int]:
 # Results of a stage are waited for by all ranks. Were stages cut by the order of the forward, a rank that owns the
 # largest matrix of each of the first units would let the others wait: 16 blocks of a GPT on 8 ranks took 1.6 times as
 # long. So stages are cut by the time at which owners compute (`OwnerPlan.stages`).
+#
+# Note [What is computed first]
+# Each rank computes what it owns in the order of the optimizer, which is that of the forward: what the next forward
+# gathers first is updated first. Nothing hides all of the first exchange to owners, nor of the last one back, so these
+# should be short: a rank ends with its smallest matrix, if that is not of the first eighth of the model, which the next
+# forward waits for, and begins with the smallest of the others.
 
 
 def plan_owners(matrices: Sequence[Matrix], size: int, nodes: Sequence[int] = ()) -> OwnerPlan:

@@ -155,8 +155,9 @@ def test_a_step_asks_for_no_value(fuses: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     step = compile_step(model, optimizer, _loss_of, clip_norm=0.1, backend="eager")
     step._run = model
-    step._update.fuses = fuses
-    step._update.run_fused = lambda *args: None  # type: ignore[method-assign]  # compiled; its code is read elsewhere
+    (update,) = step._update._flat
+    step._update.fuses = update.fuses = fuses
+    update.run_fused = lambda *args: None  # type: ignore[method-assign]  # compiled; its code is read elsewhere
     inputs, target = CASE.batch(1, 4)
     for _ in range(2):  # they make the state, and are looked at for writes of forwards (edits/own_writes.py)
         step(inputs, target=target)

@@ -143,8 +143,8 @@ def _follow(
     step = compile_step(models[0], optimizers[0], loss_of, CLIP, accumulate, backend=backend)
     own = {each: Loop(models[0], optimizers[0], CLIP, accumulate, each) for each in set(how) - {"step"}}
     loop = Loop(models[1], optimizers[1], CLIP, accumulate, "eager" if backend == "inductor" else backend)
-    updates, begin = [], FlatStep.begin
-    step._update.begin = lambda *args, **kwargs: updates.append(begin(step._update, *args, **kwargs)) or updates[-1]
+    updates, begin = [], step._update.begin
+    step._update.begin = lambda: updates.append(begin()) or updates[-1]
     worst = 0.0
     for number in range(steps):
         inputs, target = batch(case, number, accumulate)

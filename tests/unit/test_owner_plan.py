@@ -88,12 +88,24 @@ def test_the_plan_is_printed() -> None:
 
 
 def test_stages() -> None:
-    """Stages follow the time at which owners compute, and none has fewer matrices than there are ranks on average."""
+    """Stages follow the time at which owners compute, and the first one and the last one are short."""
     first, second = ((0, 16),), ((1, 16),)
     costs = [(4, first), (1, second), (1, second), (1, second), (1, second), (4, first), (4, second)]
     plan = plan_owners([Matrix(str(i), (4, 4), cost, stored) for i, (cost, stored) in enumerate(costs)], 2)
-    assert plan.owners == (0, 1, 1, 1, 1, 0, 1) and plan.stages == (0, 0, 0, 0, 1, 2, 2) and plan.length == 8
+    assert plan.owners == (0, 1, 1, 1, 1, 0, 1) and plan.stages == (1, 0, 1, 1, 1, 2, 2) and plan.length == 8
     together = [Matrix(str(i), (4, 4), 1, ((i % 2, 16),), i // 4) for i in range(16)]
-    assert plan_owners(together, 2).stages == tuple(2 * (i // 4) + 1 for i in range(16)), "four parameters"
+    assert plan_owners(together, 2).stages == (*[1] * 4, *[3] * 4, *[4] * 4, *[6] * 4), "four parameters"
     assert plan_owners(together[:3], 4).stages == (0, 0, 0) and plan_owners([], 4).stages == ()
-    assert max(plan_owners([Matrix(str(i), (4, 4), 1, ((0, 16),)) for i in range(100)], 2).stages) == 7
+    stages = plan_owners([Matrix(str(i), (4, 4), 1, ((0, 16),)) for i in range(100)], 2).stages
+    assert [stages.count(each) for each in range(8)] == [8, 14, 14, 14, 16, 14, 14, 6]
+
+
+def test_small_matrices_are_first_and_last() -> None:
+    """A rank ends with its smallest matrix, unless the next forward needs that first, and begins with another one."""
+    sizes = [1, 3, 2, 1, 3, 1, 2, 3, 2]
+    matrices = [Matrix(str(i), (4, 4 * size), 4 * size, ((0, 16 * size),)) for i, size in enumerate(sizes)]
+    plan = plan_owners(matrices, 1)
+    assert sorted(range(9), key=plan.stages.__getitem__)[0] == 0 and plan.stages[5] == max(plan.stages) == 7
+    assert plan.stages[3] > plan.stages[2] > plan.stages[1], "others in the order of the optimizer"
+    begun = plan_owners([*matrices[1:3], *matrices[5:]], 1).stages
+    assert begun.index(0) == 1 and begun.index(max(begun)) == 2, "the only smallest one is last"

@@ -1,0 +1,62 @@
+"""Whether compiling Muon's arithmetic pays on this machine: `python -m bench muon --newton-schulz`.
+
+For each shape of a matrix, one thread: milliseconds of CPU time of `torch.optim.Muon.step` on one plain parameter, as
+it is and by `torch.compile`, and of the matrix products in it alone; seconds to compile; by how much updates differ.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Muon
+
+SHAPES = ((384, 384), (1152, 384), (1536, 384), (384, 1536), (64, 16))  # of the GPT of this benchmark, and a tiny one
+STEPS, REPEATS = 5, 15  # of Newton-Schulz; of measurements
+
+
+def milliseconds(call: Callable[[], Any]) -> float:
+    """Median CPU time of a call."""
+    taken = []
+    for _ in range(REPEATS):
+        begin = time.process_time()
+        call()
+        taken.append(time.process_time() - begin)
+    return 1000 * statistics.median(taken)
+
+
+def products(x: Tensor) -> None:
+    """The matrix products of Newton-Schulz, with operands as good as any."""
+    for _ in range(STEPS):
+        gram = x @ x.T
+        torch.addmm(x, torch.addmm(gram, gram, gram), x)
+
+
+def compare(shape: tuple[int, int]) -> str:
+    """A line of the table."""
+    params = [nn.Parameter(torch.zeros(shape)) for _ in range(2)]
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    muons = [Muon([param], lr=1.0, weight_decay=0.0, ns_steps=STEPS) for param in params]
+    compiled: Any = torch.compile(muons[1].step)
+    for param in params:
+        param.grad = gradient.clone()
+    muons[0].step()
+    begin = time.perf_counter()
+    compiled()
+    seconds = time.perf_counter() - begin
+    eager, other = (param.detach().clone() for param in params)
+    low = gradient if shape[0] <= shape[1] else gradient.T
+    taken = [milliseconds(muons[0].step), milliseconds(compiled), milliseconds(lambda: products(low.bfloat16()))]
+    row = "  ".join(f"{each:8.2f}" for each in (*taken, seconds))
+    return f"{shape!s:12} {row}  {(eager - other).abs().max() / eager.abs().max():10.1e}"
+
+
+def report() -> None:
+    """Print the table."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    print("shape        ms eager  compiled  products  s to compile  relative difference")
+    for shape in SHAPES:
+        print(compare(shape), flush=True)
