@@ -77,15 +77,13 @@ class JointStep:
         self._flat = [FlatStep(each, fuses) for each in optimizers if not takes_matrices(each)]
         self._matrix = [each for each in optimizers if takes_matrices(each)]
         self._pending: Counter[FlatParam] = Counter()
-        seen: set[int] = set()
-        for each in optimizers:
-            params = {id(param): param for group in each.param_groups for param in group["params"]}
-            if twice := seen & params.keys():
+        owners: dict[int, Optimizer] = {}
+        pairs = ((each, param) for each in optimizers for group in each.param_groups for param in group["params"])
+        for optimizer, param in pairs:
+            if owners.setdefault(id(param), optimizer) is not optimizer:
                 raise ValueError(
-                    f"optimizer: a parameter of shape {tuple(params[twice.pop()].shape)} is in two optimizers; give it "
-                    f"to one of them"
+                    f"optimizer: a parameter of shape {tuple(param.shape)} is in two optimizers; give it to one of them"
                 )
-            seen |= params.keys()
 
     def can_update(self) -> bool:
         """Whether flat parameters can be updated one by one."""
