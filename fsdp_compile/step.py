@@ -365,6 +365,7 @@ class CompiledStep:
         nn.utils.clip_grads_with_norm_([param for param in params if id(param) not in updated], limit, norm)
         return torch.clamp(limit / (norm + 1e-6), max=1.0)  # as `clip_grads_with_norm_` computes it
 
+    @torch.no_grad()
     def _run_updates(self, updates: Sequence[FlatUpdate], coefficient: Tensor | None = None) -> None:
         """Update units in the order of the forward; start to gather the first ones for the next forward."""
         pending: dict[FlatParam, list[FlatUpdate]] = {}

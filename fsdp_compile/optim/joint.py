@@ -133,9 +133,8 @@ class JointStep:
         """For each flat parameter how many of its matrices are under way."""
         return self._pending
 
-    @torch.no_grad()
     def finish(self) -> Iterator[FlatParam]:
-        """Update all matrices; yields flat parameters, each as soon as none of its matrices is under way."""
+        """Update all matrices, under `no_grad`; yields flat parameters, each when none of its matrices is under way."""
         for step in self._flat:
             step.finish()
         for stage in chain.from_iterable(MatrixUpdates.of(each).finish() for each in self._matrix):
