@@ -1,7 +1,8 @@
 """Whether compiling Muon's arithmetic pays on this machine: `python -m bench muon --newton-schulz`.
 
 For each shape of a matrix, one thread: milliseconds of CPU time of `torch.optim.Muon.step` on one plain parameter, as
-it is and by `torch.compile`, and of the matrix products in it alone; seconds to compile; by how much updates differ.
+it is and by `torch.compile`, and of the matrix products in it alone; seconds to compile; by how much updates differ,
+also without momentum and in bfloat16, where that of Newton-Schulz alone is seen.
 """
 
 import statistics
@@ -34,11 +35,10 @@ def products(x: Tensor) -> None:
         torch.addmm(x, torch.addmm(gram, gram, gram), x)
 
 
-def compare(shape: tuple[int, int]) -> str:
-    """A line of the table."""
-    params = [nn.Parameter(torch.zeros(shape)) for _ in range(2)]
-    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    muons = [Muon([param], lr=1.0, weight_decay=0.0, ns_steps=STEPS) for param in params]
+def difference(gradient: Tensor, **options: Any) -> tuple[Muon, Any, float, float]:
+    """A step as it is and compiled; seconds to compile; the largest difference of updates, by the largest element."""
+    params = [nn.Parameter(torch.zeros_like(gradient)) for _ in range(2)]
+    muons = [Muon([param], lr=1.0, weight_decay=0.0, ns_steps=STEPS, **options) for param in params]
     compiled: Any = torch.compile(muons[1].step)
     for param in params:
         param.grad = gradient.clone()
@@ -46,17 +46,26 @@ def compare(shape: tuple[int, int]) -> str:
     begin = time.perf_counter()
     compiled()
     seconds = time.perf_counter() - begin
-    eager, other = (param.detach().clone() for param in params)
+    eager, other = (param.detach() for param in params)
+    return muons[0], compiled, seconds, float((eager - other).abs().max() / eager.abs().max())
+
+
+def compare(shape: tuple[int, int]) -> str:
+    """A line of the table."""
+    torch._dynamo.reset()
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    muon, compiled, seconds, differs = difference(gradient)
+    alone = difference(gradient.bfloat16(), momentum=0.0, nesterov=False)[3]
     low = gradient if shape[0] <= shape[1] else gradient.T
-    taken = [milliseconds(muons[0].step), milliseconds(compiled), milliseconds(lambda: products(low.bfloat16()))]
+    taken = [milliseconds(muon.step), milliseconds(compiled), milliseconds(lambda: products(low.bfloat16()))]
     row = "  ".join(f"{each:8.2f}" for each in (*taken, seconds))
-    return f"{shape!s:12} {row}  {(eager - other).abs().max() / eager.abs().max():10.1e}"
+    return f"{shape!s:12} {row}  {differs:10.1e}  {alone:10.1e}"
 
 
 def report() -> None:
     """Print the table."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    print("shape        ms eager  compiled  products  s to compile  relative difference")
+    print("shape        ms eager  compiled  products  s to compile  differs by  Newton-Schulz alone")
     for shape in SHAPES:
         print(compare(shape), flush=True)
