@@ -127,10 +127,13 @@ def noisy(number: int) -> dict[str, Tensor]:
     return {"sample": torch.randn(2, 3, 16, 16), "timestep": torch.randint(1000, (2,))}
 
 
-def captioned(number: int) -> dict[str, Any]:
+def latents_and_texts(number: int) -> dict[str, Tensor]:
     return {"hidden_states": torch.randn(2, 4, 8, 8), "timestep": torch.randint(1000, (2,)),
-            "encoder_hidden_states": torch.randn(2, 5, 24),
-            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}  # fmt: skip
+            "encoder_hidden_states": torch.randn(2, 5, 24)}  # fmt: skip
+
+
+def captioned(number: int) -> dict[str, Any]:
+    return {**latents_and_texts(number), "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}
 
 
 LM = {**WORDS, **USUAL, "use_cache": False, "max_position_embeddings": 32}
@@ -184,6 +187,19 @@ UNSEEN: dict[str, Unseen] = {
                         in_channels=4, out_channels=8, num_layers=2, sample_size=8, patch_size=2,
                         cross_attention_dim=16, caption_channels=24, use_additional_conditions=False),
     "convnext_atto": image("convnext_atto", 32, depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)),
+    "olmoe": hugging("Olmoe", "OlmoeForCausalLM", words, **LM, num_key_value_heads=2, num_experts=4,
+                     num_experts_per_tok=2),
+    "mamba2": hugging("Mamba2", "Mamba2ForCausalLM", words, **WORDS, hidden_size=32, num_hidden_layers=2, state_size=4,
+                      num_heads=8, head_dim=8, n_groups=2, chunk_size=4, use_cache=False),
+    "modernbert": hugging("ModernBert", "ModernBertForMaskedLM", words, **LM, global_attn_every_n_layers=2,
+                          local_attention=8),
+    "poolformer": hugging("PoolFormer", "PoolFormerForImageClassification", labelled, num_labels=5, depths=[1, 1],
+                          hidden_sizes=[8, 16], num_encoder_blocks=2, patch_sizes=[7, 3], strides=[4, 2],
+                          padding=[2, 1], drop_path_rate=0.0),
+    "sana": diffusing("SanaTransformer2DModel", latents_and_texts, in_channels=4, out_channels=4, num_attention_heads=2,
+                      attention_head_dim=8, num_layers=1, num_cross_attention_heads=2, cross_attention_head_dim=8,
+                      cross_attention_dim=16, caption_channels=24, sample_size=8, patch_size=1),
+    "vit_tiny": image("vit_tiny_patch16_224", 32, img_size=32, depth=2, embed_dim=24, num_heads=2),
     "albert": hugging("Albert", "AlbertForMaskedLM", words, **WORDS, **USUAL, **NO_DROPOUT, embedding_size=16),
     "electra": hugging("Electra", "ElectraForSequenceClassification", classes, **WORDS, **USUAL, embedding_size=16),
     "deberta_v2": hugging("DebertaV2", "DebertaV2ForMaskedLM", words, **WORDS, **USUAL, **NO_DROPOUT,
