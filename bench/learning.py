@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from bench.models import WORKLOADS
 from bench.report import parser, write
 from bench.wrong_prices import at_other_prices, on_link, step_of
-from fsdp_compile.learning.prices import Mark, record_of
+from fsdp_compile.learning.prices import Called, Mark, Record, records_of
 from fsdp_compile.learning.replan import Graph, replanned
 from fsdp_compile.passes.plan.plan import Machine, Plan, held_units, simulate
 from fsdp_compile.passes.plan.safe import safe_plan
@@ -86,6 +86,11 @@ def marks_of(real: Workload, plan: Plan, products: Sequence[bool], noise: float 
     return [*marks, Mark("end", machine.now, machine.now)]
 
 
+def recorded(step: Workload, plan: Plan, products: Sequence[bool], marks: Sequence[Mark]) -> Record:
+    """What is read from the marks of a step that is one graph."""
+    return records_of({"step": Called(step, plan, products, marks)})["step"]
+
+
 def wrong_tasks(step: Workload, rng: random.Random, most: float = MOST) -> Workload:
     """`step` whose tasks each take up to `most` times as long or as short."""
     factors = [exp(rng.uniform(-log(most), log(most))) for _ in step.tasks]
@@ -100,7 +105,7 @@ def learn(
     plan = safe_plan(step).plan
     first, after, estimated = simulate(real, plan).makespan, list[float](), step
     for _ in range(rounds):
-        record = record_of(estimated, plan, products, marks_of(real, plan, products, noise))
+        record = recorded(estimated, plan, products, marks_of(real, plan, products, noise))
         found = replanned({"step": Graph(estimated, plan)}, {"step": record})
         plan = found.plans["step"] if found.pays else plan
         after.append(simulate(real, plan).makespan)

@@ -28,7 +28,7 @@ from fsdp_compile.passes._torch import inductor_config
 
 LIMIT = 1800.0  # seconds that a copy may take
 _DIE_WITH_PARENT = 1  # of prctl
-_LATER = 5  # by how much less urgent than training it is
+_LATER = 10  # less urgent than training: beside a thread that trains it has a tenth of a core, and that one the rest
 
 
 class Child:

@@ -9,8 +9,8 @@ the sizes of their batches have one structure and follow one plan.
     call 8             ranks meet: each leaves what it recorded, and a copy of the first one plans again
     every 8 calls      ranks meet, until the first one has planned; if that is worth it, a copy of each rank compiles
                        the graphs with the new plan, and ranks meet until all have, or one cannot: then nothing changes
-    16 calls or more   four with the new plan, four with the old one, and so on, for some seconds; then ranks meet, and
-                       all of them keep the plan that was faster on most
+    16 calls or more   from the call after that meeting on: four with the new plan, four with the old one, and so on,
+                       for some seconds; then ranks meet, and all of them keep the plan that was faster on most
     30 calls later     the next one is recorded; 5 later where a plan has changed
 
 A rank that calls a graph for which it lacks the plan of that call compiles it there and then. Values do not change:
@@ -41,7 +41,7 @@ from fsdp_compile.config import CompileConfig
 from fsdp_compile.learning._torch import Surroundings, caches_graphs
 from fsdp_compile.learning.child import Child
 from fsdp_compile.learning.meeting import PATIENCE, Meeting
-from fsdp_compile.learning.prices import Record, Unlike, of_all_ranks, record_of
+from fsdp_compile.learning.prices import Called, Record, Unlike, of_all_ranks, records_of
 from fsdp_compile.learning.recorder import DIRECTIONS, StepClock
 from fsdp_compile.learning.replan import Graph, replanned
 from fsdp_compile.passes import agreement
@@ -86,6 +86,9 @@ _BLOCKS = 4, 24  # new, old, new, old, ...: at least, and at most
 _CHANGED = 1.2  # times as long as before a step or a link has to take for a plan to be looked for
 _PAYS = 0.995  # times as long as the old plan a new one has to stay below
 _ALIKE = 1.005  # times as long as the old plan a new one may take that saves memory
+_LINES = 100  # of a history
+_AS_BEFORE = "as before: the plan stays"
+_WHY = "why not"  # in a rank's message, instead of a record
 _SOON = 3  # changes of plan after which the next record is not hurried
 
 
@@ -214,6 +217,7 @@ class Learning:
         calls: how many calls have begun.
         graphs: those of this structure that were compiled.
         history: what was done and why, a line each.
+        under_way: what is being done, or what comes next.
     """
 
     def __init__(self, key: str, config: CompileConfig, device: torch.device, number: int) -> None:
@@ -221,6 +225,7 @@ class Learning:
         self.in_force, self.calls = "", 0
         self.graphs: WeakSet[LearnedGraph] = WeakSet()
         self.history: list[str] = []
+        self.under_way = f"call {schedule.first} will be recorded"
         self.rejected: list[str] = []
         self._meeting: Meeting | None = None
         self._next: tuple[int, _Act] = schedule.first, self._record  # what is done at which call
@@ -249,7 +254,7 @@ class Learning:
 
     def _record(self, graph: LearnedGraph) -> StepClock:
         self._clock, self._recorded = StepClock(self.device, watches=True), graph
-        self._next = self.calls + schedule.meet, self._compare_records
+        self._go_on(schedule.meet, self._compare_records, "recorded, ranks compare what it took")
         return self._clock
 
     def _compare_records(self, _graph: LearnedGraph) -> None:
@@ -258,33 +263,34 @@ class Learning:
         merged = self._meet("records", json.dumps(records), _merged)
         if merged is None:
             return self._end()
-        if not (prices := json.loads(merged)) or self._recorded is None:
-            return self._settle("a rank has not recorded a step")
+        prices = json.loads(merged)
+        if _WHY in prices:
+            return self._settle(f"nothing is learned, as a rank has not recorded a step: {prices[_WHY]}")
+        assert self._recorded is not None  # else this rank has left no record
         noted = self._recorded.noted(self.in_force)
-        assert noted is not None  # else this rank has left no record
+        assert noted is not None
         self._step = sum(each["step"] for each in prices.values())
         if _are_alike(prices, self._priced):
-            return self._settle("")
+            return self._settle(f"recorded {self._step * 1e3:.1f} ms, {_AS_BEFORE}")
         self._priced = prices
         if is_first(None):
             self._child = _beside(lambda: json.dumps(self._planned(noted, prices)))
-        self._next = self.calls + schedule.poll, self._take_plan
+        self._go_on(schedule.poll, self._take_plan, f"recorded {self._step * 1e3:.1f} ms, another plan is searched")
         return None
 
     def _records(self) -> dict[str, Any]:
-        """What this rank has recorded, by direction; empty if nothing was, or not all of it."""
+        """What this rank has recorded, by direction; or, under `_WHY`, why nothing was."""
         graph, clock = self._recorded, self._clock
         noted = graph.noted(self.in_force) if graph is not None else None
         if clock is None or noted is None or clock.spans.keys() != set(DIRECTIONS):
-            return {}
+            return {_WHY: "its forward or backward was not compiled here, or has not ended"}
         try:
-            return {
-                direction: record_of(each.workload, each.plan, each.products, clock.marks(direction)).to_json()
-                for direction, each in noted.items()
+            calls = {
+                name: Called(each.workload, each.plan, each.products, clock.marks(name)) for name, each in noted.items()
             }
+            return {direction: record.to_json() for direction, record in records_of(calls).items()}
         except Unlike as reason:
-            log.debug("learn: nothing is learned from a step: %s", reason)
-            return {}
+            return {_WHY: str(reason)}
 
     def _planned(self, noted: Mapping[str, Noted], prices: Mapping[str, Any]) -> dict[str, Any]:
         """The plan by recorded prices, empty if none is worth it, what to say about it, and if it saves memory."""
@@ -304,7 +310,7 @@ class Learning:
         if text in self.rejected:
             return {"plan": "", "words": f"{words}; that was tried before", "saves": False}
         if not found.pays or text == self.in_force:
-            return {"plan": "", "words": f"{words}: the plan stays", "saves": False}
+            return {"plan": "", "words": f"{words}: nothing to gain, the plan stays", "saves": False}
         return {"plan": text, "words": words, "saves": least < most}
 
     def _take_plan(self, _graph: LearnedGraph) -> None:
@@ -324,7 +330,7 @@ class Learning:
             return self._settle(self._words)
         if self.device.type == "cpu" and caches_graphs():  # what it compiles is found here, in the caches
             self._child = _beside(self._compile_all)
-        self._next = self.calls + schedule.poll, self._wait_for_children
+        self._go_on(schedule.poll, self._wait_for_children, f"{self._words}: compiled beside the training")
         return None
 
     def _compile_all(self) -> str:
@@ -345,10 +351,11 @@ class Learning:
         if outcome != "ready":
             self.rejected.append(self._new)
             return self._settle(f"{self._words}; a rank could not compile it")
-        self._trial = _Trial(self.calls, self._new, self.in_force)
+        self._trial = _Trial(self.calls + 1, self._new, self.in_force)  # this call has loaded the code, and is slow
         least, most = _BLOCKS
         pairs = ceil(schedule.trial / (2 * schedule.block * self._step or 1.0))
-        self._next = self.calls + min(max(least, 2 * pairs), most) * schedule.block, self._judge
+        calls = min(max(least, 2 * pairs), most) * schedule.block
+        self._go_on(calls + 1, self._judge, f"{self._words}; takes turns with the old plan for {calls} calls")
         return None
 
     def _compile_here(self) -> str:
@@ -380,21 +387,29 @@ class Learning:
                      soon=is_better and self._changes < _SOON)  # fmt: skip
         return self._keep(ratio)
 
+    def _go_on(self, calls: int, do: _Act, what: str) -> None:
+        """Say what is under way, and `do` the next thing so many calls later."""
+        self.under_way = f"since call {self.calls}: {what}"
+        log.info("learn: call %d of a graph of %d units: %s", self.calls, self.key.count("\n"), what)
+        self._next = self.calls + calls, do
+
     def _settle(self, what: str, soon: bool = False) -> None:
-        """Note what has happened, if anything, and when to look again."""
-        if what:
-            self.history.append(f"call {self.calls}: {what}")
-            log.info("learn: call %d of a graph of %d units: %s", self.calls, self.key.count("\n"), what)
+        """Note what has come of a record, and look again later."""
+        if self.history and what.endswith(_AS_BEFORE) and self.history[-1].endswith(_AS_BEFORE):
+            self.history.pop()
+        self.history = [*self.history[1 - _LINES :], f"call {self.calls}: {what}"]
+        log.info("learn: call %d of a graph of %d units: %s", self.calls, self.key.count("\n"), what)
         if self._child is not None:
             self._child.stop()
         self._child = self._clock = None
         self._round += 1
         self._next = self.calls + (schedule.first if soon else schedule.every), self._record
+        self.under_way = f"call {self._next[0]} will be recorded"
 
     def _end(self) -> None:
         """Learn nothing any more: ranks do not call graphs alike, or one has ended or takes its time. All give up."""
         self._settle(f"ends, as a rank has not come within {PATIENCE:g} s")
-        self._next = sys.maxsize, self._record
+        self._next, self.under_way = (sys.maxsize, self._record), "nothing more is learned"
 
     def _meet(
         self, what: str, message: str, answer: Callable[[Sequence[str]], str], patience: float | None = None
@@ -418,7 +433,7 @@ class Learning:
             raise TypeError("expected texts of plans")
         self.in_force, self.rejected = table["plan"], list(table["rejected"])
         self.history = [*table["history"], "kept for this run"]
-        self._next = schedule.every, self._record
+        self._next, self.under_way = (schedule.every, self._record), f"call {schedule.every} will be recorded"
 
 
 def _beside(work: Callable[[], str]) -> Child | None:
@@ -448,11 +463,12 @@ def _file_of(plan: str) -> str:
 
 def _merged(messages: Sequence[str]) -> str:
     tables = [json.loads(each) for each in messages]
-    if not all(tables):
-        return "{}"
+    for table in tables:
+        if _WHY in table:
+            return json.dumps({_WHY: str(table[_WHY])})
     counts = {name: len(each["seconds"]) for name, each in tables[0].items()}
     if any(len(table[name]["seconds"]) != count for table in tables for name, count in counts.items()):
-        return "{}"
+        return json.dumps({_WHY: "graphs of ranks have other numbers of tasks"})
     records = {name: [Record.from_json(table[name], count) for table in tables] for name, count in counts.items()}
     return json.dumps({name: of_all_ranks(each).to_json() for name, each in records.items()})
 
@@ -481,6 +497,8 @@ class _Trial:
         self._clocks: dict[str, list[StepClock]] = {new: [], old: []}
 
     def begin_call(self, call: int, device: torch.device) -> tuple[str, StepClock | None]:
+        if call < self.begin:
+            return self.old, None
         block, place = divmod(call - self.begin, schedule.block)
         plan = self.old if block % 2 else self.new
         if place == 0 and schedule.block > 1:

@@ -36,11 +36,11 @@ def install() -> None:
 
 
 def explain() -> str:
-    """What was recorded, predicted, tried and changed in this process, a paragraph for each structure of graphs."""
+    """What was recorded, predicted, tried and changed, and is under way, a paragraph for each structure of graphs."""
     parts = []
     for learning in learned.values():
         plan = f"a learned plan\n{learning.in_force}" if learning.in_force else "the first plan"
-        config, lines = learning.config, learning.history or ["nothing yet"]
+        config, lines = learning.config, [*learning.history, learning.under_way]
         prices = f"first priced by link {config.link}, device {config.device or learning.device.type}"
         units = f"{learning.key.count(chr(10))} units, {learning.calls} calls, {prices}"
         parts.append("\n".join([units, *lines, f"in force: {plan}"]))

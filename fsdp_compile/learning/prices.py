@@ -15,11 +15,12 @@ Note [How the link is priced]
 A wait says when its collective has ended only if it lasts. So the link is not read off single waits: the plan is
 simulated with the recorded seconds of tasks, on links that take some times as long as priced, and the one counts whose
 waits are most like the recorded ones. All but the first gather and the last reduce may be hidden: these two tell.
+Forward and backward go over one link, and what one of them hides the other may show, so both are simulated together.
 Waits for ranks that are late are noise: unless another link explains some of the step better, it stays as priced.
 """
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -82,28 +83,41 @@ class Unlike(ValueError):
     """Marks that are not those of the plan."""
 
 
-def record_of(workload: Workload, plan: Plan, products: Sequence[bool], marks: Sequence[Mark]) -> Record:
-    """What the marks of one call of a graph say.
+class Called(NamedTuple):
+    """One call of a graph.
 
-    Args:
+    Attributes:
         workload: the graph, with the prices by which its plan was made.
         plan: the plan that the graph follows.
         products: whether each task begins with a matrix product.
         marks: in order, "end" last.
+    """
+
+    workload: Workload
+    plan: Plan
+    products: Sequence[bool]
+    marks: Sequence[Mark]
+
+
+def records_of(calls: Mapping[str, Called]) -> dict[str, Record]:
+    """What the marks of one step say, by direction.
 
     Raises:
-        Unlike: the graph has launched or waited for something else than its plan.
+        Unlike: a graph has launched or waited for something else than its plan.
     """
-    gaps = _gaps(workload, plan, products, marks)
-    seconds = [0.0] * len(workload.tasks)
-    for tasks, took in gaps:
-        priced = sum(workload.tasks[task].seconds for task in tasks)
-        for task in tasks:
-            seconds[task] += took * (workload.tasks[task].seconds / priced if priced else 1 / len(tasks))
-    waits = [mark.end - mark.begin for mark in marks if mark.kind in ("wait", "wait_reduce")]
-    return Record(
-        tuple(seconds), _link(priced_by(workload, seconds), plan, waits), sum(waits), marks[-1].end - marks[0].begin
-    )
+    seconds, waits = dict[str, list[float]](), dict[str, list[float]]()
+    for direction, (workload, plan, products, marks) in calls.items():
+        took = seconds[direction] = [0.0] * len(workload.tasks)
+        for tasks, together in _gaps(workload, plan, products, marks):
+            priced = sum(workload.tasks[task].seconds for task in tasks)
+            for task in tasks:
+                took[task] += together * (workload.tasks[task].seconds / priced if priced else 1 / len(tasks))
+        waits[direction] = [mark.end - mark.begin for mark in marks if mark.kind in ("wait", "wait_reduce")]
+    link = _link([(priced_by(each.workload, seconds[name]), each.plan, waits[name]) for name, each in calls.items()])
+    return {
+        name: Record(tuple(seconds[name]), link, sum(waits[name]), each.marks[-1].end - each.marks[0].begin)
+        for name, each in calls.items()
+    }
 
 
 def priced_by(workload: Workload, seconds: Sequence[float], link: float = 1.0) -> Workload:
@@ -187,14 +201,23 @@ def _planned(workload: Workload, plan: Plan) -> Iterator[tuple[list[int], str]]:
     yield [*tasks, *range(done, len(workload.tasks))], "end"
 
 
-def _link(workload: Workload, plan: Plan, waits: Sequence[float]) -> float:
-    """How many times as long the link takes as priced; see Note [How the link is priced]."""
-    rest = iter(waits)
-    recorded = [sum(next(rest) for _ in step.units) for step in plan.of("wait", "wait_reduce")]
+def _link(graphs: Sequence[tuple[Workload, Plan, Sequence[float]]]) -> float:
+    """How many times as long the link takes as priced; see Note [How the link is priced].
+
+    Args:
+        graphs: of a step: with recorded seconds of tasks, the plan, and how long each of its waits took.
+    """
+    recorded = list[list[float]]()
+    for _, plan, waits in graphs:
+        rest = iter(waits)
+        recorded.append([sum(next(rest) for _ in step.units) for step in plan.of("wait", "wait_reduce")])
 
     def unlike(ratio: float) -> float:
-        on_link = priced_by(workload, [task.seconds for task in workload.tasks], ratio)
-        return sum(abs(one - other) for one, other in zip(_waits(on_link, plan), recorded, strict=True))
+        found = 0.0
+        for (workload, plan, _), those in zip(graphs, recorded, strict=True):
+            on_link = priced_by(workload, [task.seconds for task in workload.tasks], ratio)
+            found += sum(abs(one - other) for one, other in zip(_waits(on_link, plan), those, strict=True))
+        return found
 
     ratios = [1.0]
     while ratios[-1] < FARTHEST:
@@ -206,7 +229,8 @@ def _link(workload: Workload, plan: Plan, waits: Sequence[float]) -> float:
         low, high = (low, other) if unlike(one) <= unlike(other) else (one, high)
     fine = (low + high) / 2
     best = fine if unlike(fine) < unlike(best) else best
-    as_priced, step = unlike(1.0), sum(recorded) + sum(task.seconds for task in workload.tasks)
+    as_priced = unlike(1.0)
+    step = sum(sum(waits) + sum(task.seconds for task in workload.tasks) for workload, _, waits in graphs)
     return best if unlike(best) <= min(as_priced - _SAYS[0] * step, _SAYS[1] * as_priced) else 1.0
 
 

@@ -16,6 +16,7 @@ from fsdp_compile.learning import graphs, install
 from fsdp_compile.learning.meeting import Meeting
 from fsdp_compile.learning.replan import replanned
 from fsdp_compile.passes import agreement, inductor
+from fsdp_compile.passes._torch import cache_misses
 from fsdp_compile.passes.plan.plan import Plan
 from fsdp_compile.passes.plan.safe import by_block
 from fsdp_compile.passes.plan.schedule import alternating
@@ -158,19 +159,19 @@ def _again(rank: int) -> tuple[list[str], str]:
     """A second start in the same process: what the first one has kept counts from the first call on."""
     with pytest.MonkeyPatch.context() as patch, _soon(), _asking_for(by_block):
         patch.setattr(graphs, "_PAYS", math.inf)  # any new plan is taken
-        _train(rank, 20, learn=True)
+        _train(rank, 20, learn=True, link="auto")
         learning, kept = _learned(), _learned().in_force
         assert kept
     dist.barrier()  # both have forgotten it
     learning._keep(1.0)
     with _soon():
-        asked: list[Any] = []
+        asked, compiled = list[Any](), cache_misses()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(inductor, "measured_link", lambda *given: asked.append(given))
             patch.setattr(graphs.LearnedGraph, "_compile_again", lambda *given: asked.append(given))
-            _train(rank, 4, learn=True)
+            _train(rank, 4, learn=True, link="auto")
         (graph,) = _learned().graphs
-        assert not asked and list(graph._runs) == [kept]
+        assert not asked and list(graph._runs) == [kept] and cache_misses() == compiled
         return _learned().history, kept
 
 

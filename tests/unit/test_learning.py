@@ -11,12 +11,12 @@ import pytest
 from test_wrong_prices import divided
 from workloads import blocks, random_workload
 
-from bench.learning import draws, learn, marks_of, wrong_tasks
+from bench.learning import draws, learn, marks_of, recorded, wrong_tasks
 from bench.wrong_prices import at_other_prices, on_link, step_of
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.learning import graphs
 from fsdp_compile.learning.child import Child
-from fsdp_compile.learning.prices import Mark, Record, Unlike, of_all_ranks, priced_by, record_of
+from fsdp_compile.learning.prices import Called, Mark, Record, Unlike, of_all_ranks, priced_by, records_of
 from fsdp_compile.learning.replan import Graph, replanned
 from fsdp_compile.passes.plan.plan import Plan, simulate, verify
 from fsdp_compile.passes.plan.safe import safe_plan
@@ -37,7 +37,7 @@ def test_a_recorded_step_has_its_prices(seed):
     real = at_other_prices(wrong_tasks(step, rng), 1.0, ratio)
     plan = rng.choice([safe_plan(step).plan, alternating(step)])
     products = [rng.random() < 0.7 or seed < 6 for _ in step.tasks]
-    found = record_of(step, plan, products, marks_of(real, plan, products))
+    found = recorded(step, plan, products, marks_of(real, plan, products))
     right, at = [task.seconds for task in real.tasks], 0
     assert sum(found.seconds) == pytest.approx(sum(right))
     if seed < 6:
@@ -62,7 +62,7 @@ def test_products_that_are_not_those_of_the_plan():
     plan, products = alternating(step), [True] * len(step.tasks)
     marks = marks_of(step, plan, products)
     extra = next(mark for mark in marks if mark.kind == "product")
-    found = record_of(step, plan, products, sorted([*marks, extra], key=lambda mark: mark.begin))
+    found = recorded(step, plan, products, sorted([*marks, extra], key=lambda mark: mark.begin))
     assert sum(found.seconds) == pytest.approx(sum(task.seconds for task in step.tasks))
 
 
@@ -79,7 +79,7 @@ def test_collectives_that_are_not_those_of_the_plan(change):
         "other": [*marks[:at], marks[at]._replace(kind="reduce"), *marks[at + 1 :]],
     }[change]
     with pytest.raises(Unlike, match="expected"):
-        record_of(step, plan, products, changed)
+        recorded(step, plan, products, changed)
 
 
 def test_waits_for_late_ranks_are_no_price():
@@ -91,7 +91,25 @@ def test_waits_for_late_ranks_are_no_price():
         more = 0.004 * rng.random() * sum(task.seconds for task in step.tasks) if mark.kind.startswith("wait") else 0.0
         marks.append(mark._replace(begin=mark.begin + late, end=mark.end + late + more))
         late += more
-    assert 0.5 < record_of(step, plan, products, marks).link < 2.0
+    assert 0.5 < recorded(step, plan, products, marks).link < 2.0
+
+
+@pytest.mark.parametrize("ratio", [0.25, 4.0])
+def test_forward_and_backward_have_one_link(ratio):
+    """A graph that hides all its collectives, but for waits that no link explains, has the link that another shows."""
+    calls, rng = {}, random.Random(0)
+    for name, busy in (("forward", 0.9), ("backward", 0.02)):
+        step = on_link(blocks(6), busy)
+        plan, products = safe_plan(step).plan, [True] * len(step.tasks)
+        marks, late = [], 0.0
+        for mark in marks_of(at_other_prices(step, 1.0, ratio), plan, products):
+            more = 0.002 * rng.random() * busy if mark.kind.startswith("wait") else 0.0
+            marks.append(mark._replace(begin=mark.begin + late, end=mark.end + late + more))
+            late += more
+        calls[name] = Called(step, plan, products, marks)
+    assert records_of({"backward": calls["backward"]})["backward"].link == 1.0
+    found = records_of(calls)
+    assert found["forward"].link == found["backward"].link == pytest.approx(ratio, rel=0.05)
 
 
 def test_ranks_share_medians_and_the_shortest_link():
@@ -168,7 +186,7 @@ def test_a_link_that_changes_is_found_again():
     step = on_link(blocks(6), 0.6)
     plan, products = search_plan(step).plan, [True] * len(step.tasks)
     real = at_other_prices(step, 1.0, 3.0)
-    record = record_of(step, plan, products, marks_of(real, plan, products))
+    record = recorded(step, plan, products, marks_of(real, plan, products))
     assert record.link == pytest.approx(3.0, rel=0.01)
     found = replanned({"step": Graph(step, plan)}, {"step": record})
     after, best = (simulate(real, each).makespan for each in (found.plans["step"], search_plan(real).plan))
