@@ -2,17 +2,21 @@
 
 One process plays rank 0 of 8 and counts CPU seconds. Plans are made for a link that takes so many times as long or as
 short, and a CPU of the hardware file's speed. Each of the models trains `--steps` steps; two more follow the rule and
-the plan for the right prices.
+the plan for the right prices. A compilation takes as long as some dozens of these steps, which are short, and on a busy
+machine longer. So that steps can be compared, training waits for it, unless `--beside` lets it go on.
 
     exposed     ms of a step, medians: of the first five steps that count, of the last ten; of the rule; of the plan for
                 the right prices, which is the last one's search
     recording   how much longer the steps take that are recorded, beside the medians of those around them
     changes     what was learned, as `fsdp_compile.learning.install.explain` tells it
 
-    python -m bench learned_steps [--model gpt] [--ratios 0.6 0.9] [--off 0.25 4] [--steps 140]
+    over        by how much of the step the last steps expose more than 1.05 times what the right prices' plan does
+
+    python -m bench learned_steps [--model gpt] [--ratios 0.6 0.9] [--off 0.25 4] [--steps 140] [--beside]
 """
 
 import statistics
+import time
 from typing import Any
 
 import torch
@@ -37,7 +41,13 @@ def made(model: str, options: dict[str, Any]) -> tuple[Any, Any]:
     return whole, torch.compile(whole, fullgraph=True, backend="fsdp_compile", options=options)
 
 
-def row(model: str, ratio: float, off: float, steps: int) -> dict[str, Any]:
+def wait_for_copy(learning: graphs.Learning) -> None:
+    """Until the copy of this process, if there is one, has planned or compiled."""
+    while (child := learning._child) is not None and child.status == "compiling":
+        time.sleep(0.1)
+
+
+def row(model: str, ratio: float, off: float, steps: int, beside: bool) -> dict[str, Any]:
     """What one model learns."""
     batch = WORKLOADS[model]().batch(0, 0)
     LINK.configure(0.0, FREE)
@@ -58,17 +68,21 @@ def row(model: str, ratio: float, off: float, steps: int) -> dict[str, Any]:
     for number in range(steps):
         for name in ("learns", *(("right", "rule") if number >= steps - 10 else ())):
             learning = next(iter(install.learned.values()))
+            if not beside:
+                wait_for_copy(learning)
             before = learning._clock
             found[name].append(step(runs[name][1], runs[name][0], batch))
             recorded += [number] if name == "learns" and learning._clock not in (None, before) else []
     exposed = {name: [seconds for _, seconds in each] for name, each in found.items()}
     whole_steps = [seconds for seconds, _ in found["learns"]]
     cost = [whole_steps[at] / statistics.median(whole_steps[max(0, at - 3) : at + 4]) - 1 for at in recorded if at]
+    last, right, took = (statistics.median(each[-10:]) for each in (exposed["learns"], exposed["right"], whole_steps))
     return {
         "model": model, "ratio": ratio, "off": off, "computing": computing, "steps": exposed["learns"],
-        "first": statistics.median(exposed["learns"][:5]), "last": statistics.median(exposed["learns"][-10:]),
-        "right": statistics.median(exposed["right"]), "rule": statistics.median(exposed["rule"]),
-        "recording": statistics.median(cost) if cost else None, "changes": learning.history,
+        "first": statistics.median(exposed["learns"][:5]), "last": last, "right": right,
+        "rule": statistics.median(exposed["rule"]), "over": (last - 1.05 * right) / took,
+        "recording": statistics.median(cost) if cost else None,
+        "changes": [*learning.history, learning.under_way],
     }  # fmt: skip
 
 
@@ -96,16 +110,18 @@ def main() -> None:
     arguments.add_argument("--ratios", nargs="+", type=float, default=[0.6, 0.9])
     arguments.add_argument("--off", nargs="+", type=float, default=[0.25, 4.0])
     arguments.add_argument("--steps", type=int, default=140)
+    arguments.add_argument("--beside", action="store_true", help="train while another plan is compiled")
     args = arguments.parse_args()
     count_one_thread()
     recorder.clock, graphs.schedule.alone = LINK.clock, True
     rows = []
     for ratio in args.ratios:
         for off in args.off:
-            rows.append(found := row(args.model, ratio, off, args.steps))
+            rows.append(found := row(args.model, ratio, off, args.steps, args.beside))
             print(f"{args.model} {ratio} x {off:g}: exposed {found['first'] * 1e3:.1f} ms, learned "
                   f"{found['last'] * 1e3:.1f}, right prices {found['right'] * 1e3:.1f}, rule "
-                  f"{found['rule'] * 1e3:.1f}; computing {found['computing'] * 1e3:.1f}", flush=True)  # fmt: skip
+                  f"{found['rule'] * 1e3:.1f}; computing {found['computing'] * 1e3:.1f}, over "
+                  f"{found['over']:+.1%}", flush=True)  # fmt: skip
             if found["recording"] is not None:
                 print(f"  recording {found['recording']:+.1%}")
             for line in found["changes"]:

@@ -7,7 +7,7 @@ the sizes of their batches have one structure and follow one plan.
 
     call 5             is recorded
     call 8             ranks meet: each leaves what it recorded, and a copy of the first one plans again
-    every 8 calls      ranks meet, until the first one has planned; if that is worth it, a copy of each rank compiles
+    every 4 calls      ranks meet, until the first one has planned; if that is worth it, a copy of each rank compiles
                        the graphs with the new plan, and ranks meet until all have, or one cannot: then nothing changes
     16 calls or more   from the call after that meeting on: four with the new plan, four with the old one, and so on,
                        for some seconds; then ranks meet, and all of them keep the plan that was faster on most
@@ -74,7 +74,7 @@ class Schedule:
 
     first: int = 5
     meet: int = 3
-    poll: int = 8
+    poll: int = 4
     block: int = 4
     trial: float = 10.0
     every: int = 30

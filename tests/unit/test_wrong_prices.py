@@ -69,6 +69,26 @@ def test_first_plans_beside_references(seeds):
     assert max(found) > 1.3  # the shortest plan exposes more
 
 
+@pytest.mark.parametrize("ratio", [0.2, 0.25, 0.3])
+def test_a_large_head_is_not_kept_for_prices_that_nobody_sees(ratio):
+    """A head whose second gather hides behind the loss stays sharded, though a link that is four times as slow beside
+    tasks would expose it: not more than the references do.
+    """
+    units = [UnitCost("tokens", 2.0, 2.0, 200, 200, keep_unsharded=None)]
+    units += [UnitCost(f"blocks.{n}", 1.0, 1.0, 100, 100, keep_unsharded=None) for n in range(4)]
+    units += [UnitCost("head", 3.0, 3.0, 300, 300, keep_unsharded=None)]
+    tasks = [Task("embedding", 0.05, 0, (0,)), *(Task(f"forward {n}", 3.0, 10 * n, (n + 1,)) for n in range(4))]
+    tasks += [Task("head", 2.0, 300, (5,)), Task("loss", 1.0, 600)]
+    backward = [Task("loss backward", 1.0, 900), Task("logits backward", 4.0, 600), Task("head", 4.0, 300, (5,), (5,))]
+    backward += [Task(f"backward {n}", 6.0, 10 * n, (n + 1,), (n + 1,)) for n in reversed(range(4))]
+    backward += [Task("embedding backward", 0.05, 0, (), (0,))]
+    step = on_link(Workload((*tasks, *backward), len(tasks), tuple(units), 0.01, can_coalesce=False), ratio)
+    safe = safe_plan(step)
+    assert safe.keep_unsharded == () and over_references(step, safe.plan) <= 1.1
+    kept = safe_plan(replace(step, units=(*step.units[:-1], replace(step.units[-1], keep_unsharded=True))))
+    assert safe.seconds <= kept.seconds * 1.01 and safe.peak < kept.peak
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_least_memory_among_equals(seed):
     """A plan that is as good within 1 % and needs less memory is taken: with a budget of a little less than the peak

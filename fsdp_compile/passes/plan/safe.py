@@ -8,6 +8,9 @@ whose worst regret is the least, and then for one that needs less memory:
 
     references     the rule, and what blocks compiled one by one do: at no ratio may a plan expose more than 1.1 times
                    what the better of them exposes, nor more at the prices that are given
+    regret         counts where tasks or the link are off, from half to twice. That both are, the opposite way, is less
+                   likely: there it is enough to keep up with the references, or memory would be paid every day for
+                   prices that nobody sees. A step with updates has no references, so that its regret counts everywhere
     candidates     these, other rules, the shortest plan by the prices, and plans of the scheduler at all ratios
     early          each candidate with launches as early as memory allows: the order on the link stays, so no price
                    makes that slower, and a link that is slower than priced does not wait for its work
@@ -17,7 +20,7 @@ whose worst regret is the least, and then for one that needs less memory:
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import product
+from itertools import compress, product
 from math import inf
 from typing import NamedTuple
 
@@ -37,6 +40,7 @@ from fsdp_compile.passes.plan.schedule import (
 from fsdp_compile.passes.plan.workload import UnitCost, Workload, smallest_budget
 
 RATIOS = (1.0, 4.0, 2.0, 1.4, 0.5, 0.25)  # by which the link's prices may be off from those of tasks
+_LIKELY = 0.5, 2.0  # from which ratio to which regret counts where there are references
 _IN_ORDER = Preference()
 _GATHER_FIRST = Preference(reduce_first=False)
 _ONE_AHEAD = Preference(forward=1, backward=1)
@@ -109,6 +113,8 @@ class _Choice:
         self.computing = sum(task.seconds for task in workload.tasks)
         self.known: dict[Plan, _Judged] = {}
         self.least = [inf] * len(RATIOS)  # seconds of the shortest known plan at each ratio
+        low, high = (0.0, inf) if workload.forward else _LIKELY
+        self.counts = [low <= ratio <= high for ratio in RATIOS]  # whether a regret there does
         kept = frozenset(at for at, unit in enumerate(workload.units) if unit.name in found.keep_unsharded)
         self.keeps = [kept]
         self.rules: list[tuple[frozenset[int], Plan]] = []
@@ -158,7 +164,8 @@ class _Choice:
                 continue
             schedulers = {ratio: Scheduler(priced, keep, limit) for ratio, priced in self.priced.items()}
             for (ratio, preference), count in product(_SCHEDULED, together):
-                most = self.least[RATIOS.index(ratio)] * (1 + enough)
+                at = RATIOS.index(ratio)
+                most = self.least[at] * (1 + enough) if self.counts[at] else inf
                 if (made := schedulers[ratio].run(preference._replace(together=count), most)) is not None:
                     for least in dict.fromkeys((made.peak, limit)):
                         self.see(keep, launched_early(self.workload, made.plan, least), enough)
@@ -168,10 +175,10 @@ class _Choice:
         if plan in self.known:
             return
         seconds, peak = list[float](), 0
-        for least, priced in zip(self.least, self.priced.values(), strict=True):
+        for least, counts, priced in zip(self.least, self.counts, self.priced.values(), strict=True):
             timeline = simulate(priced, plan)
             seconds, peak = [*seconds, timeline.makespan], timeline.peak
-            if peak > self.most or timeline.makespan > least * (1 + enough):
+            if peak > self.most or (counts and timeline.makespan > least * (1 + enough)):
                 return
         self.known[plan] = _Judged(plan, keep, peak, tuple(seconds))
         self.least = list(map(min, self.least, seconds))
@@ -184,7 +191,8 @@ class _Choice:
         return min((each for each in alike if each.peak <= smallest * (1 + TOLERANCE)), key=self._regret)
 
     def _regret(self, plan: _Judged) -> float:
-        return max(seconds / (least or 1.0) for seconds, least in zip(plan.seconds, self.least, strict=True)) - 1
+        pairs = compress(zip(plan.seconds, self.least, strict=True), self.counts)
+        return max(seconds / (least or 1.0) for seconds, least in pairs) - 1
 
     def _over(self, plan: _Judged) -> float:
         """How much of the step a plan exposes more than it may, where that is the most."""
