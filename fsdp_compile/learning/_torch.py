@@ -8,10 +8,12 @@ TracingContext, tracing               what Dynamo leaves to its backends: the fa
 _TorchCompileInductorWrapper          what plain `torch.compile` calls with a traced graph
 TorchDispatchMode                     sees what generated code calls on torch; one that a hook of autograd enters, too
 GraphModule.__deepcopy__              keeps `meta` of nodes, in which inputs are described
+_param_name_to_source, _dynamo_source what Dynamo writes on a graph and its inputs, and copies lack: without it
+                                      AOTAutograd takes parameters for inputs that lie elsewhere at each call
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["InductorWrapper", "Surroundings", "TorchDispatchMode", "caches_graphs", "fake_inputs"]
+__all__ = ["InductorWrapper", "Surroundings", "TorchDispatchMode", "caches_graphs", "copied", "fake_inputs"]
 
 InductorWrapper: Any = torch._TorchCompileInductorWrapper
 
@@ -41,14 +43,25 @@ class Surroundings:
         self._caches = torch.is_autocast_cache_enabled()
 
     @contextmanager
-    def restored(self) -> Iterator[Callable[[fx.GraphModule], fx.GraphModule]]:
-        """Everything as it was; what copies a graph, which compiling changes."""
+    def restored(self) -> Iterator[None]:
+        """Everything as it was."""
         with ExitStack() as stack:
             stack.enter_context(tracing(copy.copy(self._context)))
             stack.enter_context(torch.enable_grad())
             for device, dtype in self._autocast:
                 stack.enter_context(torch.autocast(device, dtype, cache_enabled=self._caches))
-            yield copy.deepcopy
+            yield
+
+
+def copied(traced: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph that Dynamo has traced; compiling changes a graph."""
+    found = copy.deepcopy(traced)
+    if hasattr(traced, "_param_name_to_source"):
+        found._param_name_to_source = traced._param_name_to_source
+    for one, other in zip(*(each.graph.find_nodes(op="placeholder") for each in (traced, found)), strict=True):
+        if hasattr(one, "_dynamo_source"):
+            other._dynamo_source = one._dynamo_source
+    return found
 
 
 def caches_graphs() -> bool:

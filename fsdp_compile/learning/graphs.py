@@ -38,7 +38,7 @@ from torch import fx
 
 from fsdp_compile.comm.collectives import is_first
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.learning._torch import Surroundings, caches_graphs
+from fsdp_compile.learning._torch import Surroundings, caches_graphs, copied
 from fsdp_compile.learning.child import Child
 from fsdp_compile.learning.meeting import PATIENCE, Meeting
 from fsdp_compile.learning.prices import Called, Record, Unlike, of_all_ranks, records_of
@@ -152,7 +152,10 @@ class LearnedGraph:
     def start(self, traced: fx.GraphModule, inputs: Sequence[Any]) -> "LearnedGraph":
         """Compile it with the plan in force where it is traced."""
         plan = self.learning.in_force
-        self._runs[plan] = self._compile(traced, inputs, self.learning.config_with(plan), self._noting(plan))
+        if plan:  # as it was compiled when it was learned, so that the caches have it
+            self.compile(plan)
+        else:
+            self._runs[plan] = self._compile(traced, inputs, self.learning.config, self._noting(plan))
         self.learning.graphs.add(self)
         return self
 
@@ -171,9 +174,9 @@ class LearnedGraph:
         return self._runs[plan]
 
     def _compile_again(self, plan: str) -> Run:
-        with self._around.restored() as traced_again, compiling_backward_at_once():
+        with self._around.restored(), compiling_backward_at_once():
             return self._compile(
-                traced_again(self._traced), self._inputs, self.learning.config_with(plan), self._noting(plan)
+                copied(self._traced), self._inputs, self.learning.config_with(plan), self._noting(plan)
             )
 
     def _noting(self, plan: str) -> Callable[[GraphContext], None]:

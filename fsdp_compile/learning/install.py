@@ -15,7 +15,7 @@ from torch import SymInt, Tensor, fx
 
 from fsdp_compile.config import AUTO, CompileConfig
 from fsdp_compile.core.ops import UNSHARD, UnshardSpec, set_inductor_settings
-from fsdp_compile.learning._torch import InductorWrapper, fake_inputs
+from fsdp_compile.learning._torch import InductorWrapper, copied, fake_inputs
 from fsdp_compile.learning.graphs import LearnedGraph, Learning
 from fsdp_compile.passes import agreement, inductor
 from fsdp_compile.passes.pipeline import GraphContext, Pass, hash_of_sources
@@ -103,7 +103,7 @@ def _with_note(passes: tuple[Pass, ...], note: Callable[[GraphContext], None]) -
 
 def _start(learning: Learning, traced: fx.GraphModule, inputs: Sequence[Any], compile: Any) -> Callable[..., Any]:
     key = hashlib.sha256(f"{_sizes(traced)}\n{learning.config}".encode()).hexdigest()
-    graph = LearnedGraph(learning, f"{learning.key}\n{key}", copy.deepcopy(traced), fake_inputs(traced), compile)
+    graph = LearnedGraph(learning, f"{learning.key}\n{key}", copied(traced), fake_inputs(traced), compile)
     return graph.start(traced, inputs)
 
 
