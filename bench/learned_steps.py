@@ -47,14 +47,15 @@ def wait_for_copy(learning: graphs.Learning) -> None:
         time.sleep(0.1)
 
 
-def row(model: str, ratio: float, off: float, steps: int, beside: bool) -> dict[str, Any]:
+def row(model: str, ratio: float, off: float, steps: int, beside: bool, computing: float | None) -> dict[str, Any]:
     """What one model learns."""
     batch = WORKLOADS[model]().batch(0, 0)
     LINK.configure(0.0, FREE)
     torch._dynamo.reset()
     install.learned.clear()
     whole, plain = made(model, {"link": None})
-    computing = statistics.median(step(plain, whole, batch)[0] for _ in range(5 + SKIPPED))
+    measured = statistics.median(step(plain, whole, batch)[0] for _ in range(5 + SKIPPED))
+    computing = computing or measured
     latency, bandwidth = link_for(ratio, computing, LINK.summary())
     runs = {}
     for name, factor, learns in (("learns", off, True), ("right", 1.0, False), ("rule", 0.0, False)):
@@ -111,13 +112,15 @@ def main() -> None:
     arguments.add_argument("--off", nargs="+", type=float, default=[0.25, 4.0])
     arguments.add_argument("--steps", type=int, default=140)
     arguments.add_argument("--beside", action="store_true", help="train while another plan is compiled")
+    arguments.add_argument("--computing", type=float, help="seconds of forward and backward, to choose the link by; "
+                           "unless given it is measured, and no second run finds its code in the caches")  # fmt: skip
     args = arguments.parse_args()
     count_one_thread()
     recorder.clock, graphs.schedule.alone = LINK.clock, True
     rows = []
     for ratio in args.ratios:
         for off in args.off:
-            rows.append(found := row(args.model, ratio, off, args.steps, args.beside))
+            rows.append(found := row(args.model, ratio, off, args.steps, args.beside, args.computing))
             print(f"{args.model} {ratio} x {off:g}: exposed {found['first'] * 1e3:.1f} ms, learned "
                   f"{found['last'] * 1e3:.1f}, right prices {found['right'] * 1e3:.1f}, rule "
                   f"{found['rule'] * 1e3:.1f}; computing {found['computing'] * 1e3:.1f}, over "

@@ -299,8 +299,7 @@ class Learning:
         """The plan by recorded prices, empty if none is worth it, what to say about it, and if it saves memory."""
         records = {name: Record.from_json(prices[name], len(each.products)) for name, each in noted.items()}
         graphs = {name: Graph(each.workload, each.plan) for name, each in noted.items()}
-        is_lean = self.config.budget is None
-        found = replanned(graphs, records, self.config.budget, is_lean)
+        found = replanned(graphs, records, self.config.budget, agreement.is_lean(self.config))
         (before, after), (most, least) = found.seconds, found.peaks
         links = ", ".join(f"{record.link:.2f}" for record in records.values())
         exposed = sum(record.exposed for record in records.values())

@@ -108,13 +108,13 @@ def plan_together(workload: Workload, config: CompileConfig, what: str) -> tuple
     Raises:
         PlanError: no plan fits into the budget.
     """
-    is_lean = _is_lean(config)
+    needs_little = is_lean(config)
 
     def make() -> Table:
-        found = safe_plan(workload, config.budget, is_lean=is_lean)
+        found = safe_plan(workload, config.budget, is_lean=needs_little)
         return {"keep": found.keep_unsharded, "plan": str(found.plan)}
 
-    key = shape_of(workload, config, is_lean)
+    key = shape_of(workload, config, needs_little)
     plan, kept_units = decide_together(key, make, lambda table: read_plan(table, workload, config.budget))
     if log.isEnabledFor(logging.INFO):
         timeline, bound = simulate(workload, plan), lower_bound(workload)
@@ -125,7 +125,8 @@ def plan_together(workload: Workload, config: CompileConfig, what: str) -> tuple
     return plan, kept_units
 
 
-def _is_lean(config: CompileConfig) -> bool:
+def is_lean(config: CompileConfig) -> bool:
+    """Whether a plan needs no more memory than the rule: nobody has named a link or a budget."""
     return config.budget is None and (config.link or "").startswith(MEASURED)
 
 
@@ -134,7 +135,7 @@ def log_worth(step: Workload, config: CompileConfig) -> None:
     units = (replace(unit, keep_unsharded=unit.keep_unsharded or None) for unit in step.units)
     try:
         steps = step, replace(step, units=tuple(units))
-        found, free = (safe_plan(each, config.budget, is_lean=_is_lean(config)) for each in steps)
+        found, free = (safe_plan(each, config.budget, is_lean=is_lean(config)) for each in steps)
     except PlanError:  # the bound of memory is too high, or the graphs' own plans will say it
         return
     exposed = simulate(step, found.plan).exposed

@@ -168,7 +168,6 @@ def _again(rank: int) -> tuple[list[str], str]:
         asked, compiled = list[Any](), cache_misses()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(inductor, "measured_link", lambda *given: asked.append(given))
-            patch.setattr(graphs.LearnedGraph, "_compile_again", lambda *given: asked.append(given))
             _train(rank, 4, learn=True, link="auto")
         (graph,) = _learned().graphs
         assert not asked and list(graph._runs) == [kept] and cache_misses() == compiled
