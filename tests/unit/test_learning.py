@@ -181,6 +181,17 @@ def test_learned_plans_of_models(model, ratio):
     assert max(each.over for each in found) <= 0.01 and max(each.beside_rule for each in found) <= 0.01
 
 
+@pytest.mark.parametrize("seed", [0, 5, 9, 11])
+def test_a_link_that_is_known_to_some_percent(seed):
+    """A record by which the link takes 5 % less than it does has a plan that exposes at most 1.05 times what the plan
+    for the right link does.
+    """
+    step = on_link(divided(random.Random(seed), 0.02, False), 0.9)
+    record = Record(tuple(task.seconds for task in step.tasks), 1 / 1.05, 0.1, 1.0)
+    plan = replanned({"step": Graph(step, alternating(step))}, {"step": record}).plans["step"]
+    assert simulate(step, plan).exposed <= 1.05 * simulate(step, search_plan(step).plan).exposed
+
+
 def test_a_link_that_changes_is_found_again():
     """The plan that has learned a link learns another one, three times as slow."""
     step = on_link(blocks(6), 0.6)
