@@ -2,13 +2,11 @@
 
 The n-th comparison in a group has the topic `fsdp_flat/<n>` of the message board:
 
-    came/<rank>      this rank takes part
     same/<digest>    how many ranks are about to run the same
-    came             how many ranks take part so far; the last of them knows all digests
-    outcome          all ranks agree, or texts are needed, or the error of a rank that timed out
-    text/<rank>      only if digests differ: what this rank is about to run
-    texts            how many ranks have written theirs; the last of them finds the difference
-    verdict          the error that all of them raise
+    outcome          a meeting, whose answer is that all ranks agree, that texts are needed, or the error of a rank that
+                     has waited too long
+    texts            only if digests differ: a meeting with what each rank is about to run. The answer is the error that
+                     all of them raise
 
 Ranks that agree need five operations of the store, whatever the length of their texts.
 """
@@ -74,7 +72,7 @@ def compare_in_groups(pairs: Sequence[tuple[dist.ProcessGroup, str]], timeout: f
         except RuntimeError as error:
             for following, _ in rest:
                 state_of(following).forget()
-                _Round(following).board.decide("outcome", str(error))
+                _Round(following).board.decide("outcome/answer", str(error))
             raise
 
 
@@ -107,28 +105,30 @@ class _Round:
         """None if all ranks agree, else the error that all of them raise."""
         board = self.board
         same = "same/" + hashlib.sha256(f"{subject.name}\n{text}".encode()).hexdigest()
-        board.post(f"came/{self.rank}", "yes")
         board.count(same)
-        if board.count("came") == self.size:
-            outcome = board.decide("outcome", _AGREED if board.count(same, 0) == self.size else _DIFFERENT)
-        elif (read := self._wait("outcome", timeout)) is not None:
-            outcome = read.decode()
-        else:
-            outcome = board.decide("outcome", self._missing(text, timeout, subject))
+        board.post(f"outcome/from/{self.rank}")
+        outcome = board.meet(
+            "outcome",
+            self.size,
+            last=lambda: _AGREED if board.count(same, 0) == self.size else _DIFFERENT,
+            late=lambda: self._missing(text, timeout, subject),
+            seconds=timeout,
+            wait=self._wait,
+        )
         if outcome == _DIFFERENT:
             return self._difference(text, timeout, subject)
         return None if outcome == _AGREED else outcome
 
     def _difference(self, text: str, timeout: float, subject: Subject) -> str:
         board = self.board
-        board.post(f"text/{self.rank}", f"{subject.name}\n{text}")
-        if board.count("texts") == self.size:
-            texts = [(board.read(f"text/{rank}") or b"").decode().split("\n") for rank in range(self.size)]
-            return board.decide("verdict", self._first_difference(texts, subject))
-        if (verdict := self._wait("verdict", timeout)) is not None:
-            return verdict.decode()
+
+        def found() -> str:
+            texts = [(board.read(f"texts/from/{rank}") or b"").decode().split("\n") for rank in range(self.size)]
+            return self._first_difference(texts, subject)
+
+        board.post(f"texts/from/{self.rank}", f"{subject.name}\n{text}")
         gone = f"{subject.name}: expected {subject.expected} on all ranks, found others; {subject.advice}"
-        return board.decide("verdict", gone)
+        return board.meet("texts", self.size, last=found, late=lambda: gone, seconds=timeout, wait=self._wait)
 
     def _wait(self, key: str, timeout: float) -> bytes | None:
         end = time.monotonic() + timeout
@@ -160,7 +160,7 @@ class _Round:
         )
 
     def _missing(self, text: str, timeout: float, subject: Subject) -> str:
-        absent = [rank for rank in range(self.size) if not self.board.has(f"came/{rank}")]
+        absent = [rank for rank in range(self.size) if not self.board.has(f"outcome/from/{rank}")]
         first, *others = text.split("\n")
         return (
             f"{subject.name}: expected all ranks to run it, found no sign of "

@@ -82,6 +82,20 @@ class MessageBoard:
             self._store.wait([key])
             return self._store.get(key).decode()
 
+    def meet(
+        self, key: str, ranks: int, *, last: Callable[[], str], late: Callable[[], str], seconds: float,
+        wait: Callable[[str, float], bytes | None] | None = None,
+    ) -> str:  # fmt: skip
+        """One answer for so many ranks, each of which calls this, and posts before what the others need of it.
+
+        The last of them to come answers what `last` returns. A rank that finds no answer within `seconds` answers what
+        `late` returns. The first answer counts for all. `wait`: how it waits; by default by `read`.
+        """
+        if self.count(f"{key}/came") == ranks:
+            return self.decide(f"{key}/answer", last())
+        found = (wait or self.read)(f"{key}/answer", seconds)
+        return found.decode() if found is not None else self.decide(f"{key}/answer", late())
+
     def count(self, key: str, more: int = 1) -> int:
         """Add `more` to the number under `key`, 0 at first; return the sum."""
         return self._store.add(key, more)

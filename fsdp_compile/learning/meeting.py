@@ -1,9 +1,5 @@
 """Ranks leave messages for each other at a call of the same number, and all of them read one answer.
 
-    came             how many ranks have left their message; the last of them reads all, and answers
-    from/<rank>      a message
-    answer           what the last one makes of them; or "late", of the first rank that has waited too long
-
 Ranks meet where a compiled graph is called, which begins with a collective: they would wait for each other there
 anyway. No collective takes part: see comm/comparison.py.
 """
@@ -47,22 +43,22 @@ class Meeting:
         board = self._board
         if board is None:
             return answer([message])
+
+        def made() -> str:
+            keys = [f"{key}/from/{rank}" for rank in range(self._size)]
+            messages = [(board.read(each) or b"").decode() for each in keys]
+            for each in keys:
+                with suppress(RuntimeError):  # a store of Python may lack it
+                    board.remove(each)
+            try:
+                return "+" + answer(messages)
+            except (ValueError, KeyError, TypeError):  # ranks that learn about other graphs
+                return _LATE
+
         try:
             board.post(f"{key}/from/{self._rank}", message)
-            if board.count(f"{key}/came") == self._size:
-                keys = [f"{key}/from/{rank}" for rank in range(self._size)]
-                messages = [(board.read(each) or b"").decode() for each in keys]
-                try:
-                    made = "+" + answer(messages)
-                except (ValueError, KeyError, TypeError):  # ranks that learn about other graphs
-                    made = _LATE
-                found = board.decide(f"{key}/answer", made)
-                for each in keys:
-                    with suppress(RuntimeError):  # a store of Python may lack it
-                        board.remove(each)
-            else:
-                read = board.read(f"{key}/answer", limit_in(self._world, patience))
-                found = read.decode() if read is not None else board.decide(f"{key}/answer", _LATE)
+            limit = limit_in(self._world, patience)
+            found = board.meet(key, self._size, last=made, late=lambda: _LATE, seconds=limit)
         except RuntimeError:  # what this rank communicates next says why
             return None
         return found[1:] if found != _LATE else None

@@ -44,6 +44,7 @@ _SMALL_LATENCY = 2e-5  # seconds, below which differences do not matter
 BURSTS = 4  # in which everything is timed
 _PAUSE = 0.03  # seconds between bursts
 _TOGETHER = 5.0  # seconds within which what fails on all ranks has failed on all
+_ALL = "all have come"
 _ANSWER = 60.0  # seconds that ranks wait for figures once they have met
 
 
@@ -105,7 +106,7 @@ def link_times(
     try:  # as much as will be allocated: later, others wait for this rank
         full = torch.zeros(3 * numel, device=device)[:numel].clone()
     except Exception as error:
-        board.decide("meeting", f"rank {dist.get_rank()} has no memory for {12 * numel} bytes: {_named(error)}")
+        board.decide("meeting/answer", f"rank {dist.get_rank()} has no memory for {12 * numel} bytes: {_named(error)}")
     _meet(board, ranks, limit)
     bursts, state = dict[int, list[list[float]]](), state_of(group)  # by size, seconds of both
     parts = {size: full[: -(-size // 4 // ranks) * ranks] for size in sizes}
@@ -158,12 +159,9 @@ def _named(error: Exception) -> str:
 
 def _meet(board: MessageBoard, ranks: int, limit: float) -> None:
     """Return when all ranks have come. NotMeasured, on all of them, if one comes too late or cannot measure."""
-    if board.count("came") < ranks:
-        board.read("meeting", limit)
-        outcome = board.decide("meeting", f"a rank has not compiled a sharded model within {limit:g} s")
-    else:
-        outcome = board.decide("meeting", "all have come")
-    if outcome != "all have come":
+    late = f"a rank has not compiled a sharded model within {limit:g} s"
+    outcome = board.meet("meeting", ranks, last=lambda: _ALL, late=lambda: late, seconds=limit)
+    if outcome != _ALL:
         raise NotMeasured(outcome)
 
 

@@ -164,7 +164,7 @@ def _dies_before_it_says_what(rank: int) -> None:
     if rank == 1:
         board = comparison._Round(group).board
         board.count("same/another")
-        board.count("came")
+        board.count("outcome/came")
     dist.barrier()
     if rank == 0:
         before = time.monotonic()
