@@ -53,11 +53,13 @@ class Surroundings:
             yield
 
 
+_KEPT = ("_param_name_to_source",)  # which Dynamo sets on its graphs, and a copy lacks
+
+
 def copied(traced: fx.GraphModule) -> fx.GraphModule:
     """A copy of a graph that Dynamo has traced; compiling changes a graph."""
     found = copy.deepcopy(traced)
-    if hasattr(traced, "_param_name_to_source"):
-        found._param_name_to_source = traced._param_name_to_source
+    vars(found).update((name, vars(traced)[name]) for name in _KEPT if name in vars(traced))
     for one, other in zip(*(each.graph.find_nodes(op="placeholder") for each in (traced, found)), strict=True):
         if hasattr(one, "_dynamo_source"):
             other._dynamo_source = one._dynamo_source

@@ -3,6 +3,7 @@
 import gc
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import DataParallelMeshDims, fully_shard
+from fsdp_compile.comm import hops
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import sendable
 from fsdp_compile.comm.groups import Groups, Placement, divide, place, resolve_groups, shared_name
@@ -159,7 +161,11 @@ def test_who_are_replicas_of_a_rank_alone() -> None:
     for options, replicas in cases:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that this is NO_SHARD
-            weight: Any = fully_shard(nn.Linear(3, 2), auto_wrap_policy=set(), **options).weight
+            model = fully_shard(nn.Linear(3, 2), auto_wrap_policy=set(), **options)
+        weight: Any = model.weight
+        with mock.patch.object(hops, "start_all_reduce", wraps=hops.start_all_reduce) as reduce:
+            model(torch.ones(1, 3)).sum().backward()
+        assert reduce.called == (replicas > 1), options
         ranks = weight.spec.ranks
         assert (ranks.size, ranks.rank, weight.spec.reducing_groups) == (1, 0, ()), options
         assert (ranks.replicas is None) == (replicas == 1), options

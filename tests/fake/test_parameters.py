@@ -234,6 +234,7 @@ class _Removing(nn.Linear):
     [
         lambda module: delattr(module, "bias"),
         lambda module: module._parameters.pop("bias"),
+        lambda module: module._parameters.pop("bias", None),
         lambda module: module._parameters.__delitem__("bias"),
     ],
 )

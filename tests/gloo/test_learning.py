@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from fsdp_compile import fully_shard
 from fsdp_compile.learning import graphs, install
 from fsdp_compile.learning.meeting import Meeting
 from fsdp_compile.learning.replan import replanned
 from fsdp_compile.passes import agreement, inductor
-from fsdp_compile.passes._torch import cache_misses
 from fsdp_compile.passes.plan.plan import Plan
 from fsdp_compile.passes.plan.safe import by_block
 from fsdp_compile.passes.plan.schedule import alternating
@@ -165,12 +165,12 @@ def _again(rank: int) -> tuple[list[str], str]:
     dist.barrier()  # both have forgotten it
     learning._keep(1.0)
     with _soon():
-        asked, compiled = list[Any](), cache_misses()
+        asked, compiled = list[Any](), counters["inductor"]["fxgraph_cache_miss"]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(inductor, "measured_link", lambda *given: asked.append(given))
             _train(rank, 4, learn=True, link="auto")
         (graph,) = _learned().graphs
-        assert not asked and list(graph._runs) == [kept] and cache_misses() == compiled
+        assert not asked and list(graph._runs) == [kept] and counters["inductor"]["fxgraph_cache_miss"] == compiled
         return _learned().history, kept
 
 
