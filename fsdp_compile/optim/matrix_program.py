@@ -1,9 +1,10 @@
 """What an optimizer of complete matrices does to one parameter: recorded from its own `step` (matrix_recorder.py), and
-cut in three.
+cut in four.
 
     before    on the elements that each rank stores    Muon: momentum, Nesterov's average, the cast to bfloat16
     whole     on the complete matrix, on its owner     Muon: Newton-Schulz
-    after     on the elements that each rank stores    Muon: weight decay, the update
+    beside    on the elements that each rank stores    Muon: weight decay
+    after     likewise                                 Muon: the update
 
 The operators are those that `step` has called, with their numbers, and the same kernels run. So nothing of an optimizer
 is written a second time, and what an option changes is seen in the next recording. Newton-Schulz is not compiled: on a
@@ -50,11 +51,15 @@ class MatrixProgram:
     """The operators of one step. Values: 0 is the parameter, 1 its gradient, then come its state and results.
 
     Attributes:
+        before: what comes before the exchange.
+        whole: what the owner computes.
+        beside: what changes parameters or state without results of `whole`, and may run at any time after `before`.
+        after: what needs these results.
         state: names of the state that has the parameter's shape, with its positions; zeros if the step makes it.
         scalars: state without dimensions, and plain numbers, as the step leaves them.
         sent: what the owner needs of each rank.
         returned: what each rank needs of the owner.
-        kept: what `after` reads beside that.
+        kept: what `beside` and `after` read beside that.
         dtypes: of state, and of what is sent and returned.
         flops: of the matrix products in `whole`.
     """
@@ -62,6 +67,7 @@ class MatrixProgram:
     shape: tuple[int, ...]
     before: tuple[Operation, ...]
     whole: tuple[Operation, ...]
+    beside: tuple[Operation, ...]
     after: tuple[Operation, ...]
     state: Mapping[str, int]
     scalars: State

@@ -31,7 +31,7 @@ from fsdp_compile.optim.program import NotRecordable, Value
 from fsdp_compile.optim.traced_numbers import Number, Trace
 
 Options = list[tuple[str, Any]]
-_PARTS = ("before", "whole", "after")
+_PARTS = ("before", "whole", "beside", "after")
 
 
 class _Recording(NamedTuple):
@@ -253,7 +253,7 @@ class MatrixRecorder(TorchDispatchMode):
     # --- cutting ------------------------------------------------------------------------------------------------------
 
     def _cut(self, after: State) -> MatrixProgram:
-        """The recorded operators in three parts, and what is sent between them."""
+        """The recorded operators in four parts, and what is sent between them."""
         shape = self._param.shape
         made = {name: value for name, value in after.items() if isinstance(value, Tensor) and value.dim()}
         zeros = {call.operation.result for call in self._calls if call.operation.name == "zeros_like"}
@@ -276,15 +276,23 @@ class MatrixRecorder(TorchDispatchMode):
         sent = sorted(there & _read_by(whole))
         returned = sorted(computed & _read_by(rest))
         self._check_writes(whole, there)
+        at = self._number_beside(rest, computed, {0, *state.values()} - set(sent))
         if any(self._tensors[position].shape != shape for position in (*sent, *returned)):
             raise NotRecordable("what ranks and owners send each other does not have the parameter's shape")
         return MatrixProgram(
-            tuple(shape), tuple(before), tuple(whole), tuple(rest), state,
+            tuple(shape), tuple(before), tuple(whole), tuple(rest[:at]), tuple(rest[at:]), state,
             {name: value for name, value in after.items() if name not in state},
             tuple(sent), tuple(returned), tuple(sorted(_read_by(rest) - computed)),
             {position: self._tensors[position].dtype for position in (*sent, *returned, *state.values())},
             sum(map(self._flops, whole)), all(map(self._batches, whole)),
         )  # fmt: skip
+
+    def _number_beside(self, rest: Sequence[Operation], computed: set[int], stored: set[int]) -> int:
+        """How many of the last operators need no results, and change nothing but what is stored and was not sent."""
+        for at, operation in enumerate(rest):
+            if operation.result not in stored or _read_by([operation]) & computed:
+                return at
+        return len(rest)
 
     def _tensors_of(self, operation: Operation) -> list[Tensor]:
         given = (*operation.args, *operation.kwargs.values(), Value(operation.result))

@@ -3,6 +3,7 @@
 stage = Stage(members, name)           made once, for parameters of one process group and dtype
 run_before(stage.parts, gradients)     what comes before the exchange, also of several stages at once
 stage.send()                           to the owners
+run_beside(stage.parts)                what needs no results, also of several stages at once
 stage.compute_at_home(); stage.compute()
 stage.finish()                         results have returned: the parameters are updated
 """
@@ -110,6 +111,13 @@ def run_before(parts: Iterable[Part], gradients: Mapping[int, Tensor]) -> None:
         for position in {*program.sent, *program.kept}:
             for part, value in zip(some, values[position], strict=True):
                 part.values[position] = value
+
+
+def run_beside(parts: Iterable[Part]) -> None:
+    """Run what needs no results, behind `run_before`: while the exchange is under way."""
+    for family, some in _by_family(parts).items():
+        values = {at: [part.values[at] for part in some] for at in family.program.kept}
+        run_on_each(family.program.beside, values, family.same_bits)
 
 
 def _run_after(parts: Iterable[Part]) -> None:

@@ -5,7 +5,7 @@
     updates.start()                         momentum; it goes to the owners of the matrices
     for stage in updates.finish(): ...      owners compute, results return, parameters are updated
 
-The optimizer's own operators run, cut in three (matrix_program.py): on the elements that each rank stores, on complete
+The optimizer's own operators run, cut in parts (matrix_program.py): on the elements that each rank stores, on complete
 matrices, and on those elements again. Matrices are exchanged in stages (Note [What is computed first]):
 
     rank      | momentum of 0 | of 1, 2 | home | compute 0 | compute 1 | compute 2 | update 0 | home | update 1 | 2 |
@@ -36,7 +36,7 @@ from fsdp_compile.core.unit import unit_of
 from fsdp_compile.optim.matrix_exchange import Ranges
 from fsdp_compile.optim.matrix_program import MatrixProgram
 from fsdp_compile.optim.matrix_recorder import MatrixRecorder, options_of
-from fsdp_compile.optim.matrix_stage import Family, Member, Part, Place, Stage, run_before
+from fsdp_compile.optim.matrix_stage import Family, Member, Part, Place, Stage, run_before, run_beside
 from fsdp_compile.optim.owner_plan import LAG, Matrix, OwnerPlan, plan_owners
 from fsdp_compile.optim.owners import local_gradient
 from fsdp_compile.optim.program import NotRecordable
@@ -255,6 +255,7 @@ class MatrixUpdates:
     def finish(self) -> Iterator[Stage]:
         """Compute and update, under `no_grad`; each stage as soon as its parameters are updated."""
         stages = self._stages
+        run_beside(part for stage in stages for part in stage.parts)
         at_home = list(stages)  # whose matrices that lie here are still to be computed, where this rank would wait
         for index, stage in enumerate([*stages, *[None] * LAG]):
             if stage is not None:

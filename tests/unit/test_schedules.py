@@ -25,7 +25,7 @@ def program(by: MatrixRecorder, optimizer: Muon) -> MatrixProgram:
 
 
 def operations(of: MatrixProgram) -> list[Any]:
-    return [(*each[:3], each.result) for part in (of.before, of.whole, of.after) for each in part]
+    return [[tuple(each) for each in part] for part in (of.before, of.whole, of.beside, of.after)]
 
 
 @pytest.mark.parametrize("changes", [("lr",), ("lr", "momentum", "weight_decay"), ("eps", "lr")])
@@ -42,6 +42,16 @@ def test_schedule(changes: tuple[str, ...]) -> None:
         optimizer.param_groups[0].update(nesterov=False, lr=0.5)
         assert operations(program(kept, optimizer)) == operations(program(recorder(), optimizer))
         assert recorded.call_count == 3
+
+
+def test_parts() -> None:
+    """Weight decay needs no result of an owner, so it is not behind the exchange."""
+    found = program(recorder(), Muon([nn.Parameter(torch.empty(SHAPE))]))
+    assert [[each.name for each in part] for part in (found.before, found.beside, found.after)] == [
+        ["lerp", "lerp", "_to_copy"],
+        ["mul"],
+        ["add"],
+    ]
 
 
 def test_numbers_that_look_constant() -> None:
