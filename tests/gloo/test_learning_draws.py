@@ -104,12 +104,12 @@ def _exposed(steps: dict[str, Workload], plan_of: Callable[[Workload], Plan]) ->
 
 @pytest.mark.parametrize("ratio", [0.6, 0.9])
 @pytest.mark.parametrize(
-    "seeds", [[0, 1], pytest.param(range(2, 20), marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])]
+    "seeds", [[0], pytest.param(range(1, 20), marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])]
 )
 def test_steps_learn_what_right_prices_would_have_told(link: None, ratio: float, seeds: Sequence[int]) -> None:
     """Each task takes 0.3 to 3 times as long as priced, the link a quarter or four times. Compiled steps that record,
     plan, change and compare by themselves expose at most 1.05 times what the plan for the right prices does, and 1 % of
-    the step; none after the first change is more than 1 % longer than the rule.
+    the step. No step by another plan than the first one is more than 1 % longer than the rule.
     """
     options = {"link": f"custom:{LATENCY},1e9", "device": "cpu:1", "learn": True}
     _begin(options)([1.0] * 99)
@@ -127,12 +127,18 @@ def test_steps_learn_what_right_prices_would_have_told(link: None, ratio: float,
         bandwidth = 1e9 * sent / (ratio * computing) / slower
         LINK.configure(LATENCY * slower, bandwidth)
         seconds = [task.seconds for name in DIRECTIONS for task in real[name].tasks if task.seconds]
-        exposed, changed = [], []
-        for _ in range(STEPS):
-            exposed.append(step(seconds))
-            changed.append(bool(learning._trial is not None or learning.in_force))
+        followed, begin = list[str](), learning.begin_call
+
+        def noted_begin(graph: graphs.LearnedGraph, begin: Any = begin, followed: list[str] = followed) -> Any:
+            plan, clock = begin(graph)
+            followed.append(plan)
+            return plan, clock
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(learning, "begin_call", noted_begin)
+            exposed = [step(seconds) for _ in range(STEPS)]
         right, rule = _exposed(real, lambda each: search_plan(each).plan), _exposed(real, alternating)
         whole = sum(seconds) + right
         assert exposed[-1] <= 1.05 * right + 0.01 * whole, (seed, exposed, right, learning.history)
-        after = [each for each, does in zip(exposed, changed, strict=True) if does]
+        after = [each for each, plan in zip(exposed, followed, strict=True) if plan]
         assert max(after, default=0.0) <= rule + 0.01 * whole, (seed, exposed, rule, learning.history)
