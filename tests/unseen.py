@@ -127,6 +127,12 @@ def noisy(number: int) -> dict[str, Tensor]:
     return {"sample": torch.randn(2, 3, 16, 16), "timestep": torch.randint(1000, (2,))}
 
 
+def series(number: int) -> dict[str, Tensor]:
+    return {"past_values": torch.rand(2, 12), "past_time_features": torch.rand(2, 12, 1),
+            "past_observed_mask": torch.ones(2, 12), "future_values": torch.rand(2, 4),
+            "future_time_features": torch.rand(2, 4, 1)}  # fmt: skip
+
+
 def latents_and_texts(number: int) -> dict[str, Tensor]:
     return {"hidden_states": torch.randn(2, 4, 8, 8), "timestep": torch.randint(1000, (2,)),
             "encoder_hidden_states": torch.randn(2, 5, 24)}  # fmt: skip
@@ -199,6 +205,14 @@ UNSEEN: dict[str, Unseen] = {
     "sana": diffusing("SanaTransformer2DModel", latents_and_texts, in_channels=4, out_channels=4, num_attention_heads=2,
                       attention_head_dim=8, num_layers=1, num_cross_attention_heads=2, cross_attention_head_dim=8,
                       cross_attention_dim=16, caption_channels=24, sample_size=8, patch_size=1),
+    "time_series": hugging("TimeSeriesTransformer", "TimeSeriesTransformerForPrediction", series, prediction_length=4,
+                           context_length=8, lags_sequence=[1, 4], num_time_features=1, d_model=16, encoder_layers=1,
+                           decoder_layers=1, encoder_ffn_dim=24, decoder_ffn_dim=24, encoder_attention_heads=2,
+                           decoder_attention_heads=2, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
+                           encoder_layerdrop=0.0, decoder_layerdrop=0.0, use_cache=False),
+    "ast": hugging("AST", "ASTForAudioClassification", lambda _: {"input_values": torch.randn(2, 32, 16),
+                   "labels": torch.randint(5, (2,))}, **USUAL, **NO_DROPOUT, max_length=32, num_mel_bins=16,
+                   patch_size=8, frequency_stride=8, time_stride=8, num_labels=5),
     "vit_tiny": image("vit_tiny_patch16_224", 32, img_size=32, depth=2, embed_dim=24, num_heads=2),
     "albert": hugging("Albert", "AlbertForMaskedLM", words, **WORDS, **USUAL, **NO_DROPOUT, embedding_size=16),
     "electra": hugging("Electra", "ElectraForSequenceClassification", classes, **WORDS, **USUAL, embedding_size=16),
