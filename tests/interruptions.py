@@ -9,10 +9,20 @@ from typing import Any
 import fsdp_compile
 
 PACKAGE = fsdp_compile.__path__[0]
+_WAITS = "comm/waits.py"
 
 
 class Interruption(Exception):
     """What is raised."""
+
+
+def _is_counted(frame: FrameType) -> bool:
+    """Whether all ranks make this call: not to generators, which Python closes where it collects them, and ignores the
+    error; nor what a wait calls only if it takes long."""
+    code, caller = frame.f_code, frame.f_back
+    if not code.co_filename.startswith(PACKAGE) or code.co_flags & inspect.CO_GENERATOR:
+        return False
+    return not any(each.co_filename.endswith(_WAITS) for each in (code, caller.f_code if caller else code))
 
 
 def interrupted(function: Callable[[], Any], at: int) -> int:
@@ -22,9 +32,7 @@ def interrupted(function: Callable[[], Any], at: int) -> int:
 
     def look(frame: FrameType, event: str, _argument: object) -> None:
         nonlocal calls
-        # Not generators: Python closes one where it is collected, which ranks do at other times, and ignores the error.
-        is_ours = frame.f_code.co_filename.startswith(PACKAGE) and not frame.f_code.co_flags & inspect.CO_GENERATOR
-        if event == "call" and is_ours:
+        if event == "call" and _is_counted(frame):
             calls += 1
             if calls == at:
                 sys.setprofile(None)
