@@ -422,9 +422,7 @@ class Unit:
         return [record for flat in self.flats for record in flat.records]
 
     def gather(self, local: Tensor) -> Tensor:
-        """What `local`, 1-D `[shard_numel]`, is this rank's part of, 1-D `[layout.numel]`: all ranks call this.
-        `local` itself if each rank stores all of it.
-        """
+        """Gather `local`, 1-D `[shard_numel]`, to 1-D `[layout.numel]`; itself if each rank stores all of it."""
         return all_gather_flat(local.to(self.device), self.stages) if self.is_sharded else local
 
     def compute_dtype(self, flat: FlatParam, full_precision: bool = False) -> torch.dtype:

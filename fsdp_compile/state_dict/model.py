@@ -5,7 +5,7 @@ SHARDED    for each parameter a `ShardedValue`, which is a DTensor, over memory 
 LOCAL      for each parameter a `ShardedTensor`, which is no DTensor, with a copy of what the rank stores
 
 Where the kind was set, as `FullyShardedDataParallel` does, values are copies, also of parameters that are not sharded
-(`NO_SHARD`, ignored ones, within `summon_full_params`) and of buffers. SHARDED ones are as FSDP1 gives them: rows of
+(ignored ones, within `summon_full_params`) and of buffers. SHARDED ones are as FSDP1 gives them: rows of
 dimension 0 in a DTensor; of a `FullyShardedDataParallel` without a mesh in torch's own ShardedTensor. Each unit's rows
 are exchanged in turn.
 In FULL tensor subclasses stay whole; the other kinds have their inner tensors (Note [Inner tensors]).
@@ -234,7 +234,7 @@ def load(module: nn.Module, state: dict[str, Any], prefix: str, assign: bool, er
             torch.autograd.graph.increment_version([param, stored])
         state[key] = param
     for name, own in stored_parameters(module).items() if assign else ():
-        # Under NO_SHARD, and where a value was assigned before and the unit still waits for others.
+        # Where a value was assigned before, and the unit still waits for others.
         waits = own is not None and managed(own) is None and (isinstance(own, ShardedTensor) or unit_of(own))
         if waits and prefix + name in state:
             state[prefix + name] = full_tensor(state[prefix + name])

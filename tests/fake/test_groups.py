@@ -149,7 +149,7 @@ def test_groups_of_other_ranks() -> None:
 
 def test_who_are_replicas_of_a_rank_alone() -> None:
     """Where one rank stores all elements, gradients are averaged over the ranks that store the same, if there are any,
-    and nothing else is sent; the mesh says so."""
+    and nothing else is sent; the mesh says so, and arrays can be had."""
     alone = dist.new_group([RANK])
     cases: tuple[tuple[dict[str, Any], int], ...] = (
         ({"sharding_strategy": COPY}, WORLD_SIZE),
@@ -172,6 +172,10 @@ def test_who_are_replicas_of_a_rank_alone() -> None:
         assert weight.device_mesh.size() == replicas and len(weight.placements) == 1, options
         assert weight.placements[0].is_replicate() == (replicas > 1), options
         assert weight.to_local().shape == (6,) and torch.equal(weight.full_tensor(), weight.to_local().view(2, 3))
+        saved = model.state_dict()["weight"]
+        for whole in (weight.detach(), weight.data, saved):  # where all elements are here, arrays can be had
+            assert torch.equal(torch.tensor(whole.tolist()), weight.full_tensor()) and whole.numpy().shape == (2, 3)
+        assert weight.detach()[1:].numpy().shape == (1, 3), options
 
 
 def test_wrong_types() -> None:
