@@ -32,6 +32,7 @@ from fsdp_compile import fully_shard
 from fsdp_compile.learning import graphs, install, recorder
 
 SKIPPED = 2  # steps that compile
+NEAR = 5  # steps before and after a recorded one, beside which it is timed
 
 
 def made(model: str, options: dict[str, Any]) -> tuple[Any, Any]:
@@ -71,12 +72,14 @@ def row(model: str, ratio: float, off: float, steps: int, beside: bool, computin
             learning = next(iter(install.learned.values()))
             if not beside:
                 wait_for_copy(learning)
-            before = learning._clock
+            before = len(learning._recorded)
             found[name].append(step(runs[name][1], runs[name][0], batch))
-            recorded += [number] if name == "learns" and learning._clock not in (None, before) else []
+            recorded += [number] if name == "learns" and len(learning._recorded) > before else []
     exposed = {name: [seconds for _, seconds in each] for name, each in found.items()}
     whole_steps = [seconds for seconds, _ in found["learns"]]
-    cost = [whole_steps[at] / statistics.median(whole_steps[max(0, at - 3) : at + 4]) - 1 for at in recorded if at]
+    others = {at: [step for near, step in enumerate(whole_steps) if near not in recorded and abs(near - at) <= NEAR]
+              for at in recorded}  # fmt: skip
+    cost = [whole_steps[at] / statistics.median(near) - 1 for at, near in others.items() if near]
     last, right, took = (statistics.median(each[-10:]) for each in (exposed["learns"], exposed["right"], whole_steps))
     return {
         "model": model, "ratio": ratio, "off": off, "computing": computing, "steps": exposed["learns"],

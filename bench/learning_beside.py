@@ -8,6 +8,7 @@ plan at once. Seconds are those of a clock on the wall: nothing else should run 
     fork        ms that the step takes longer in which the process is copied
     load        ms that the step takes longer in which the compiled code is read from the caches
     switch      ms that the first steps by the new plan, two of them, take longer than the median of those that follow
+    chance      ms that two of those that follow take longer than their median, at the median
     compiling   seconds that the copy takes
 
     python -m bench learning_beside [--model gpt] [--ranks 1 2] [--steps 20]
@@ -31,7 +32,7 @@ from fsdp_compile.learning import graphs, install
 from fsdp_compile.learning.child import Child
 from fsdp_compile.passes.plan.safe import by_block
 
-FIGURES = ("step", "meanwhile", "fork", "load", "switch", "compiling")
+FIGURES = ("step", "meanwhile", "fork", "load", "switch", "chance", "compiling")
 
 
 def rank(model: str, steps: int, barrier: Any, found: Any) -> None:
@@ -76,10 +77,11 @@ def rank(model: str, steps: int, barrier: Any, found: Any) -> None:
     loaded = time.perf_counter() - begin
     step()
     learning.in_force = plan
-    first = [step() for _ in range(2)]
-    after = statistics.median(step() for _ in range(steps))
-    found.put(dict(zip(FIGURES, (before, statistics.median(during), forked, loaded, max(first) - after, compiling),
-                       strict=True)))  # fmt: skip
+    first, later = [step() for _ in range(2)], [step() for _ in range(steps)]
+    after = statistics.median(later)
+    chance = statistics.median(map(max, later, later[1:])) - after
+    found.put(dict(zip(FIGURES, (before, statistics.median(during), forked, loaded, max(first) - after, chance,
+                                 compiling), strict=True)))  # fmt: skip
 
 
 def main() -> None:
@@ -103,7 +105,7 @@ def main() -> None:
         rows.append({"model": args.model, "ranks": ranks, **row})
         ms = {name: f"{seconds * 1e3:.1f} ms" for name, seconds in row.items()}
         print(f"{ranks} ranks: step {ms['step']}, meanwhile {ms['meanwhile']} ({row['times']:.2f} times), fork +"
-              f"{ms['fork']}, load +{ms['load']}, switch +{ms['switch']}, compiling {row['compiling']:.1f} s",
-              flush=True)  # fmt: skip
+              f"{ms['fork']}, load +{ms['load']}, switch +{ms['switch']} (by chance +{ms['chance']}), compiling "
+              f"{row['compiling']:.1f} s", flush=True)  # fmt: skip
     if not args.dry:
         write("learning_beside", {"rows": rows})

@@ -5,13 +5,13 @@ Ranks that follow different plans communicate different things. So everything th
 a number that all ranks know: the n-th call of any graph of one structure (`Learning.calls`). Graphs that differ only in
 the sizes of their batches have one structure and follow one plan.
 
-    call 5             is recorded
-    call 8             ranks meet: each leaves what it recorded, and a copy of the first one plans again
+    calls 5 to 7       are recorded
+    call 10            ranks meet: each leaves medians of what it recorded, and a copy of the first one plans again
     every 4 calls      ranks meet, until the first one has planned; if that is worth it, a copy of each rank compiles
                        the graphs with the new plan, and ranks meet until all have, or one cannot: then nothing changes
     16 calls or more   from the call after that meeting on: four with the new plan, four with the old one, and so on,
-                       for some seconds; then ranks meet, and all of them keep the plan that was faster on most
-    30 calls later     the next one is recorded; 5 later where a plan has changed
+                       for some seconds; then ranks meet, and all of them keep the faster plan, or go on for as long
+    30 calls later     the next three are recorded; 5 later where a plan has changed
 
 A rank that calls a graph for which it lacks the plan of that call compiles it there and then. Values do not change:
 order moves no sum.
@@ -21,12 +21,10 @@ import contextvars
 import hashlib
 import json
 import logging
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -41,9 +39,10 @@ from fsdp_compile.config import CompileConfig
 from fsdp_compile.learning._torch import Surroundings, caches_graphs, copied
 from fsdp_compile.learning.child import Child
 from fsdp_compile.learning.meeting import PATIENCE, Meeting
-from fsdp_compile.learning.prices import Called, Record, Unlike, of_all_ranks, records_of
+from fsdp_compile.learning.prices import Called, Record, Unlike, median_of, of_all_ranks, records_of
 from fsdp_compile.learning.recorder import DIRECTIONS, StepClock
 from fsdp_compile.learning.replan import Graph, replanned
+from fsdp_compile.learning.trial import Comparison, Trial, of_ranks
 from fsdp_compile.passes import agreement
 from fsdp_compile.passes._torch import cache_folder, compiling_backward_at_once
 from fsdp_compile.passes.graph.nodes import is_product
@@ -64,15 +63,17 @@ class Schedule:
 
     Attributes:
         first: the first call that is recorded.
-        meet: how many calls after a recorded one ranks meet.
+        records: how many calls are recorded, one after the other.
+        meet: how many calls after the last recorded one ranks meet.
         poll: calls between meetings while ranks compile.
         block: calls of one plan in a row while two are compared; the first of them does not count.
-        trial: seconds that this should take.
+        trial: seconds after which they are compared.
         every: calls after which a settled plan is looked at again.
         alone: whether there are no other ranks, though the process group has some: on an emulated link.
     """
 
     first: int = 5
+    records: int = 3
     meet: int = 3
     poll: int = 4
     block: int = 4
@@ -84,8 +85,6 @@ class Schedule:
 schedule = Schedule()
 _BLOCKS = 4, 24  # new, old, new, old, ...: at least, and at most
 _CHANGED = 1.2  # times as long as before a step or a link has to take for a plan to be looked for
-_PAYS = 0.995  # times as long as the old plan a new one has to stay below
-_ALIKE = 1.005  # times as long as the old plan a new one may take that saves memory
 _LINES = 100  # of a history
 _AS_BEFORE = "as before: the plan stays"
 _WHY = "why not"  # in a rank's message, instead of a record
@@ -228,17 +227,16 @@ class Learning:
         self.in_force, self.calls = "", 0
         self.graphs: WeakSet[LearnedGraph] = WeakSet()
         self.history: list[str] = []
-        self.under_way = f"call {schedule.first} will be recorded"
+        self.under_way = _coming(schedule.first)
         self.rejected: list[str] = []
         self._meeting: Meeting | None = None
         self._next: tuple[int, _Act] = schedule.first, self._record  # what is done at which call
         self._round, self._changes = 0, 0
-        self._clock: StepClock | None = None
-        self._recorded: LearnedGraph | None = None
+        self._recorded: list[tuple[LearnedGraph, StepClock]] = []
         self._priced: dict[str, Any] = {}  # by which the plan was looked at last
         self._new, self._words, self._saves, self._step = "", "", False, 0.0
         self._child: Child | None = None
-        self._trial: _Trial | None = None
+        self._trial: Trial | None = None
 
     def config_with(self, plan: str) -> CompileConfig:
         """The configuration that graphs are compiled with to follow `plan`."""
@@ -256,22 +254,25 @@ class Learning:
         return self.in_force, clock
 
     def _record(self, graph: LearnedGraph) -> StepClock:
-        self._clock, self._recorded = StepClock(self.device, watches=True), graph
-        self._go_on(schedule.meet, self._compare_records, "recorded, ranks compare what it took")
-        return self._clock
+        clock = StepClock(self.device)
+        self._recorded.append((graph, clock))
+        if len(self._recorded) < schedule.records:
+            self._next = self.calls + 1, self._record
+        else:
+            self._go_on(schedule.meet, self._compare_records, "recorded, ranks compare what it took")
+        return clock
 
     def _compare_records(self, _graph: LearnedGraph) -> None:
-        records = self._records()
-        self._clock = None
+        records, (graph, _) = self._records(), self._recorded[-1]
+        self._recorded.clear()
         merged = self._meet("records", json.dumps(records), _merged)
         if merged is None:
             return self._end()
         prices = json.loads(merged)
         if _WHY in prices:
             return self._settle(f"nothing is learned, as a rank has not recorded a step: {prices[_WHY]}")
-        assert self._recorded is not None  # else this rank has left no record
-        noted = self._recorded.noted(self.in_force)
-        assert noted is not None
+        noted = graph.noted(self.in_force)
+        assert noted is not None  # else this rank has left no record
         self._step = sum(each["step"] for each in prices.values())
         if _are_alike(prices, self._priced):
             return self._settle(f"recorded {self._step * 1e3:.1f} ms, {_AS_BEFORE}")
@@ -282,16 +283,19 @@ class Learning:
         return None
 
     def _records(self) -> dict[str, Any]:
-        """What this rank has recorded, by direction; or, under `_WHY`, why nothing was."""
-        graph, clock = self._recorded, self._clock
-        noted = graph.noted(self.in_force) if graph is not None else None
-        if clock is None or noted is None or clock.spans.keys() != set(DIRECTIONS):
+        """Medians of what this rank has recorded, by direction; or, under `_WHY`, why nothing was."""
+        latest, _ = self._recorded[-1]
+        noted = latest.noted(self.in_force)
+        clocks = [clock for graph, clock in self._recorded if graph is latest]
+        if noted is None or any(clock.spans.keys() != set(DIRECTIONS) for clock in clocks):
             return {_WHY: "its forward or backward was not compiled here, or has not ended"}
         try:
-            calls = {
-                name: Called(each.workload, each.plan, each.products, clock.marks(name)) for name, each in noted.items()
-            }
-            return {direction: record.to_json() for direction, record in records_of(calls).items()}
+            steps = [
+                records_of({name: Called(each.workload, each.plan, each.products, clock.marks(name))
+                            for name, each in noted.items()})
+                for clock in clocks
+            ]  # fmt: skip
+            return {name: median_of([records[name] for records in steps]).to_json() for name in noted}
         except Unlike as reason:
             return {_WHY: str(reason)}
 
@@ -353,12 +357,16 @@ class Learning:
         if outcome != "ready":
             self.rejected.append(self._new)
             return self._settle(f"{self._words}; a rank could not compile it")
-        self._trial = _Trial(self.calls + 1, self._new, self.in_force)  # this call has loaded the code, and is slow
-        least, most = _BLOCKS
-        pairs = ceil(schedule.trial / (2 * schedule.block * self._step or 1.0))
-        calls = min(max(least, 2 * pairs), most) * schedule.block
-        self._go_on(calls + 1, self._judge, f"{self._words}; takes turns with the old plan for {calls} calls")
+        begin = self.calls + 1  # this call has loaded the code, and is slow
+        self._trial = Trial(begin, self._new, self.in_force, schedule.block)
+        self._go_on(1 + self._turns(), self._judge, f"{self._words}; takes turns with the old plan")
         return None
+
+    def _turns(self) -> int:
+        """For how many calls plans take turns before they are compared, or are compared again."""
+        pairs = ceil(schedule.trial / (2 * schedule.block * self._step or 1.0))
+        least, most = _BLOCKS
+        return min(max(least, 2 * pairs), most) * schedule.block
 
     def _compile_here(self) -> str:
         begin = time.monotonic()
@@ -373,21 +381,26 @@ class Learning:
     def _judge(self, _graph: LearnedGraph) -> None:
         trial = self._trial
         assert trial is not None
+        answer = self._meet("tried", json.dumps(trial.compared()), _medians)
+        figures = json.loads(answer) if answer is not None else None
+        turns = self.calls - trial.begin
+        if figures is not None:
+            found = Comparison(*figures)
+            if not found.is_sure(self._saves) and turns < _BLOCKS[1] * schedule.block:
+                return self._go_on(self._turns(), self._judge, f"{self._words}; {found}, which may be chance")
         self._trial = None
-        answer = self._meet("tried", json.dumps(trial.ratio()), _median)
         if answer is None:
             return self._end()
-        ratio = json.loads(answer)
-        if ratio is None:
+        if figures is None:
             return self._settle(f"{self._words}; not compared, as nothing was timed")
-        is_better = ratio < _PAYS or (self._saves and ratio <= _ALIKE)
-        if is_better:
+        is_kept = found.pays(self._saves)
+        if is_kept:
             self.in_force, self._changes, self._priced = trial.new, self._changes + 1, {}
         else:
             self.rejected.append(trial.new)
-        self._settle(f"{self._words}; {(ratio - 1) * 100:+.1f} % came, {'kept' if is_better else 'taken back'}",
-                     soon=is_better and self._changes < _SOON)  # fmt: skip
-        return self._keep(ratio)
+        came = f"{found} came in {turns} calls, {'kept' if is_kept else 'taken back'}"
+        self._settle(f"{self._words}; {came}", soon=is_kept and self._changes < _SOON)
+        return self._keep()
 
     def _go_on(self, calls: int, do: _Act, what: str) -> None:
         """Say what is under way, and `do` the next thing so many calls later."""
@@ -403,10 +416,11 @@ class Learning:
         log.info("learn: call %d of a graph of %d units: %s", self.calls, self.key.count("\n"), what)
         if self._child is not None:
             self._child.stop()
-        self._child = self._clock = None
+        self._child = None
+        self._recorded.clear()
         self._round += 1
         self._next = self.calls + (schedule.first if soon else schedule.every), self._record
-        self.under_way = f"call {self._next[0]} will be recorded"
+        self.under_way = _coming(self._next[0])
 
     def _end(self) -> None:
         """Learn nothing any more: ranks do not call graphs alike, or one has ended or takes its time. All give up."""
@@ -423,8 +437,8 @@ class Learning:
 
     # --- kept for later runs ---
 
-    def _keep(self, ratio: float) -> None:
-        table = {"plan": self.in_force, "link": self.config.link, "device": self.config.device, "ratio": ratio,
+    def _keep(self) -> None:
+        table = {"plan": self.in_force, "link": self.config.link, "device": self.config.device,
                  "rejected": self.rejected, "history": self.history}  # fmt: skip
         agreement.keep(f"learning/{self.key}", json.dumps(table))
 
@@ -435,7 +449,11 @@ class Learning:
             raise TypeError("expected texts of plans")
         self.in_force, self.rejected = table["plan"], list(table["rejected"])
         self.history = [*table["history"], "kept for this run"]
-        self._next, self.under_way = (schedule.every, self._record), f"call {schedule.every} will be recorded"
+        self._next, self.under_way = (schedule.every, self._record), _coming(schedule.every)
+
+
+def _coming(call: int) -> str:
+    return f"calls {call} to {call + schedule.records - 1} will be recorded"
 
 
 def _beside(work: Callable[[], str]) -> Child | None:
@@ -486,36 +504,6 @@ def _least(messages: Sequence[str]) -> str:
     return next((each for each in ("failed", "compiling") if each in messages), "ready")
 
 
-def _median(messages: Sequence[str]) -> str:
-    ratios = [ratio for each in messages if (ratio := json.loads(each)) is not None]
-    return json.dumps(statistics.median(ratios) if ratios else None)
-
-
-class _Trial:
-    """A new plan and the old one take turns, `schedule.block` calls each, from call `begin` on."""
-
-    def __init__(self, begin: int, new: str, old: str) -> None:
-        self.begin, self.new, self.old = begin, new, old
-        self._clocks: dict[str, list[StepClock]] = {new: [], old: []}
-
-    def begin_call(self, call: int, device: torch.device) -> tuple[str, StepClock | None]:
-        if call < self.begin:
-            return self.old, None
-        block, place = divmod(call - self.begin, schedule.block)
-        plan = self.old if block % 2 else self.new
-        if place == 0 and schedule.block > 1:
-            return plan, None
-        self._clocks[plan].append(StepClock(device, watches=False))
-        return plan, self._clocks[plan][-1]
-
-    def ratio(self) -> float | None:
-        """How many times as long steps of the new plan take, by medians; None if none was timed."""
-        took = {
-            plan: [seconds for clock in clocks if (seconds := clock.seconds()) is not None]
-            for plan, clocks in self._clocks.items()
-        }
-        if not all(took.values()) or len(took) < 2:
-            return None
-        with suppress(ZeroDivisionError):
-            return statistics.median(took[self.new]) / statistics.median(took[self.old])
-        return None
+def _medians(messages: Sequence[str]) -> str:
+    timed = [Comparison(*figures) for each in messages if (figures := json.loads(each)) is not None]
+    return json.dumps(of_ranks(timed) if timed else None)

@@ -23,11 +23,15 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fsdp_compile.passes.plan.plan import Machine, Plan, held_units
 from fsdp_compile.passes.plan.workload import UnitCost, Workload
 
+WAITS: tuple[Literal["wait", "wait_reduce"], ...] = (
+    "wait",
+    "wait_reduce",
+)  # kinds of marks and of steps of plans that wait
 FARTHEST = 32.0  # how many times as long, or as short, as priced a link may take
 _COARSE = 1.25  # ratios of links that are tried, then finer ones between the two beside the best
 _FINE = 16  # thirds that are cut off of that interval
@@ -112,7 +116,7 @@ def records_of(calls: Mapping[str, Called]) -> dict[str, Record]:
             priced = sum(workload.tasks[task].seconds for task in tasks)
             for task in tasks:
                 took[task] += together * (workload.tasks[task].seconds / priced if priced else 1 / len(tasks))
-        waits[direction] = [mark.end - mark.begin for mark in marks if mark.kind in ("wait", "wait_reduce")]
+        waits[direction] = [mark.end - mark.begin for mark in marks if mark.kind in WAITS]
     link = _link([(priced_by(each.workload, seconds[name]), each.plan, waits[name]) for name, each in calls.items()])
     return {
         name: Record(tuple(seconds[name]), link, sum(waits[name]), each.marks[-1].end - each.marks[0].begin)
@@ -133,16 +137,19 @@ def priced_by(workload: Workload, seconds: Sequence[float], link: float = 1.0) -
     return replace(workload, tasks=tasks, units=tuple(map(scaled, workload.units)), latency=workload.latency * link)
 
 
+def median_of(records: Sequence[Record]) -> Record:
+    """The median of each figure."""
+    seconds = map(statistics.median, zip(*(record.seconds for record in records), strict=True))
+    figures = zip(*((record.link, record.exposed, record.step) for record in records), strict=True)
+    return Record(tuple(seconds), *map(statistics.median, figures))
+
+
 def of_all_ranks(records: Sequence[Record]) -> Record:
     """Prices that all ranks share: medians of their tasks, and the shortest link.
 
     Who comes late to a collective sees how long it takes; the others wait for that rank, too.
     """
-    columns = zip(*(record.seconds for record in records), strict=True)
-    exposed, step = (
-        statistics.median(each) for each in zip(*((one.exposed, one.step) for one in records), strict=True)
-    )
-    return Record(tuple(map(statistics.median, columns)), min(record.link for record in records), exposed, step)
+    return replace(median_of(records), link=min(record.link for record in records))
 
 
 def _gaps(
@@ -210,7 +217,7 @@ def _link(graphs: Sequence[tuple[Workload, Plan, Sequence[float]]]) -> float:
     recorded = list[list[float]]()
     for _, plan, waits in graphs:
         rest = iter(waits)
-        recorded.append([sum(next(rest) for _ in step.units) for step in plan.of("wait", "wait_reduce")])
+        recorded.append([sum(next(rest) for _ in step.units) for step in plan.of(*WAITS)])
 
     def unlike(ratio: float) -> float:
         found = 0.0
@@ -243,6 +250,6 @@ def _waits(workload: Workload, plan: Plan) -> list[float]:
             tasks += 1
         before = machine.now
         machine.step(step)
-        if step.kind in ("wait", "wait_reduce"):
+        if step.kind in WAITS:
             waits.append(machine.now - before)
     return waits

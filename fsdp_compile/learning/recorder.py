@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fsdp_compile.comm.collectives import watchers
 from fsdp_compile.learning._torch import TorchDispatchMode
-from fsdp_compile.learning.prices import Mark
+from fsdp_compile.learning.prices import WAITS, Mark
 
 Moment = Any  # seconds, or a `torch.cuda.Event`
 DIRECTIONS = ("forward", "backward")
@@ -33,14 +33,13 @@ class StepClock:
 
     Args:
         device: that computes.
-        watches: whether to note what the graph calls, beside when it begins and ends.
 
     Attributes:
         spans: by direction, when the graph began and ended.
     """
 
-    def __init__(self, device: torch.device, watches: bool) -> None:
-        self.device, self.watches = device, watches
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.spans: dict[str, tuple[Moment, Moment]] = {}
         self._noted: dict[str, list[tuple[str, Moment, Moment]]] = {}
 
@@ -63,11 +62,13 @@ class StepClock:
             prehook, hook = node.register_prehook(begin), node.register_hook(end)
         return outputs
 
-    def seconds(self) -> float | None:
-        """Of both directions; None unless both have ended."""
+    def seconds(self) -> tuple[float, float] | None:
+        """What both directions took, and what their collectives were waited for; None unless both have ended."""
         if self.spans.keys() != set(DIRECTIONS):
             return None
-        return sum(_seconds(begin, end) for begin, end in self.spans.values())
+        marks = [mark for direction in DIRECTIONS for mark in self.marks(direction)]
+        waits = sum(mark.end - mark.begin for mark in marks if mark.kind in WAITS)
+        return sum(_seconds(begin, end) for begin, end in self.spans.values()), waits
 
     def marks(self, direction: str) -> list[Mark]:
         """What the graph of that direction has called, in seconds from its beginning."""
@@ -80,11 +81,10 @@ class StepClock:
     def _direction(self, direction: str) -> Iterator[None]:
         noted = self._noted[direction] = []
         with ExitStack() as stack:
-            if self.watches:
-                watch = _Watch(self.now, noted)
-                stack.enter_context(watch)
-                watchers.append(watch.range)
-                stack.callback(watchers.remove, watch.range)
+            watch = _Watch(self.now, noted)
+            stack.enter_context(watch)
+            watchers.append(watch.range)
+            stack.callback(watchers.remove, watch.range)
             begin = self.now()
             yield
             self.spans[direction] = begin, self.now()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from fsdp_compile import fully_shard
-from fsdp_compile.learning import graphs, install
+from fsdp_compile.learning import graphs, install, trial
 from fsdp_compile.learning.meeting import Meeting
 from fsdp_compile.learning.replan import replanned
 from fsdp_compile.passes import agreement, inductor
@@ -24,7 +24,7 @@ from fsdp_compile.passes.plan.schedule import alternating
 from .ranks import Ranks
 
 LINK = "custom:1e-5,1e9"
-SOON = graphs.Schedule(first=2, meet=1, poll=2, block=2, trial=0.0, every=6)
+SOON = graphs.Schedule(first=2, records=1, meet=1, poll=2, block=2, trial=0.0, every=6)
 
 
 class _AtOnce:
@@ -107,13 +107,13 @@ def _change(rank: int, plain: bool) -> tuple[list[str], int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FSDP_COMPILE_LINK", LINK)
         with _soon():
-            expected = _train(rank, 40, plain)
+            expected = _train(rank, 64, plain)
             assert not install.learned
         patch.setenv("FSDP_COMPILE_LEARN", "1")
         inductor.install()
         install.install()
         with _soon(), _asking_for(by_block):
-            found = _train(rank, 40, plain, learn=True)
+            found = _train(rank, 64, plain, learn=True)
             assert all(map(torch.equal, expected, found))
             (graph,) = _learned().graphs
             plans = [plan for plan in graph._runs if plan]
@@ -128,7 +128,7 @@ def _change(rank: int, plain: bool) -> tuple[list[str], int]:
 
 @pytest.mark.parametrize("plain", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_values_are_equal_while_plans_change(two: Ranks, plain: bool) -> None:
-    """Losses of 40 steps of AdamW and the parameters after them are equal bit for bit to those without learning, while
+    """Losses of 64 steps of AdamW and the parameters after them are equal bit for bit to those without learning, while
     a step is recorded, another plan takes turns with the first one, and is kept or taken back on both ranks alike.
     """
     (one, count), (other, _) = two.run(_change, plain)
@@ -158,12 +158,12 @@ def test_a_rank_that_cannot_compile(two: Ranks) -> None:
 def _again(rank: int) -> tuple[list[str], str]:
     """A second start in the same process: what the first one has kept counts from the first call on."""
     with pytest.MonkeyPatch.context() as patch, _soon(), _asking_for(by_block):
-        patch.setattr(graphs, "_PAYS", math.inf)  # any new plan is taken
+        patch.setattr(trial, "PAYS", math.inf)  # any new plan is taken
         _train(rank, 20, learn=True, link="auto")
         learning, kept = _learned(), _learned().in_force
         assert kept
     dist.barrier()  # both have forgotten it
-    learning._keep(1.0)
+    learning._keep()
     with _soon():
         asked, compiled = list[Any](), counters["inductor"]["fxgraph_cache_miss"]
         with pytest.MonkeyPatch.context() as patch:

@@ -26,7 +26,7 @@ from .test_learning import _AtOnce
 
 STEPS = 20
 LATENCY, BLOCKS, WIDTH = 2e-6, 5, 64
-SOON = graphs.Schedule(first=2, meet=1, poll=1, block=2, trial=0.0, every=4, alone=True)
+SOON = graphs.Schedule(first=2, records=1, meet=1, poll=1, block=2, trial=0.0, every=4, alone=True)
 DIRECTIONS = ("forward", "backward")
 
 
