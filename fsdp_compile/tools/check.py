@@ -115,7 +115,10 @@ def assert_trains_alike(
 
 
 def check_file(source: InFile, ways: Sequence[str], ranks: int, device: str, **options: Any) -> Report:
-    """As `check`, of what a file defines; by the ranks of `torchrun` where it has started this process."""
+    """As `check`, of what a file defines; by the ranks of `torchrun` where it has started this process.
+
+    It calls `found`, one of the options, with each row as soon as it is known.
+    """
     chosen = [Way.of(each) for each in ways]
     source.subject()  # a mistake in the file is said once, here
     if "RANK" not in os.environ:
@@ -186,9 +189,9 @@ class _Started:
 
 def _check(
     source: Any, ways: Sequence[Way], ranks: _Here | _Started, device: str, *, steps: int, accumulate: int,
-    resume_on: int | None,
+    resume_on: int | None, found: Callable[[Row], None] = lambda row: None,
 ) -> Report:  # fmt: skip
-    """Run the reference and each way, from the start and behind a load."""
+    """Run the reference and each way, from the start and behind a load; tell each row as soon as it is known."""
     counts = tuple(accumulate if step == 1 else 1 for step in range(steps))
     another = ranks.another if resume_on is None else resume_on
     if isinstance(ranks, _Here) and another not in (0, ranks.count):
@@ -197,13 +200,13 @@ def _check(
     rows: list[Row] = []
     with ranks.folder() as folder:
         task = Task(device, counts, 0, folder, _backends(ways), resumes=False, saves=another > 0)
-        about = _part(source, task, ways, ranks, ranks.count, rows)
+        about = _part(source, task, ways, ranks, ranks.count, rows, found)
         if another:
             right = [way for way, row in zip(ways, rows, strict=True) if not row.is_fault and row.verdict != LEFT_OUT]
             later = replace(task, counts=(1,) * RESUMED_STEPS, start=sum(counts), resumes=True, saves=False,
                             backends=_backends(right))  # fmt: skip
             if right:
-                _part(source, later, right, ranks, another, rows)
+                _part(source, later, right, ranks, another, rows, found)
     where = {
         "model": about["model"], "parameters": f"{about['parameters']:,}", "ranks": ranks.count, "steps": steps,
         "micro-batches": list(counts), "loaded on": another or "none", "device": device, "torch": torch.__version__,
@@ -218,27 +221,31 @@ def _backends(ways: Iterable[Way]) -> tuple[str, ...]:
 
 
 def _part(
-    source: Any, task: Task, ways: Sequence[Way], ranks: _Here | _Started, count: int, rows: list[Row]
-) -> dict[str, Any]:
+    source: Any, task: Task, ways: Sequence[Way], ranks: _Here | _Started, count: int, rows: list[Row],
+    found: Callable[[Row], None],
+) -> dict[str, Any]:  # fmt: skip
     """The reference, and each way beside it, whose rows are added; what is said of the model."""
     answers = ranks.run(count, task.device, reference, source, task)
     if any(each.error for each in answers):
         raise ValueError(f"the unsharded model cannot be trained: {_failure(answers)}")
     about: dict[str, Any] = answers[0].value
     for way in ways:
-        begun = time.monotonic()
-        row = Row(way.name, count, FAILED, task.resumes, compiled=way.how != "eager")
-        reason = about["absent"].get(way.backend)
-        if reason is not None:
-            rows.append(
-                replace(row, verdict=LEFT_OUT, why=f"{way.backend} cannot compile the unsharded model: {reason}")
-            )
-            continue
-        found = ranks.run(count, task.device, compare_way, source, task, way)
-        seconds = round(time.monotonic() - begun, 1)
-        why = _failure(found)
-        rows.append(replace(row, why=why, seconds=seconds) if why else found[0].value)
+        rows.append(_row(source, task, way, ranks, count, about["absent"].get(way.backend)))
+        found(rows[-1])
     return about
+
+
+def _row(source: Any, task: Task, way: Way, ranks: _Here | _Started, count: int, absent: str | None) -> Row:
+    """One way beside the reference; `absent` says why its backend cannot compile the unsharded model."""
+    row = Row(way.name, count, FAILED, task.resumes, compiled=way.how != "eager")
+    if absent is not None:
+        return replace(row, verdict=LEFT_OUT, why=f"{way.backend} cannot compile the unsharded model: {absent}")
+    begun = time.monotonic()
+    answers = ranks.run(count, task.device, compare_way, source, task, way)
+    seconds = round(time.monotonic() - begun, 1)
+    why = _failure(answers)
+    result: Row = replace(row, why=why, seconds=seconds) if why else answers[0].value
+    return result
 
 
 def _failure(answers: Sequence[Answer]) -> str:

@@ -306,13 +306,14 @@ def loss(output):
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file of ten lines is all that it needs. Dropout draws alike, other ranks load what two have saved, and the JSON
-    has a row for each way.
+    has a row for each way. Each row was already said when it was known: who stops the command keeps it.
     """
     (tmp_path / "model.py").write_text(FILE)
     asked = ["check", f"{tmp_path}/model.py:make", "--ways", "eager", "--json", str(tmp_path / "check.json")]
     assert main(asked) == 0
-    printed, found = capsys.readouterr().out, json.loads((tmp_path / "check.json").read_text())
+    (printed, said), found = capsys.readouterr(), json.loads((tmp_path / "check.json").read_text())
     assert "equal bit for bit" in printed and "all hold" in printed and found["holds"]
+    assert said.count("eager ") == 1 and said.count("eager, loaded on 3 ") == 1 and "all hold" not in said
     assert [(row["ranks"], row["resumed"], row["verdict"]) for row in found["rows"]] == [
         (2, False, "equal"),
         (3, True, found["rows"][1]["verdict"]),

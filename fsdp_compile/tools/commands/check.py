@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from fsdp_compile.tools.files import split_factory
@@ -51,12 +52,20 @@ def run(args: argparse.Namespace) -> int:
     """Print and write whether the model trains alike; 1 if it does not."""
     check_folders(args.json)
     from fsdp_compile.tools.check import check_file
+    from fsdp_compile.tools.check_report import Row
     from fsdp_compile.tools.check_training import InFile
 
     options = {name: getattr(args, name) for name in ("steps", "accumulate", "resume_on")}
     path, name = split_factory(args.factory)
-    report = check_file(InFile(path, name, args.batch, args.seq), args.ways, args.ranks, args.device, **options)
-    if os.environ.get("RANK", "0") == "0":
+    is_first = os.environ.get("RANK", "0") == "0"
+
+    def found(row: Row) -> None:
+        if is_first:  # a way may take minutes, and who stops the command keeps what it has found
+            print(row, file=sys.stderr, flush=True)
+
+    source = InFile(path, name, args.batch, args.seq)
+    report = check_file(source, args.ways, args.ranks, args.device, found=found, **options)
+    if is_first:
         print(report, end="")
         write_files({args.json: report.to_json})
     return 0 if report.holds else 1
