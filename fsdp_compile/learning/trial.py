@@ -12,6 +12,7 @@ The alternative, medians of whole steps, could not tell 2 % of a step in 20 step
 """
 
 import statistics
+from collections import deque
 from collections.abc import Sequence
 from math import sqrt
 from typing import NamedTuple
@@ -106,7 +107,8 @@ class Trial:
 
     def __init__(self, begin: int, new: str, old: str, block: int) -> None:
         self.begin, self.new, self.old, self.block = begin, new, old, block
-        self._clocks: dict[str, list[StepClock]] = {new: [], old: []}
+        self._steps: dict[str, list[Timed]] = {new: [], old: []}
+        self._clocks: deque[tuple[str, StepClock]] = deque()  # of steps that a GPU may not have ended
 
     def begin_call(self, call: int, device: torch.device) -> tuple[str, StepClock | None]:
         """The plan that a call follows, and what times it, if anything does."""
@@ -116,13 +118,20 @@ class Trial:
         plan = self.old if block % 2 else self.new
         if place == 0 and self.block > 1:
             return plan, None
-        self._clocks[plan].append(StepClock(device))
-        return plan, self._clocks[plan][-1]
+        if len(self._clocks) > self.block:
+            self._read_oldest()
+        self._clocks.append((plan, StepClock(device)))
+        return self._clocks[-1]
+
+    def _read_oldest(self) -> None:
+        """Read a clock, which has an event for each product and collective of its step."""
+        plan, clock = self._clocks.popleft()
+        timed = clock.seconds()
+        if timed is not None:
+            self._steps[plan].append(Timed(*timed))
 
     def compared(self) -> Comparison | None:
         """The plans beside each other; None if one was not timed."""
-        steps = {
-            plan: [Timed(*timed) for clock in clocks if (timed := clock.seconds()) is not None]
-            for plan, clocks in self._clocks.items()
-        }
-        return compared(steps[self.new], steps[self.old])
+        while self._clocks:
+            self._read_oldest()
+        return compared(self._steps[self.new], self._steps[self.old])
