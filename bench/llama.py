@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from bench.runs.transformers import Run, Transformer, work_of
 from fsdp_compile.passes.cost.hardware import Hardware, Link
 from fsdp_compile.passes.cost.roofline import launch_seconds, transfer_seconds
-from fsdp_compile.passes.graph.costs import work_seconds
+from fsdp_compile.passes.graph.prices import work_seconds
 from fsdp_compile.passes.graph.work import Work
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 

@@ -34,7 +34,7 @@ from fsdp_compile.compare.rounds import predict
 from fsdp_compile.compare.systems import WARM, Task, Training, Turn
 from fsdp_compile.edits.summon import summon_full_params
 from fsdp_compile.explain.calibrate import Block
-from fsdp_compile.passes.graph.costs import hardware_at
+from fsdp_compile.passes.graph.prices import hardware_at
 from fsdp_compile.torch_names import check_all, is_untested
 
 STEPS, TOKENS, WIDTH, LENGTH = 3, 32, 32, 16

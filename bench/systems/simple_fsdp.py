@@ -23,7 +23,7 @@ from bench.systems import Prepared, Setup
 from bench.systems.ours import measure
 from fsdp_compile.comm.collectives import STARTS
 from fsdp_compile.passes.cost.hardware import device
-from fsdp_compile.passes.graph.costs import group_size, node_seconds
+from fsdp_compile.passes.graph.prices import group_of, node_seconds
 from fsdp_compile.passes.graph.work import attention_flops, size_of
 
 BUCKETS, OVERLAP = "transformer_block_bucketing", "overlap"
@@ -150,6 +150,6 @@ def milliseconds(link: str, node: fx.Node, size: int | None = None) -> float | N
     if node.target not in STARTS:
         return 1e3 * node_seconds(node, device("cpu"))
     latency, bandwidth = map(float, link.removeprefix("custom:").split(","))
-    ranks = group_size(node)
+    ranks = group_of(node).size()
     nbytes = max(size or 0, *map(size_of, (node, *node.all_input_nodes)))
     return 1e3 * (latency + nbytes * (ranks - 1) / ranks / bandwidth)

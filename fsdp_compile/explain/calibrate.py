@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_compile.explain.ranks import process_group
-from fsdp_compile.passes.cost.hardware import Hardware, Link, Source, device, with_figures
-from fsdp_compile.passes.graph.costs import hardware_at
-from fsdp_compile.passes.measure import finish, fit_link, link_times
+from fsdp_compile.passes.cost.hardware import Hardware, Link, Source, with_figures
+from fsdp_compile.passes.graph.prices import hardware_at
+from fsdp_compile.passes.measure import fit_link, link_times, seconds_of
 
 LEAST_ROUNDS = 5
 BURST = 2e-3  # seconds that a case is repeated for in each round, at least
@@ -104,7 +104,7 @@ def calibrate(
     if kind == "cuda":
         torch.cuda.set_device(at)
         where = torch.cuda.get_device_name(at)
-    begin = device(base or hardware_at(at))
+    begin = hardware_at(at, base)
     source = Source("measured", f"fsdp-compile calibrate, torch {torch.__version__}, {where}")
     with process_group(STEP_RANKS) if kind == "cpu" and shard else nullcontext():
         cases = [*device_cases(at), *(step_cases(shard) if kind == "cpu" and shard else ())]
@@ -245,13 +245,7 @@ def _burst(case: Case, repeats: int, device: torch.device) -> float:
     One thread is timed by the time that it computes: what other programs compute meanwhile does not count.
     """
     alone = device.type == "cpu" and torch.get_num_threads() == 1
-    clock = time.process_time if alone else time.perf_counter
-    finish(device)
-    begin = clock()
-    for _ in range(repeats):
-        case.call()
-    finish(device)
-    return (clock() - begin) / repeats
+    return seconds_of(case.call, device, time.process_time if alone else time.perf_counter, repeats)
 
 
 # --- constants --------------------------------------------------------------------------------------------------------

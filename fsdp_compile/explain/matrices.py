@@ -23,7 +23,7 @@ from fsdp_compile.passes.cost.hardware import Hardware, Link
 from fsdp_compile.passes.cost.hardware import device as device_named
 from fsdp_compile.passes.cost.hardware import link as link_named
 from fsdp_compile.passes.cost.roofline import launch_seconds, product_seconds
-from fsdp_compile.passes.graph.costs import hardware_at
+from fsdp_compile.passes.graph.prices import hardware_at
 
 
 @dataclass(frozen=True)

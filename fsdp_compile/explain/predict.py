@@ -25,15 +25,8 @@ from fsdp_compile.explain.report import Report
 from fsdp_compile.explain.trace import Model
 from fsdp_compile.explain.work import StepWork, UnitWork
 from fsdp_compile.passes.cost.hardware import Hardware, device, link, read_hardware
-from fsdp_compile.passes.cost.roofline import (
-    all_reduce_seconds,
-    chain_seconds,
-    launch_seconds,
-    level_of,
-    transfer_seconds,
-    update_seconds,
-)
-from fsdp_compile.passes.graph.costs import work_seconds
+from fsdp_compile.passes.cost.roofline import launch_seconds, level_of
+from fsdp_compile.passes.graph.prices import Prices, work_seconds
 from fsdp_compile.passes.plan.plan import Plan
 from fsdp_compile.passes.plan.safe import safe_plan
 from fsdp_compile.passes.plan.schedule import alternating, prefetch
@@ -83,8 +76,10 @@ class Priced:
         if "HYBRID" in strategy:
             self.shards = min(world, setting.shard_size or per_node)
         replicas = world // self.shards
-        self._replicas = replicas
-        self._link, self._replica_link = (hardware.connect(n) for n in (per_node, max(1, per_node // self.shards)))
+        link, replica_link = (hardware.connect(n) for n in (per_node, max(1, per_node // self.shards)))
+        self._groups = {"shards": (self.shards, link), "replicas": (replicas, replica_link)}
+        launch = launch_seconds(self.shards, link) if self.shards > 1 else 0.0
+        self.prices = Prices(hardware, self._groups, launch)
         # Bytes of an element of what is gathered and of what is reduced.
         self._gathered_width = self._packed_width = 4 if setting.precision == "fp32" else 2
         if setting.reduce_dtype is not None:
@@ -107,25 +102,19 @@ class Priced:
 
         def cost(parameters: int) -> UnitCost:
             gathered, packed = parameters * self._gathered_width, parameters * self._packed_width
-            sent = gathered * self._ratios[0], packed * self._ratios[1]
-            gather, reduce = (transfer_seconds(each, self.shards, self._link) for each in sent)
-            is_copied = self.shards > 1 or self._gathered_width < 4
-            replicate = 0.0
-            if self._replicas > 1:
-                seconds = all_reduce_seconds(sent[1] / self.shards, self._replicas, self._replica_link)
-                replicate = max(0.0, seconds - self._launch)
-            if self.shards > 1:  # messages are coded beside what computes
+            gather = reduce = replicate = 0.0
+            if self.shards > 1:
                 gather, reduce = (
-                    seconds + (chain_seconds(full + each, True, self.hardware) if each < full else 0.0)
-                    for seconds, full, each in zip((gather, reduce), (gathered, packed), sent, strict=True)
+                    self.prices.message("shards", full, full * part if part < 1 else None)
+                    for full, part in zip((gathered, packed), self._ratios, strict=True)
                 )
+            if self._groups["replicas"][0] > 1:
+                sent = packed * self._ratios[1] / self.shards
+                replicate = self.prices.message("replicas", sent, is_all_reduce=True)
+            is_copied = self.shards > 1 or self._gathered_width < 4
             return UnitCost("", gather, reduce, gathered if is_copied else 0, packed, replicate)
 
         return cache(cost)
-
-    @cached_property
-    def _launch(self) -> float:
-        return launch_seconds(self.shards, self._link) if self.shards > 1 else 0.0
 
     def _seconds(self, unit: UnitWork, backward: bool) -> float:
         """Seconds of a unit's forward or backward; a block is slowed down by collectives beside it."""
@@ -146,7 +135,7 @@ class Priced:
         """Seconds of clipping and of the optimizer."""
         passes = 1 if self.setting.compiled else _UPDATE_PASSES
         moved = UPDATE_MOVES[self.setting.optimizer] * passes + (_CLIP_MOVES if self.setting.clip else 0)
-        return update_seconds(self.work.parameters / self.shards * moved, self.hardware) + self.hardware.step_seconds
+        return self.prices.update(self.work.parameters / self.shards * moved) + self.hardware.step_seconds
 
     @cached_property
     def scheduled(self) -> Scheduled:
@@ -197,7 +186,7 @@ class Priced:
         if self._updates_first:
             tasks, split = [Task(UPDATE, self._update, 2 * parameters + optimizer), *tasks], split + 1
             gradients = [parameters, *gradients]
-        workload = Workload(tuple(tasks), split, tuple(costs), self._launch, can_coalesce=False)
+        workload = Workload(tuple(tasks), split, tuple(costs), self.prices.latency, can_coalesce=False)
         if graph:
             plan = alternating(workload)
         else:
@@ -205,7 +194,7 @@ class Priced:
         return Scheduled(
             workload,
             self._beside_update(plan),
-            levels=(level_of(self.shards, self._link, 1), level_of(self._replicas, self._replica_link, 1)),
+            levels=(level_of(*self._groups["shards"], 1), level_of(*self._groups["replicas"], 1)),
             shards=self.shards,
             passes=self.setting.accumulation,
             update=0.0 if self._updates_first else self._update,

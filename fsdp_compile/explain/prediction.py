@@ -355,6 +355,7 @@ class Scheduled:
         fragments: bytes that the allocator holds beside those that are alive, as a part of these.
         messages: what is sent in a format, by collective, as in "gather blocks.0".
         matrices: `MatrixCosts` of what Muon computes with complete matrices behind the step, for each group of ranks.
+        sources: where the seconds come from, a line each.
     """
 
     workload: Workload
@@ -372,6 +373,7 @@ class Scheduled:
     fragments: float = 0.0
     messages: Mapping[str, Message] = field(default_factory=dict)
     matrices: tuple[Any, ...] = ()
+    sources: tuple[str, ...] = ()
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -298,6 +298,7 @@ def _plan(step: Scheduled) -> Iterator[str]:
     yield from ("", f"step      {1e3 * seconds:.3f} ms{repeats}: {rest}")
     yield f"bound     {1e3 * step.bound:.3f} ms, a lower bound for all plans; this one takes {gap:.2%} more"
     yield f"memory    {step.timeline.peak:,} bytes at most, budget: {limit}"
+    yield from step.sources
     for costs in step.matrices:
         yield from ("", "matrices of Muon, behind the step above:", *costs.lines())
 

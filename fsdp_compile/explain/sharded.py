@@ -7,11 +7,10 @@ from the figures of the link and of the device that the configuration names.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from fsdp_compile.comm.formats import FORMATS, ratio
 from fsdp_compile.config import CompileConfig, StepUpdate
 from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.explain._torch import fake_tensors
-from fsdp_compile.explain.matrices import MatrixCosts, costs_of_matrices, muon_of
+from fsdp_compile.explain.matrices import costs_of_matrices, muon_of
 from fsdp_compile.explain.predict import UPDATE_MOVES
 from fsdp_compile.explain.prediction import BlockChoice, Message, Scheduled, Setting
 from fsdp_compile.explain.ranks import process_group
@@ -31,10 +30,9 @@ from fsdp_compile.explain.report import Report
 from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import reset_dynamo
 from fsdp_compile.passes.cost.hardware import device
-from fsdp_compile.passes.cost.roofline import Level
 from fsdp_compile.passes.graph.analyze import GraphInfo
-from fsdp_compile.passes.graph.costs import costs_of, group_size
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
+from fsdp_compile.passes.graph.prices import ALL_REDUCES, group_of, prices_of
 from fsdp_compile.passes.graph.work import node_work, size_of
 from fsdp_compile.passes.inductor import compile_with
 from fsdp_compile.passes.joint.choose_memory import choose_policies, read_blocks
@@ -71,13 +69,12 @@ def report(
     model: str = "model",
     parameters: int = 0,
     flops: int = 0,
-    levels: tuple[Level, Level] = ("network", "network"),
-    messages: Mapping[str, Message] = MappingProxyType({}),
-    matrices: tuple[MatrixCosts, ...] = (),
+    **links: Any,
 ) -> Report:
     """Verify `plan` and report on it. What lives beside gathered and packed buffers counts as activations.
 
-    `flops` are operations of products and attention in a forward and backward; all else is as in `Prediction`.
+    `flops` are operations of products and attention in a forward and backward; all else is as in `Prediction` and, what
+    is known of links and matrices, in `Scheduled`.
 
     Raises:
         PlanError: the plan breaks a rule, or needs more than `budget` bytes.
@@ -86,7 +83,7 @@ def report(
     hardware = device(setting.hardware) if setting else None
     setting = setting or Setting(1)
     shards = setting.shard_size or setting.world_size
-    step = Scheduled(workload, plan, budget, blocks, levels, shards, messages=messages, matrices=matrices)
+    step = Scheduled(workload, plan, budget, blocks, shards=shards, **links)
     tokens = setting.batch * setting.sequence
     return Report((step.predict(model, parameters, setting, hardware, tokens, (flops, flops)),), step)
 
@@ -117,7 +114,7 @@ def explain_sharded(
     with process_group(world_size), nullcontext() if exists else fake_tensors():
         made = model if isinstance(model, nn.Module) else model()
         sharded = made if sharding_of(made) else shard(copy.deepcopy(made) if exists else made)
-        choices, setting, flops, levels, messages = choices_of(sharded, example_inputs, config)
+        choices, setting, flops, links = choices_of(sharded, example_inputs, config)
         parameters = sum(each.numel() for each in sharded.parameters())
         matrices = costs_of_matrices(muon_of(sharded), config.link or "", config.device) if optimizer == MUON else ()
     if config.device not in (None, "cpu"):  # on that device, though not here, one launch serves several units
@@ -133,18 +130,17 @@ def explain_sharded(
         unsharded = len(set(units).intersection(planned.keep_unsharded))
         blocks.append(BlockChoice(block.name, policy.name if policy else KEEP, unsharded, len(units)))
     return report(chosen.workload, planned.plan, config.budget, tuple(blocks), setting=setting,
-                  model=type(sharded).__name__, parameters=parameters, flops=flops, levels=levels,
-                  messages=messages, matrices=matrices)  # fmt: skip
+                  model=type(sharded).__name__, parameters=parameters, flops=flops, matrices=matrices,
+                  **links)  # fmt: skip
 
 
 class _Read(NamedTuple):
-    """Of a joint graph: what may be chosen, the setting, its operations, the links and messages of collectives."""
+    """Of a joint graph: what may be chosen, the setting, its operations, and what `Scheduled` has of links."""
 
     choices: Options
     setting: Setting
     flops: int
-    levels: tuple[Level, Level]
-    messages: dict[str, Message]
+    links: dict[str, Any]
 
 
 class _GraphRead(Exception):
@@ -160,8 +156,8 @@ def choices_of(model: nn.Module, inputs: Sequence[object], config: CompileConfig
     found: list[_Read] = []
 
     def read_graph(context: GraphContext) -> None:
-        costs = costs_of(context.graph, config)
-        blocks = read_blocks(context.graph, costs)
+        prices = prices_of(context.graph, config)
+        blocks = read_blocks(context.graph, prices)
         choices = blocks.options(config)
         gathers = tagged(context.graph, "gather")
         dtypes = {each.meta["val"].dtype for each in gathers}
@@ -173,7 +169,7 @@ def choices_of(model: nn.Module, inputs: Sequence[object], config: CompileConfig
             batch=max(1, tensors[0].shape[0]) if tensors else 1,
             sequence=tensors[0].shape[1] if tokens else 1,
             strategy="HYBRID_SHARD" if is_hybrid else "FULL_SHARD",
-            shard_size=max(map(group_size, gathers), default=1) if is_hybrid else None,
+            shard_size=max((group_of(each).size() for each in gathers), default=1) if is_hybrid else None,
             precision="bf16" if torch.bfloat16 in dtypes else "fp16" if torch.float16 in dtypes else "fp32",
             optimizer="none",
             clip=config.update is not None and config.update.clips,
@@ -181,8 +177,13 @@ def choices_of(model: nn.Module, inputs: Sequence[object], config: CompileConfig
             network=config.link,
         )
         flops = sum(node_work(node).flops for node in context.graph.nodes)
-        found.append(_Read(choices, setting, flops, costs.levels if costs else ("network", "network"),
-                           messages_of(blocks.info)))  # fmt: skip
+        links: dict[str, Any] = {"messages": messages_of(blocks.info)}
+        if prices is not None:
+            starts = tagged(context.graph, "gather", "reduce")
+            replicated = [each for each in starts if each.target in ALL_REDUCES]
+            links["levels"] = prices.level(set(starts).difference(replicated)), prices.level(replicated)
+            links["sources"] = tuple(prices.sources())
+        found.append(_Read(choices, setting, flops, links))
         raise _GraphRead
 
     before = tuple(each for each in PASSES if each.name in ("insert_collectives", "choose_wires"))

@@ -32,8 +32,8 @@ from fsdp_compile.passes.artifacts import share_artifacts
 from fsdp_compile.passes.checks import check_order, check_saved, check_settings
 from fsdp_compile.passes.cost.hardware import device, link, measured_text
 from fsdp_compile.passes.cost.roofline import read_profile
-from fsdp_compile.passes.graph.costs import hardware_at
 from fsdp_compile.passes.graph.nodes import is_ours
+from fsdp_compile.passes.graph.prices import hardware_at
 from fsdp_compile.passes.hooks import CORE_PASSES, OURS, Refused, pipelines
 from fsdp_compile.passes.joint import reshard_by_cost
 from fsdp_compile.passes.joint.choose_memory import choose_activations

@@ -20,6 +20,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -180,20 +181,18 @@ def _seconds_of_both(full: Tensor, group: dist.ProcessGroup, clock: Clock, calls
 
 def _least_seconds(call: Callable[[], object], device: torch.device, calls: int, clock: Clock) -> float:
     """Of a call, as other programs delay some; the first one prepares others and does not count."""
-    times = list[float]()
-    for _ in range(1 + calls):
-        finish(device)
-        begin = clock()
+    return min([seconds_of(call, device, clock) for _ in range(1 + calls)][1:])
+
+
+def seconds_of(call: Callable[[], object], device: torch.device, clock: Clock, repeats: int = 1) -> float:
+    """Of a call, of so many one after another, until the device has computed all that it was given."""
+    finish = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    finish()
+    begin = clock()
+    for _ in range(repeats):
         call()
-        finish(device)
-        times.append(clock() - begin)
-    return min(times[1:])
-
-
-def finish(device: torch.device) -> None:
-    """Wait until the device has computed all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    finish()
+    return (clock() - begin) / repeats
 
 
 def fit_link(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

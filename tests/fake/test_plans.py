@@ -297,6 +297,9 @@ def test_explain_plan() -> None:
     assert found.bound <= found.timeline.makespan and "limited by" in str(found)
     far = explain_plan(build, (inputs,), link="h100-ib400-single")  # the ranks are those of different nodes
     assert [{each.level for each in report.collectives} for report in (found, far)] == [{"node"}, {"network"}]
+    assert f"\nlink      {SLOW}: assumed, the caller\ndevice    cpu: " in str(found)  # where seconds come from
+    measured = explain_plan(build, (inputs,), link="measured:0=1e-5,1e9", device="h100")
+    assert "1e-5,1e9: measured, its ranks\ndevice    h100-80: 4 data sheet, 6 fitted, 9 assumed" in str(measured)
     same = explain_plan(fully_shard(build(), reshard_after_forward="auto"), (inputs,), link=SLOW, world_size=4)
     assert same.plan == found.plan
     with pytest.raises(PlanError, match=r"budget: expected at least \d+ bytes"):

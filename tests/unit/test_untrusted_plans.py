@@ -11,7 +11,7 @@ from workloads import blocks
 
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes.cost.hardware import Hardware, Link, link
-from fsdp_compile.passes.cost.roofline import step_with_profile, with_profile
+from fsdp_compile.passes.cost.roofline import with_profile
 from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.post_grad.plan_by_cost import plans_in_file
 
@@ -70,7 +70,7 @@ def test_a_profile_that_is_none(tmp_path: Path, name: str) -> None:
     workload = blocks(2)
     for read in (
         lambda: with_profile(workload, [0] * len(workload.tasks), "forward", str(path)),
-        lambda: step_with_profile(workload, [0] * len(workload.tasks), str(path)),
+        lambda: with_profile(workload, [0] * len(workload.tasks), "joint", str(path)),
     ):
         with pytest.raises(PlanError, match=f"^profile: .*{re.escape(str(path))}.*{message}"):
             read()

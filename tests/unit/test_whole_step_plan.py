@@ -13,8 +13,9 @@ from workloads import blocks, random_workload, updated
 
 from fsdp_compile.config import CompileConfig, StepUpdate
 from fsdp_compile.explain.sharded import report
-from fsdp_compile.passes.graph.costs import StepCosts
+from fsdp_compile.passes.cost.hardware import Hardware, Link
 from fsdp_compile.passes.graph.optimizer_update import update_cost
+from fsdp_compile.passes.graph.prices import Prices
 from fsdp_compile.passes.plan.plan import Plan, PlanError, held_units, simulate, verify
 from fsdp_compile.passes.plan.schedule import search_plan
 from fsdp_compile.passes.plan.whole_step import prefetched
@@ -65,9 +66,10 @@ def test_updates_move_what_gets_gradients() -> None:
     reduced.meta["val"] = torch.empty(16)
     reduces = {step.units[0].name: SimpleNamespace(result=reduced, updates=False)}
     info: Any = SimpleNamespace(workload=step, gathers={}, reduces=reduces)
-    costs = StepCosts(lambda node: 0.0, lambda start: 0.0, update_seconds=lambda moved: moved)
+    link = Link("custom", 0.0, 1.0, "the test")
+    prices = Prices(Hardware("a byte a second", {}, 1.0, None, link, link), {"ranks": (2, link)}, 0.0)
     config = CompileConfig(update=StepUpdate(7.0, clips=True))
-    found = update_cost(info, costs, config)
+    found = update_cost(info, prices, config)
     assert found is not None and found.gradients == (64, 0) and found.seconds == (7 * 64.0, 0.0)
     assert found.before == 64.0  # the norm reads them once
 

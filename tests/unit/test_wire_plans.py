@@ -1,5 +1,6 @@
 """A GPT on eight ranks with wires: bytes by count, which formats "auto" chooses, and what the plan says of them."""
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from bench.link import LINK
 from bench.models import Workload, gpt
 from fsdp_compile import Wire, explain, explain_plan, fully_shard
+from fsdp_compile.config import CompileConfig
+from fsdp_compile.explain.sharded import choices_of
 from fsdp_compile.passes.joint.choose_wires import Formats, widest
 
 SMALL = dict(batch=2, context=32, layers=2, heads=4, dim=128)
@@ -151,6 +154,23 @@ def test_full_precision_where_communication_is_hidden(emulated: None) -> None:
         _report(link, **options) for options in ({"wire": "auto", "allow": ALL}, {"wire": "fp8"}, {})
     )
     assert found.timeline.makespan <= 1.02 * narrow.timeline.makespan < 0.6 * full.timeline.makespan
+
+
+def test_formats_go_by_recorded_seconds(emulated: None, tmp_path: Path) -> None:
+    """On a link that looks slow beside estimates all is in full if a profile says that computing takes a minute."""
+    (tmp_path / "profile.json").write_text(
+        json.dumps({f"{each} of 0 products": [60.0] for each in ("forward", "backward")})
+    )
+    workload, found = gpt(**SMALL), list[bool]()
+    for profile in (None, str(tmp_path / "profile.json")):
+        model, config = (
+            _sharded(workload, wire="auto", allow=ALL),
+            CompileConfig(link="custom:1e-9,1e6", profile=profile),
+        )
+        read = choices_of(model, workload.batch(0, 0), config)
+        found.append(bool(read.links["messages"]))
+    assert found == [True, False]
+    assert read.links["sources"][-1] == f"tasks     recorded, {tmp_path / 'profile.json'}"
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------

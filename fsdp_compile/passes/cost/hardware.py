@@ -249,11 +249,12 @@ def link(text: "str | Link", what: str = "link", group: str | None = None) -> Li
         return text
     if text.startswith(("custom:", MEASURED)):
         made: dict[str, Link] = {}
+        source = Source("measured", "its ranks") if text.startswith(MEASURED) else Source("assumed", "the caller")
         try:
             for each in text.partition(":")[2].split(";"):
                 name, _, figures = each.rpartition("=")
                 latency, bandwidth = map(float, figures.split(","))
-                made[name] = Link(text, latency, bandwidth, "the caller")
+                made[name] = Link(text, latency, bandwidth, source.source, origin=source.origin)
         except ValueError:
             raise ValueError(f"{what}: expected custom:LATENCY,BANDWIDTH in seconds and bytes per second, as in "
                              f"custom:2e-5,1e9, found {text!r}") from None  # fmt: skip

@@ -168,41 +168,34 @@ def graph_name(direction: str, stretches: Sequence[int]) -> str:
 
 
 def with_profile(workload: Workload, stretches: Sequence[int], direction: str, path: str) -> Workload:
-    """Return `workload`, of a graph in one direction, with measured seconds.
+    """Return `workload` with measured seconds.
+
+    A joint graph lacks the matrix products that backward repeats. If the numbers of products differ, the whole
+    direction is one stretch there, as measured in the graph with the nearest number.
 
     Args:
         workload: with estimated seconds.
         stretches: the stretch of each task: 0 before the first matrix product, each product begins one.
-        direction: "forward" or "backward".
+        direction: "joint", or that of the graph.
         path: of the profile.
 
     Raises:
-        PlanError: the file is no profile, or has no graph of this direction with as many products.
-    """
-    profile, name = read_profile(path), graph_name(direction, stretches)
-    if name not in profile:
-        raise _not_measured(path, repr(name), profile)
-    return replace(workload, tasks=tuple(_share(workload.tasks, stretches, profile[name])))
-
-
-def step_with_profile(workload: Workload, stretches: Sequence[int], path: str) -> Workload:
-    """Return `workload`, of a whole step, with measured seconds in each direction.
-
-    The joint graph lacks the matrix products that backward repeats. If the numbers of products differ, the whole
-    direction is one stretch, as measured in the graph with the nearest number.
-
-    Raises:
-        PlanError: the file is no profile, or lacks a direction.
+        PlanError: the file is no profile, or lacks a direction, or has no graph of this one with as many products.
     """
     profile, split, tasks = read_profile(path), workload.backward, list[Task]()
+    if direction != "joint":
+        name = graph_name(direction, stretches)
+        if name not in profile:
+            raise _not_measured(path, repr(name), profile)
+        return replace(workload, tasks=tuple(_share(workload.tasks, stretches, profile[name])))
     before = stretches[split - 1] if split else 0
-    for direction, part, numbers in (
+    for of, part, numbers in (
         ("forward", workload.tasks[:split], list(stretches[:split])),
         ("backward", workload.tasks[split:], [each - before for each in stretches[split:]]),
     ):
-        graphs = [seconds for name, seconds in profile.items() if name.startswith(direction)]
+        graphs = [seconds for name, seconds in profile.items() if name.startswith(of)]
         if not graphs:
-            raise _not_measured(path, f"a {direction}", profile)
+            raise _not_measured(path, f"a {of}", profile)
         expected = max(numbers, default=0) + 1
         seconds = min(graphs, key=lambda each: abs(len(each) - expected))
         if len(seconds) != expected:

@@ -5,6 +5,6 @@ work.py               operations and bytes of nodes; what they take relative to 
 lifetimes.py          when values are alive, and how many bytes that is
 analyze.py            a graph as tasks and units, as the planner sees it; choices noted on nodes
 
-costs.py              seconds of nodes, collectives and updates, on the named hardware
+prices.py             seconds of nodes, collectives and updates: what they come from, and the graph read with them
 optimizer_update.py   the optimizer's update behind a joint graph
 """

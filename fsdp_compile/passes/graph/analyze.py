@@ -113,19 +113,16 @@ class GraphInfo:
     alive: list[Lifetime]
 
 
-def analyze(
-    graph: fx.Graph, costs: Costs | None = None, joint: bool = False, stored: Set[fx.Node] = frozenset()
-) -> GraphInfo:
+def analyze(graph: fx.Graph, costs: Costs = FREE, joint: bool = False, stored: Set[fx.Node] = frozenset()) -> GraphInfo:
     """Read `graph`.
 
     Args:
         graph: one direction of a step, or both.
-        costs: prices of nodes; None: only the structure is read, all is free.
+        costs: what its nodes take.
         joint: whether the graph is forward and backward in one: backward begins where a gradient of an output is first
             read.
         stored: nodes whose value is stored, whoever reads it.
     """
-    costs = costs or FREE
     names = _names(graph)
     prologue = with_ancestors(tagged(graph, "maximum"))
     starts: dict[str, list[fx.Node]] = {}
@@ -148,7 +145,7 @@ def analyze(
     first = next((name for name, gather in gathers.items() if gather.inputs & {*prologue}), None)
     ready = [spans[-1][1] for spans in writes.values()]
     alive: list[Lifetime] = []
-    if costs.memory:
+    if costs.counts_bytes:
         alive = _alive_beside_plan(graph, computing, reduces, ready, gathers.keys(), joint, stored)
     memory = live_bytes(alive, len(computing))
     touched = zip(cuts, tasks, _touched(reads, units, cuts), _touched(writes, units, cuts), strict=True)

@@ -5,8 +5,8 @@ from dataclasses import replace
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes.cost.roofline import measured_update
 from fsdp_compile.passes.graph.analyze import GraphInfo, stored_shard
-from fsdp_compile.passes.graph.costs import StepCosts
 from fsdp_compile.passes.graph.nodes import set_tag, tag_of
+from fsdp_compile.passes.graph.prices import Prices
 from fsdp_compile.passes.graph.work import size_of
 from fsdp_compile.passes.plan.plan import Plan
 from fsdp_compile.passes.plan.whole_step import UpdateCost, arrivals_in_forward
@@ -20,34 +20,32 @@ def note_arrivals(info: GraphInfo, step: Workload, plan: Plan) -> None:
             set_tag(node, replace(tag_of(node), arrives=seconds))
 
 
-def update_cost(info: GraphInfo, costs: StepCosts | None, config: CompileConfig) -> UpdateCost | None:
+def update_cost(info: GraphInfo, prices: Prices | None, config: CompileConfig) -> UpdateCost | None:
     """Return the cost of the optimizer's update after the backward of a joint graph; None if it is unknown.
 
     A graph that reduces nothing is that of a micro-batch whose gradients are accumulated; in the first of a step the
     update comes right before it.
 
     Raises:
-        PlanError: `config.profile` is no profile.
+        PlanError: the profile is none.
     """
     update, step = config.update, info.workload
-    if costs is None or update is None or step.backward == len(step.tasks):
+    if prices is None or update is None or step.backward == len(step.tasks):
         return None
     sizes = [_shard_bytes(info, unit.name) for unit in step.units]
-    seconds_of = costs.update_seconds
-    estimated = [seconds_of(sum(sizes)) if update.clips else 0.0, *(seconds_of(update.moves * n) for n in sizes)]
-    in_backward = units_updated_in_backward(info)
-    is_measured = config.profile is not None and not in_backward  # else tasks have been measured with updates in them
-    measured = measured_update(config.profile, sizes) if config.profile is not None and is_measured else None
-    before, *seconds, after = measured or [*estimated, costs.host_gap]
+    estimated = [prices.update(sum(sizes)) if update.clips else 0.0, *(prices.update(update.moves * n) for n in sizes)]
+    in_backward = units_updated_in_backward(info)  # then tasks have been measured with updates in them
+    measured = measured_update(prices.profile, sizes) if prices.profile is not None and not in_backward else None
+    before, *seconds, after = measured or [*estimated, prices.device.step_seconds]
     return UpdateCost(
         tuple(each if size else 0.0 for each, size in zip(seconds, sizes, strict=True)),
         tuple(sizes),
         before,
         after,
-        norm=costs.norm if update.clips else None,
+        norm=prices.norm if update.clips else None,
         prefetch=None if update.prefetch == "auto" else update.prefetch,
         in_backward=in_backward,
-        compare=costs.rank_check_seconds if update.prefetch != 0 else 0.0,
+        compare=prices.norm if update.prefetch != 0 and prices.device.name == "cpu" else 0.0,  # else not over the link
     )
 
 

@@ -199,22 +199,22 @@ def size_of(node: fx.Node) -> int:
 
 @dataclass(frozen=True)
 class Costs:
-    """Prices of a graph's nodes and of its collectives.
+    """What a graph's nodes and its collectives take: nothing, where only its structure is read.
 
     Attributes:
         node: seconds that a node computes.
         collective: seconds of the collective that a node starts, without latency.
         latency: seconds of each launch beside that.
-        memory: whether bytes are counted too.
+        counts_bytes: whether bytes are counted too.
     """
 
-    node: Callable[[fx.Node], float]
-    collective: Callable[[fx.Node], float]
+    node: Callable[[fx.Node], float] = lambda node: 0.0
+    collective: Callable[[fx.Node], float] = lambda start: 0.0
     latency: float = 0.0
-    memory: bool = True
+    counts_bytes: bool = False
 
 
-FREE = Costs(lambda node: 0.0, lambda start: 0.0, memory=False)
+FREE = Costs()
 _FLOPS_PER_BYTE = {"cpu": 12.0, "cuda": 240.0}
 """How much a device computes while it moves a byte: the CPU in float32, an H100 in bfloat16."""
 
@@ -229,7 +229,7 @@ def relative_costs(graph: fx.Graph) -> Costs:
         work = node_work(node)
         return work.flops + flops_per_byte * work.moved_bytes
 
-    return Costs(of_node, lambda start: 0.0, memory=False)
+    return Costs(of_node)
 
 
 def message_size(start: fx.Node) -> int:

@@ -52,7 +52,6 @@ from fsdp_compile.core.ops import FROM_HOST, TO_HOST, WAIT_COPY
 from fsdp_compile.passes._torch import V, WaitKernel, register_lowering
 from fsdp_compile.passes.agreement import decide_together, read_plan, shape_of
 from fsdp_compile.passes.graph.analyze import GraphInfo, analyze, keep_unsharded, set_policy
-from fsdp_compile.passes.graph.costs import StepCosts, costs_of
 from fsdp_compile.passes.graph.lifetimes import Lifetime, inlined, last_uses_of, live_bytes
 from fsdp_compile.passes.graph.nodes import (
     Tag,
@@ -67,6 +66,7 @@ from fsdp_compile.passes.graph.nodes import (
     source_of,
 )
 from fsdp_compile.passes.graph.optimizer_update import note_arrivals, update_cost
+from fsdp_compile.passes.graph.prices import Prices, prices_of
 from fsdp_compile.passes.graph.work import size_of
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.memory import (
@@ -99,7 +99,7 @@ def choose_activations(context: GraphContext) -> None:
     graph, config = context.graph, context.config
     if config.activations == "keep":
         return
-    blocks = read_blocks(graph, costs_of(graph, config))
+    blocks = read_blocks(graph, prices_of(graph, config))
     if config.link is None:
         blocks.tag((RECOMPUTE,) * len(blocks.blocks))
     else:
@@ -184,7 +184,7 @@ class Blocks:
 
     Attributes:
         graph: the graph.
-        costs: None if only the structure is known.
+        prices: None if only the structure is known.
         info: the graph, analyzed.
         position: where each node computes.
         split: the first position of backward.
@@ -193,7 +193,7 @@ class Blocks:
     """
 
     graph: fx.Graph
-    costs: StepCosts | None
+    prices: Prices | None
     info: GraphInfo
     position: Mapping[fx.Node, int]
     split: int
@@ -252,10 +252,10 @@ class Blocks:
 
     def options(self, config: CompileConfig) -> Options:
         """Return the planner's input: workloads, live bytes, and what each policy means for each block."""
-        update = update_cost(self.info, self.costs, config)
-        if not self.blocks or self.costs is None:
+        update = update_cost(self.info, self.prices, config)
+        if not self.blocks or self.prices is None:
             return Options(self.info.workload, self.info.workload, (), (), (), (), update)
-        stored = analyze(self.graph, self.costs, joint=True, stored=self.stored)
+        stored = self.prices.read(self.graph, "joint", self.stored)
         starts = list(accumulate(map(len, stored.tasks[:-1]), initial=0))
         fresh = dict.fromkeys(starts, 0)
         for each in stored.alive:
@@ -276,21 +276,22 @@ def _positions(info: GraphInfo) -> dict[fx.Node, int]:
     return {node: index for index, node in enumerate(chain.from_iterable(info.tasks))}
 
 
-def read_blocks(graph: fx.Graph, costs: StepCosts | None) -> Blocks:
+def read_blocks(graph: fx.Graph, prices: Prices | None) -> Blocks:
     """Find the blocks of `graph`, a joint graph."""
-    info = analyze(graph, costs, joint=True)
+    info = prices.read(graph, "joint") if prices else analyze(graph, joint=True)
     split = sum(map(len, info.tasks[: info.workload.backward]))
     position = _positions(info)
     spans = _spans(list(position)[:split] if split < len(position) else [])
     block_of = {node: name for name, nodes in spans.items() for node in nodes}
     blocks: dict[str, dict[str, Recomputed]] = {}
-    found = Blocks(graph, costs, info, position, split, _crossing(graph, block_of, position, split), blocks)
+    found = Blocks(graph, prices, info, position, split, _crossing(graph, block_of, position, split), blocks)
     begins: dict[str, fx.Node] = {}  # by block, the first tensor of its backward
     for node in sorted(backward_nodes(graph)):
         path = block_path(node)
         if path and found.is_backward(node) and isinstance(node.meta.get("val"), Tensor):
             begins.setdefault(path, node)
     neighbors = {name: NextBlock(spans[other][-1], begins[other]) for name, other in pairwise(spans) if other in begins}
+    has_host = prices is not None and prices.device.host_bandwidth
     for name, nodes in spans.items():
         saved = [node for node in nodes if not is_pure(node) and not is_scalar(node)]
         products = [node for node in nodes if flop_formula(node) is not None]
@@ -298,7 +299,7 @@ def read_blocks(graph: fx.Graph, costs: StepCosts | None) -> Blocks:
             again = _needed(found, nodes, found.stored | {*left_out})
             if again:
                 blocks.setdefault(name, {})[policy] = Recomputed(again, left_out)
-            if policy == PRODUCTS and again and costs is not None and costs.host_bandwidth and name in neighbors:
+            if policy == PRODUCTS and again and has_host and name in neighbors:
                 needed = {*again}
                 copied = [
                     node
@@ -359,8 +360,8 @@ class _Policies:
     """From what is recomputed to a `Policy`: positions, bytes and seconds."""
 
     def __init__(self, blocks: Blocks, stored: GraphInfo, starts: Sequence[int]) -> None:
-        assert blocks.costs is not None
-        self.costs, self.info, self.starts, self.position = blocks.costs, stored, starts, _positions(stored)
+        assert blocks.prices is not None
+        self.prices, self.info, self.starts, self.position = blocks.prices, stored, starts, _positions(stored)
         self.split = starts[stored.workload.backward]
         forward = {node: at for node, at in self.position.items() if at < self.split}
         self.last_in_forward = last_uses_of(blocks.graph, forward, inlined(blocks.graph, True) - blocks.stored)
@@ -388,11 +389,11 @@ class _Policies:
                 changes += [(each.last + 1, each.size), (back, -each.size)]
                 held += each.size
         copies = []
-        if block.next is not None and self.costs.host_bandwidth is not None:
+        if block.next is not None and self.prices.device.host_bandwidth is not None:
             for node in block.copied:
                 made, left, returned = (self._task(self.position[each]) for each in (node, *block.next))
                 size = self.alive[node].size
-                copies.append(Copy(made, left, returned, at, size, size / self.costs.host_bandwidth))
+                copies.append(Copy(made, left, returned, at, size, size / self.prices.device.host_bandwidth))
                 freed = max(self.position[block.next.last], self.last_in_forward[node]) + 1
                 changes += [(freed, -size), (self.position[block.next.first], size)]
         if not returns or any(copy.back >= at for copy in copies) or (name == OFFLOAD and not copies):
@@ -415,8 +416,8 @@ class _Policies:
         for node in nodes:
             by_task.setdefault(self._task(self.position[node]), []).append(node)
         for task, members in by_task.items():
-            seconds = sum(map(self.costs.node, self.info.tasks[task]))
-            part = sum(map(self.costs.node, members)) / seconds if seconds else 0.0
+            seconds = sum(map(self.prices.node, self.info.tasks[task]))
+            part = sum(map(self.prices.node, members)) / seconds if seconds else 0.0
             first, last = self.starts[task], self.starts[task] + len(self.info.tasks[task])
             yield Repeat(task, part, held + max(live[max(0, first - begin) : last - begin]))
 

@@ -20,10 +20,9 @@ from torch import fx
 
 from fsdp_compile.comm.formats import FORMATS, allowed_formats, ratio
 from fsdp_compile.passes.agreement import decide_together, shape_of
-from fsdp_compile.passes.graph.analyze import analyze
-from fsdp_compile.passes.graph.costs import costs_of
 from fsdp_compile.passes.graph.nodes import set_tag, tag_of, tagged
-from fsdp_compile.passes.graph.work import Costs, size_of
+from fsdp_compile.passes.graph.prices import Prices, prices_of
+from fsdp_compile.passes.graph.work import size_of
 from fsdp_compile.passes.pipeline import GraphContext, log
 from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate
 from fsdp_compile.passes.plan.safe import safe_plan
@@ -47,8 +46,8 @@ def choose_wires(context: GraphContext) -> None:
         slots.setdefault(_slot_of(start), []).append(start)
     if slots:
         allowed = {slot: ("", *allowed_formats(tag_of(starts[0]).wire)) for slot, starts in slots.items()}
-        costs = costs_of(graph, context.config)
-        chosen = dict.fromkeys(slots, "") if costs is None else _decided(context, costs, slots, allowed)
+        prices = prices_of(graph, context.config)
+        chosen = dict.fromkeys(slots, "") if prices is None else _decided(context, prices, slots, allowed)
         for slot, starts in slots.items():
             _set(starts, chosen[slot])
     _name(graph)
@@ -82,13 +81,16 @@ def _set(starts: Sequence[fx.Node], wire: str) -> None:
 
 
 def _decided(
-    context: GraphContext, costs: Costs, slots: Mapping[Slot, Sequence[fx.Node]], allowed: Mapping[Slot, Sequence[str]]
+    context: GraphContext,
+    prices: Prices,
+    slots: Mapping[Slot, Sequence[fx.Node]],
+    allowed: Mapping[Slot, Sequence[str]],
 ) -> dict[Slot, str]:
     """The formats on which ranks agree: those that the first of them chooses."""
-    prices = _Prices(context.graph, costs, slots, allowed)
+    step = _Step(context.graph, prices, slots, allowed)
 
     def make() -> dict[str, Any]:
-        found = widest(prices.quickest_first(), _Prediction(prices, context.config.budget))
+        found = widest(step.quickest_first(), _Prediction(step, context.config.budget))
         return {f"{kind} {unit}": format for (kind, unit), format in found.items()}
 
     def read(table: dict[str, Any]) -> dict[Slot, str]:
@@ -98,17 +100,17 @@ def _decided(
                 raise ValueError(f"{slot}: expected one of {allowed[slot]}, found {format!r}")
         return found
 
-    key = shape_of(prices.workload(dict.fromkeys(allowed, "")), context.config, "wires", *sorted(allowed.items()))
+    key = shape_of(step.workload(dict.fromkeys(allowed, "")), context.config, "wires", *sorted(allowed.items()))
     return decide_together(key, make, read)
 
 
-class _Prices:
+class _Step:
     """The workload of the joint graph for any choice of formats."""
 
     def __init__(
         self,
         graph: fx.Graph,
-        costs: Costs,
+        prices: Prices,
         slots: Mapping[Slot, Sequence[fx.Node]],
         allowed: Mapping[Slot, Sequence[str]],
     ) -> None:
@@ -118,7 +120,7 @@ class _Prices:
         for format in dict.fromkeys(each for formats in allowed.values() for each in formats):
             for slot, starts in slots.items():
                 _set(starts, format if format in allowed[slot] else "")
-            info = analyze(graph, costs, joint=True)
+            info = prices.read(graph, "joint")
             self.by_format[format] = info.workload
             for name, gather in info.gathers.items():
                 self.units[name] = tag_of(gather.start[-1]).unit
@@ -157,12 +159,12 @@ class Predicted(Protocol):
 
 
 class _Prediction:
-    def __init__(self, prices: _Prices, budget: int | None) -> None:
-        self.prices, self.budget, self.plans = prices, budget, list[Plan]()
+    def __init__(self, step: _Step, budget: int | None) -> None:
+        self.step, self.budget, self.plans = step, budget, list[Plan]()
 
     def planned(self, chosen: Formats) -> float:
         """As in `Predicted`."""
-        workload = self.prices.workload(chosen)
+        workload = self.step.workload(chosen)
         try:
             found = safe_plan(workload, self.budget)
         except PlanError:  # the bound of memory is too high here, or the graph's own plan will say it
@@ -172,7 +174,7 @@ class _Prediction:
 
     def by_known_plans(self, chosen: Formats) -> float:
         """As in `Predicted`."""
-        workload = self.prices.workload(chosen)
+        workload = self.step.workload(chosen)
         return min(simulate(workload, plan).makespan for plan in self.plans)
 
 

@@ -4,11 +4,10 @@ import logging
 from dataclasses import replace
 
 from fsdp_compile.passes.agreement import log_worth, plan_together
-from fsdp_compile.passes.cost.roofline import step_with_profile
-from fsdp_compile.passes.graph.analyze import analyze, keep_unsharded
-from fsdp_compile.passes.graph.costs import costs_of, stretches_of
+from fsdp_compile.passes.graph.analyze import keep_unsharded
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
 from fsdp_compile.passes.graph.optimizer_update import note_arrivals, update_cost
+from fsdp_compile.passes.graph.prices import prices_of
 from fsdp_compile.passes.joint import reshard
 from fsdp_compile.passes.pipeline import GraphContext, log
 from fsdp_compile.passes.plan.whole_step import budget_of_step, with_update
@@ -27,8 +26,8 @@ def choose_reshard(context: GraphContext) -> None:
         PlanError: no plan fits into `config.budget`, or the profile is of another model.
     """
     graph, config = context.graph, context.config
-    costs, gathers = costs_of(graph, config), tagged(graph, "gather")
-    if costs is None:
+    prices, gathers = prices_of(graph, config), tagged(graph, "gather")
+    if prices is None:
         reshard.choose_reshard(context)
         return
     is_open = any(tag_of(gather).reshard is None for gather in gathers)
@@ -36,12 +35,9 @@ def choose_reshard(context: GraphContext) -> None:
     is_told = config.activations == "keep" and bool(gathers) and not is_open and log.isEnabledFor(logging.INFO)
     if not (is_open or has_update or is_told):
         return
-    info = analyze(graph, costs, joint=True)
-    step = info.workload
-    if config.profile is not None:
-        step = step_with_profile(step, stretches_of(info.tasks), config.profile)
-    update = update_cost(info, costs, config) if has_update else None
-    step = step if update is None else with_update(step, update)
+    info = prices.read(graph, "joint")
+    update = update_cost(info, prices, config) if has_update else None
+    step = info.workload if update is None else with_update(info.workload, update)
     if is_told:
         log_worth(step, config)
     if is_open or has_update:

@@ -27,7 +27,7 @@ from fsdp_compile.comm.formats import FORMATS, add_up_at_once, decode, encode
 from fsdp_compile.core.ops import define
 from fsdp_compile.passes._torch import V, ir, register_lowering, select_decomp_table
 from fsdp_compile.passes.graph import nodes
-from fsdp_compile.passes.graph.costs import group_size
+from fsdp_compile.passes.graph.prices import group_of
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.post_grad.lower_collectives import call_directly
 
@@ -98,7 +98,7 @@ def _reduce(graph: fx.Graph, start: fx.Node, wait: fx.Node) -> fx.Node:
     """Emit an all-to-all of messages, and the sum of what it brings; of an all-reduce also the gather behind it."""
     packed: Any
     op: Any
-    tag, (packed, op, *_), ranks = nodes.tag_of(start), start.args, group_size(start)
+    tag, (packed, op, *_), ranks = nodes.tag_of(start), start.args, group_of(start).size()
     group: Any = start.args[collectives.GROUP_ARGUMENT[start.target]]  # type: ignore[index]  # of a collective
     value, mode = packed.meta["val"], start.meta["val"].fake_mode
     numel = -(-value.numel() // ranks)

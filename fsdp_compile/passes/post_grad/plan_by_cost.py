@@ -16,11 +16,10 @@ import sympy
 from fsdp_compile.config import read_text
 from fsdp_compile.passes._torch import sizes_chosen, symbols_of
 from fsdp_compile.passes.agreement import plan_together
-from fsdp_compile.passes.cost.roofline import with_profile
 from fsdp_compile.passes.graph.analyze import GraphInfo, analyze
-from fsdp_compile.passes.graph.costs import costs_of, stretches_of
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
 from fsdp_compile.passes.graph.optimizer_update import units_updated_in_backward, update_cost
+from fsdp_compile.passes.graph.prices import prices_of
 from fsdp_compile.passes.graph.work import relative_costs
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate
@@ -42,18 +41,16 @@ def read_graph(context: GraphContext) -> None:
 
 def _read(context: GraphContext) -> tuple[GraphInfo, Workload]:
     graph, config = context.graph, context.config
-    costs = costs_of(graph, config)
-    info = analyze(graph, costs or relative_costs(graph))
+    prices = prices_of(graph, config)
+    info = prices.read(graph, context.direction) if prices else analyze(graph, relative_costs(graph))
     workload = info.workload
-    if config.profile is not None:
-        workload = with_profile(workload, stretches_of(info.tasks), context.direction, config.profile)
     if context.direction == "forward" and config.update is not None:  # tags say what the step before has launched
         arrivals = {name: tag_of(gather.start[-1]).arrives for name, gather in info.gathers.items()}
         units = tuple(replace(unit, arrives=arrivals.get(unit.name)) for unit in workload.units)
         workload = replace(workload, units=units)
     if in_backward := units_updated_in_backward(info):
         nothing = (0.0,) * len(workload.units)
-        update = update_cost(info, costs, config) or UpdateCost(nothing, (), in_backward=in_backward)
+        update = update_cost(info, prices, config) or UpdateCost(nothing, (), in_backward=in_backward)
         workload = updating_in_backward(workload, update)
     return info, workload
 

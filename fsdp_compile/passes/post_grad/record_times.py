@@ -14,8 +14,8 @@ from fsdp_compile.comm.collectives import broadcast_object
 from fsdp_compile.core.ops import RECORD_TIME
 from fsdp_compile.passes.agreement import replace_text
 from fsdp_compile.passes.cost.roofline import graph_name
-from fsdp_compile.passes.graph.costs import stretches_of
 from fsdp_compile.passes.graph.nodes import tagged
+from fsdp_compile.passes.graph.prices import stretches_of
 from fsdp_compile.passes.pipeline import GraphContext, log
 from fsdp_compile.passes.plan.plan import FAR, simulate
 
