@@ -241,4 +241,18 @@ class Halves(OneWeight):
         return torch.cat((one.bfloat16().float(), other.bfloat16().float()))
 
 
-UNMOVED = (Standardised, Softmaxed, Dropped, Buffered, Product, ReadTwice, Halves)
+class Widened(OneWeight):
+    """Divided by a scale that has a dimension more, and so gets one."""
+
+    def compute(self, weight: Tensor) -> Tensor:
+        return (weight / weight.detach().abs().amax().view(1, 1, 1)).bfloat16().float()[0]
+
+
+class Copied(OneWeight):
+    """Of a transposed view, which lies otherwise than the parameter."""
+
+    def compute(self, weight: Tensor) -> Tensor:
+        return weight.t().contiguous().bfloat16().view(-1).float().view(D, D)
+
+
+UNMOVED = (Standardised, Softmaxed, Dropped, Buffered, Product, ReadTwice, Halves, Widened, Copied)

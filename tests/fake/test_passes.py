@@ -1,6 +1,7 @@
 """The pipeline: passes by name, foreign passes and foreign graphs, cache keys, and what the forward may save."""
 
 import logging
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -621,26 +622,33 @@ def test_backward_gathers_again_what_somebody_else_has_sharded(reshards: bool) -
     assert seen == [1, int(reshards)]
 
 
+class _Nothing(nn.Linear):
+    """Adds zero, which Inductor sees."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0 * self.weight.sum()
+
+
 class _Beside(nn.Module):
     """A layer that adds nothing to the output, and a sum over ranks of somebody else's."""
 
     def __init__(self, group: str) -> None:
         super().__init__()
-        self.layer, self.other, self.group = nn.Linear(3, 3), nn.Linear(7, 7), group
+        self.layer, self.other, self.group = nn.Linear(3, 3), _Nothing(7, 7), group
 
     def forward(self, x: Tensor) -> Tensor:
         summed = torch.ops._c10d_functional.all_reduce(self.layer(x), "sum", self.group)
-        output: Tensor = torch.ops._c10d_functional.wait_tensor(summed) + 0 * self.other.weight.sum()
+        output: Tensor = torch.ops._c10d_functional.wait_tensor(summed) + self.other(x)
         return output
 
 
 def test_collectives_that_somebody_else_has_written() -> None:
     """They name their group by its form, the same on all ranks, so that these share a compiled graph; and a weight that
-    is multiplied by zero is not gathered."""
+    is multiplied by zero is not gathered, nor is anything left that only its gather needed."""
     group = dist.new_group([RANK - 1, RANK])
     model = _Beside(group.group_name)
-    fully_shard(model.other)
-    fully_shard(model)
+    for module in (model.other, model):
+        fully_shard(module, mixed_precision=MixedPrecision(torch.bfloat16))
     with printed_graphs() as graphs, torch.no_grad():
         torch.compile(model, backend=fsdp_compile_backend)(X)
     (graph,) = (each for each in graphs if each.split("\n")[0].endswith(" after insert_collectives"))
@@ -648,6 +656,8 @@ def test_collectives_that_somebody_else_has_written() -> None:
         "'fsdp.2x1" in graph and f"'{group.group_name}'" not in graph
     )  # with a number behind it, if others came before
     assert graph.count("= all_gather_into_tensor(") == 1
+    names = re.findall(r"^(\w+): .* = ", graph, re.MULTILINE)
+    assert all(re.search(rf"[(\[, ]{name}\b", graph) for name in names)  # nor cast: each value is read
 
 
 def test_a_gather_saved_against_the_strategy_is_refused() -> None:

@@ -11,6 +11,7 @@ from expecttest import assert_expected_inline
 from generated import kernels_not_built, programs
 from models import MODELS, Residual, mlp, squared_error, vectors
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor_config
 
@@ -40,6 +41,29 @@ def test_equal_blocks_share_one_graph(name: str) -> None:
             case.loss(model, case.batch(seed, 4)).backward()
         counts.append(backend.frame_count)
     assert counts == [1, 1]
+
+
+def test_flat_shards_of_other_sizes_have_no_symbols() -> None:
+    """One piece of code that runs units of several sizes: Dynamo takes those of activations alone for variables."""
+    torch._dynamo.reset()
+    sizes, seen = [(4, 8), (8, 16), (16, 4)], list[list[torch.Size]]()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(*each)) for each in sizes))
+    fully_shard(model, auto_wrap_policy={nn.Sequential})
+
+    def run(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        values = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+        seen.append([each.shape for each in values if isinstance(each, Tensor) and each.dim() == 1])
+        return aot_eager(graph, inputs)
+
+    def call(block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)  # type: ignore[no-any-return]  # modules return anything
+
+    x, call = torch.ones(3, 4), torch.compile(call, backend=run)
+    for block in model:
+        x = call(block, x)
+    assert (
+        len(seen) == 3 and all(seen) and all(type(size) is int for shapes in seen for shape in shapes for size in shape)
+    )
 
 
 def test_a_block_in_the_place_of_the_root_is_one_graph() -> None:

@@ -16,7 +16,7 @@ from fsdp_compile import MixedPrecision, ShardingStrategy, fully_shard
 from fsdp_compile.comm.collectives import ALL_GATHER, WAIT
 from fsdp_compile.passes.graph.nodes import CAST
 from fsdp_compile.passes.inductor import fsdp_compile_backend
-from fsdp_compile.passes.post_grad.reuse_gathered import _has_zero_padding
+from fsdp_compile.passes.post_grad.reuse_gathered import _has_zero_padding, _next_pointwise
 
 Calls = tuple[tuple[Any, Any], ...]
 Window = tuple[str, int, int]  # buffer, first element, after the last
@@ -101,6 +101,19 @@ def test_sums_with_the_residual_stay_fused() -> None:
     """What a block hands on is written once, by the kernel that reads the last parameter: no kernel only adds."""
     _, backward = cached("gpt", "default")
     assert [step.function for step in backward.steps if re.fullmatch(r"cpp_fused_add_\d+", step.function)] == []
+
+
+def test_what_follows_lies_beyond_the_end() -> None:
+    """Loops that read a result through views or directly, and neither what the end computes nor the end itself."""
+    graph, aten = fx.Graph(), torch.ops.aten
+    first = graph.call_function(aten.relu.default, (graph.placeholder("x"),))
+    end = graph.call_function(aten.neg.default, (first,))
+    view = graph.call_function(aten.view.default, (first, [-1]))
+    viewed = graph.call_function(aten.exp.default, (view,))
+    added = graph.call_function(aten.add.Tensor, (first, end))
+    later = graph.call_function(aten.mul.Tensor, (first, viewed))
+    graph.output((added, later))
+    assert _next_pointwise([first, end], end) == [view, viewed, added]
 
 
 @pytest.mark.parametrize(

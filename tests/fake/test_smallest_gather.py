@@ -12,7 +12,7 @@ from cuda_code import as_for_cuda
 from generated import Program, programs, sent
 from joint import JointPasses
 from torch import Tensor, nn
-from weights import F8, UNMOVED, Block, D, Float8Block, OneWeight, ScaledBlock
+from weights import F8, UNMOVED, Block, D, Float8Block, Float8RowsBlock, OneWeight, ScaledBlock
 
 from fsdp_compile import fully_shard
 from fsdp_compile.core.layout import lay_out
@@ -63,6 +63,12 @@ def test_scales_of_blocks_that_ranks_share(shape: tuple[int, int]) -> None:
         of_elements = values.repeat_interleave(block)[record.first : record.last + 1]
         expected[record.offset : record.offset + record.numel] = of_elements
     assert record is not None and record.first % block == (2 if block == 10 else 0) and torch.equal(found, expected)
+
+
+def test_scales_of_rows_and_of_a_matrix_share_a_reduction() -> None:
+    """One all-reduce has the maximum of each row and the largest element of another unit; both gather float8."""
+    gathers = [("all_gather", torch.uint8, nbytes) for nbytes in (8 * 4 * D, 6 * D * D + 6 * D)] * 2
+    assert trained(Float8RowsBlock, Float8Block).forward == [("all_reduce", torch.float32, 8 * (4 * D + 2)), *gathers]
 
 
 class Scheduled(OneWeight):

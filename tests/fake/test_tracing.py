@@ -16,8 +16,25 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fully_shard
+from fsdp_compile.core._torch import never_trace
 from fsdp_compile.core.ops import UNSHARD, VIEWS
 from fsdp_compile.eager.streams import Streams, UnshardedBuffer
+
+
+def test_what_is_never_traced_calls_what_is_compiled() -> None:
+    """Dynamo compiles what such a function calls, and not the function."""
+
+    def inside(x: Tensor) -> Tensor:
+        return x * 2
+
+    @never_trace
+    def around(x: Tensor) -> Tensor:
+        return inside(x) + 1
+
+    seen = _Dynamo()
+    assert torch.equal(torch.compile(around, backend=seen)(torch.ones(2)), torch.full((2,), 3.0))
+    assert [("mul" in name, "add" in name) for name in seen.calls] == [(True, False)]
+
 
 all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 

@@ -1,13 +1,14 @@
 import random
 from dataclasses import replace
 from itertools import product
+from math import inf
 
 import pytest
 from workloads import blocks, random_workload, updated
 
 from bench.wrong_prices import FACTORS, at_other_prices, on_link
 from fsdp_compile.passes.plan.plan import simulate, verify
-from fsdp_compile.passes.plan.safe import by_block, launched_early, safe_plan
+from fsdp_compile.passes.plan.safe import _Choice, by_block, launched_early, safe_plan
 from fsdp_compile.passes.plan.schedule import alternating, search_plan
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload, smallest_budget
 
@@ -152,6 +153,18 @@ def test_early_launches_are_never_slower(seeds):
         safe = safe_plan(step, budget)
         verify(step, safe.plan, budget)
         assert safe.peak == simulate(step, safe.plan).peak and safe.seconds >= safe.bound * (1 - 1e-9)
+
+
+def test_plans_that_hurt_more_than_enough_are_not_known():
+    """A plan that takes longer beside the shortest one than is asked for, at a ratio that counts, is left out."""
+    choice = _Choice(blocks(4, 1.2), inf, None)
+    plan, keep, *_ = worst = max(choice.known.values(), key=choice._regret)
+    regret = choice._regret(worst)
+    assert 0 < regret < 1
+    for enough, is_known in ((0.9 * regret, False), (1.1 * regret, True)):
+        choice.known.pop(plan, None)
+        choice.see(keep, plan, enough)
+        assert (plan in choice.known) == is_known
 
 
 @pytest.mark.parametrize("keep", [False, None])

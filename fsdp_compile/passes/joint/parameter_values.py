@@ -300,6 +300,6 @@ def _is_of_blocks(scales: Scales, elements: Elements) -> bool:
 
 def _has_strides(node: fx.Node, size: Shape, stride: Shape) -> bool:
     value = node.meta["val"]
-    if tuple(value.shape) != size:
-        return False
-    return all(a == b for a, b, length in zip(value.stride(), stride, size, strict=True) if length != 1)
+    return tuple(value.shape) == size and all(
+        a == b for a, b, length in zip(value.stride(), stride, size, strict=True) if length != 1
+    )

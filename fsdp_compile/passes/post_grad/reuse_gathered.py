@@ -112,13 +112,13 @@ def _next_pointwise(before: list[fx.Node], end: fx.Node) -> list[fx.Node]:
     """
     following: list[fx.Node] = []
     for node in before:
-        for user in sorted(node.users):
+        for user in sorted(each for each in node.users if each > end):
             views = []
-            while nodes.is_view(user) and user > end and len(user.users) == 1:
+            while nodes.is_view(user) and len(user.users) == 1:
                 views.append(user)
                 user = next(iter(user.users))
             ready = all(each <= end or each in views for each in user.all_input_nodes)
-            if user > end and nodes.is_pointwise(user) and ready and user not in following:
+            if nodes.is_pointwise(user) and ready and user not in following:
                 following += [*views, user]
     return following
 
