@@ -123,6 +123,25 @@ def test_mixed_precision_casts_as_it_writes(compute: torch.dtype, reduce: torch.
     assert [step.is_wait for step in backward.steps][-2:] == [True, False]  # the last mean
 
 
+def test_frozen_convolutions_are_not_gathered_for_their_bias() -> None:
+    """The gradient of a convolution's bias is a sum that reads no weight, so backward does not gather the frozen one."""
+
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(3, 8, 3)
+            self.first.weight.requires_grad_(False)
+            self.last = nn.Conv2d(8, 8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x)).square().mean()
+
+    model = fully_shard(Frozen(), auto_wrap_policy={nn.Conv2d}, reshard_after_forward=True)
+    code = programs(lambda: torch.compile(model, fullgraph=True)(torch.randn(2, 3, 8, 8)))
+    forward, backward = ([step for step in each.steps if step.is_gather] for each in code)
+    assert len(forward) == 3 and len(backward) == 1  # the frozen weight is a flat parameter of its own
+
+
 @pytest.mark.nightly
 def test_the_count_sees_copies() -> None:
     """Without the pass that makes gradients placeable, the same count finds copies: it can fail."""

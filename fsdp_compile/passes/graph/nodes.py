@@ -90,6 +90,15 @@ def tagged(graph: fx.Graph, *kinds: Kind) -> list[fx.Node]:
     return [n for n in calls if (tag := get_tag(n)) is not None and tag.kind in kinds]
 
 
+def eliminate_dead_code(graph: fx.Graph) -> None:
+    """Erase what nothing reads, and gathers that nothing reads any more: torch takes their waits for side effects."""
+    graph.eliminate_dead_code()
+    for node in reversed(tagged(graph, "gather", "wait")):
+        if not node.users:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
 def add_call(
     graph: fx.Graph,
     target: Any,

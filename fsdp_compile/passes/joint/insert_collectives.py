@@ -64,13 +64,7 @@ def insert_collectives(context: GraphContext) -> None:
         marker.replace_all_uses_with(new)
         graph.erase_node(marker)
     _tag_updates(graph)
-    graph.eliminate_dead_code()
-    for wait in reversed(nodes.tagged(graph, "wait")):
-        if not wait.users:  # such as those of `loss + 0 * weight.sum()`, whose zeros Inductor has folded
-            start: fx.Node = wait.args[0]  # type: ignore[assignment]  # fx arguments are untyped
-            graph.erase_node(wait)
-            graph.erase_node(start)
-    graph.eliminate_dead_code()
+    nodes.eliminate_dead_code(graph)  # gathers of `loss + 0 * weight.sum()`, whose zeros Inductor has folded
     for node in graph.nodes:  # collectives of others, such as those of DTensor, name their groups as ours do
         at = collectives.GROUP_ARGUMENT.get(node.target)
         if at is not None and isinstance(node.args[at], str):
@@ -138,19 +132,19 @@ def _merge_calls(graph: fx.Graph) -> None:
     for target in _REDUCES:
         for marker in graph.find_nodes(op="call_function", target=target):
             marker.meta["seq_nr"] = sequences.get(marker.meta.get("seq_nr"), marker.meta.get("seq_nr"))
-    totals = graph.find_nodes(op="call_function", target=aten.add.Tensor)
-    if sum(_merge_reduces(graph, total) for total in totals):
-        graph.eliminate_dead_code()
+    for total in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        _merge_reduces(graph, total)
+    graph.eliminate_dead_code()
 
 
-def _merge_reduces(graph: fx.Graph, total: fx.Node) -> bool:
-    """Replace `total`, if it adds two reduces of one unit, by one reduce of the sum; return whether it did."""
+def _merge_reduces(graph: fx.Graph, total: fx.Node) -> None:
+    """Replace `total`, if it adds two reduces of one unit, by one reduce of the sum."""
     one, other = (_marker_beneath(addend) for addend in total.args)
     if one is None or other is None or total.kwargs or one.meta["seq_nr"] is None:
-        return False
+        return
     what, other_what = ((each.target, each.meta["seq_nr"], *each.args[1:], each.kwargs) for each in (one, other))
     if what != other_what:
-        return False  # of two units, or to be reduced in two ways
+        return  # of two units, or to be reduced in two ways
     with graph.inserting_before(total):
         packed = _sum_of_packs(graph, one.args[0], other.args[0])
         merged = _copy_with(graph, one, (packed, *one.args[1:]))
@@ -158,7 +152,6 @@ def _merge_reduces(graph: fx.Graph, total: fx.Node) -> bool:
         result = merged if addend is one else _copy_with(graph, addend, (merged, *addend.args[1:]))
     total.replace_all_uses_with(result)
     graph.erase_node(total)
-    return True
 
 
 def _marker_beneath(addend: Any) -> fx.Node | None:
@@ -211,12 +204,10 @@ def _expand_unshard(marker: fx.Node, spec: ops.UnshardSpec, retained: nodes.Emit
         nodes.set_tag(full, replace(nodes.tag_of(full), wire=group.gather))
         full = stage("wait", collectives.WAIT, full)
     for split in [user for user in marker.users if user.target is aten.split_with_sizes.default]:
-        for element in list(split.users):  # a slice for each one that is used: unlike the split, it can be moved
+        for element in split.users:  # a slice for each one that is used: unlike the split, it can be moved
             segment = spec.layout.segments[element.args[1]]  # type: ignore[index]  # fx arguments are untyped
             begin, end = segment.offset, segment.offset + segment.numel
             element.replace_all_uses_with(emit("view", aten.slice.Tensor, full, 0, begin, end))
-            marker.graph.erase_node(element)
-        marker.graph.erase_node(split)
     return full
 
 

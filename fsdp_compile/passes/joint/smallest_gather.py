@@ -36,8 +36,8 @@ from fsdp_compile.passes.graph.nodes import (
     Emit,
     Kind,
     Tag,
+    eliminate_dead_code,
     emitter,
-    get_tag,
     keeps_values,
     set_tag,
     tag_of,
@@ -286,18 +286,7 @@ class _LocalPrograms:
                     emit = emitter(self.graph, output, replace(units[0].tag, reshard=False), new)
                     output.replace_input_with(other, emit("view", aten.clone.default, new))
                 other.replace_all_uses_with(new, delete_user_cb=lambda user: user not in made)
-        for node in reversed(list(self.graph.nodes)):
-            tag = get_tag(node)
-            is_local = tag is not None and tag.kind in ("local", "maximum") and node.target not in (ALL_REDUCE, WAIT)
-            if node.op == "call_function" and not node.users and (is_local or self.values.of(node) is not None):
-                self.graph.erase_node(node)
-        for unit in units:
-            for start in reversed(unit.starts):
-                (wait,) = start.users
-                self.graph.erase_node(wait)
-                self.graph.erase_node(start)
-            if unit.shard.op != "placeholder" and not unit.shard.users:
-                self.graph.erase_node(unit.shard)
+        eliminate_dead_code(self.graph)
 
 
 def _shaped(run: fx.Node, size: Sequence[int], stride: Sequence[int], kind: Kind, emit: Emit) -> fx.Node:

@@ -77,7 +77,7 @@ def pack_in_place(context: GraphContext) -> None:
                 reader.target = ALL_REDUCE_IN_PLACE
             elif reader.target in (DEFER_REDUCE, ADD_ACCUMULATED):
                 reader.args = (*reader.args, True)
-    graph.eliminate_dead_code()  # views that were stripped read gradients no more
+    nodes.eliminate_dead_code(graph)  # stripped views read gradients no more, convolutions without results no weights
     for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
         if any(user.target in _OVERWRITING or user.op == "output" for user in pack.users):  # outputs go to the runtime
             # Others may read them later. Inputs of a graph are copied anyway.
