@@ -192,8 +192,8 @@ def fully_shard(
         reduction_order: with "tree" the mean of a step's gradients is a binary tree over its microbatches, the number
             of ranks times that of microbatches which `no_sync` accumulates, each a power of two; and norms and other
             sums over sharded tensors are exact. Training then ends with the same bits on 1, 2, 4, ... ranks: see
-            docs/reproducibility.md for the rest of the recipe. Not with NO_SHARD, float16 and communication hooks. With
-            "any" sums have the order of the fastest collective.
+            docs/reproducibility.md for the rest of the recipe. Not with float16 and communication hooks. With "any"
+            sums have the order of the fastest collective.
         find_unused_parameters: whether ranks tell each other after each backward which parameters they have used, by an
             all-reduce of a byte for each, so that `.grad` stays None where no rank has. None: after the first two, and
             then only if a rank had left some out; one that first does so later gets zeros, and a warning. False: never;
@@ -238,7 +238,7 @@ def fully_shard(
         reshard_after_forward = "auto"
     strategy = resolve_strategy(sharding_strategy, reshard_after_forward, mesh)
     precision, output_dtype = precision_of(mixed_precision, mp_policy)
-    same_bits = asks_same_bits(reduction_order, strategy, precision, modules)
+    same_bits = asks_same_bits(reduction_order, precision, modules)
     check_one(ignored_states=ignored_states, ignored_params=ignored_params)
     ignored = collect_ignored(model, ignored_modules, ignored_states if ignored_params is None else ignored_params)
     device = given_device(device_id)

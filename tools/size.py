@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
-STORY_LINES = 10_712
+STORY_LINES = 10_711
 """The limit of the story. A commit that makes the story smaller lowers it; nothing raises it."""
 
 STORY = tuple(

@@ -59,8 +59,9 @@ class Groups:
 class Placement(NamedTuple):
     """What a strategy means for a unit."""
 
-    group: dist.ProcessGroup  # splits parameters; with `shards == 1`, averages gradients
+    group: dist.ProcessGroup  # splits parameters; if these are copied, averages gradients
     shards: int
+    is_sharded: bool  # ranks store different parts; otherwise all of them have all
     reshard_after_forward: bool
     replicate: dist.ProcessGroup | None  # averages the reduced shards as well
     stages: Stages | None = None
@@ -69,15 +70,13 @@ class Placement(NamedTuple):
 def place(strategy: ShardingStrategy, groups: Groups, same_bits: bool = False) -> Placement:
     """How a unit of `strategy` lies in `groups`.
     With one rank to shard over, the unit is copied (E-STRAT-6), and its replicas average its gradients (E-STRAT-9);
-    with `same_bits` that rank stores one shard of one, and does what each of several ranks does.
+    with `same_bits` that rank stores one shard of one, and does what each of several ranks does. NO_SHARD copies.
     """
     replicate = groups.replicate if groups.replicas > 1 else None
-    if groups.shard.size() == 1 and not same_bits:
-        return Placement(replicate or groups.shard, 1, False, None)
-    if strategy is ShardingStrategy.NO_SHARD and not same_bits:
-        return Placement(groups.shard, 1, False, None)
+    if strategy is ShardingStrategy.NO_SHARD or (groups.shard.size() == 1 and not same_bits):
+        return Placement(replicate or groups.shard, 1, False, False, None)
     reshards = strategy in RESHARDING
-    return Placement(groups.shard, groups.shard.size(), reshards, replicate, groups.stages if reshards else None)
+    return Placement(groups.shard, groups.shard.size(), True, reshards, replicate, groups.stages if reshards else None)
 
 
 def check_ranks_of_tree(groups: Groups) -> None:

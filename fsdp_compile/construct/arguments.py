@@ -150,17 +150,12 @@ def resolve_strategy(
     return strategy
 
 
-def asks_same_bits(
-    order: str, strategy: ShardingStrategy, precision: MixedPrecision, modules: Sequence[nn.Module]
-) -> bool:
+def asks_same_bits(order: str, precision: MixedPrecision, modules: Sequence[nn.Module]) -> bool:
     """Whether `reduction_order` asks for sums that any number of ranks has. ValueError if they cannot be had."""
     if order not in ("any", "tree"):
         raise ValueError(f"reduction_order: expected 'any' or 'tree', found {order!r}")
     if order == "any":
         return False
-    if strategy is ShardingStrategy.NO_SHARD:
-        raise ValueError("reduction_order='tree' has no order for the all-reduces of NO_SHARD; "
-                         "choose another sharding_strategy")  # fmt: skip
     dtypes = {"param_dtype": precision.param_dtype, "reduce_dtype": precision.reduce_dtype}
     dtypes |= {f"parameter {name}": param.dtype for each in modules for name, param in each.named_parameters()}
     for what, dtype in dtypes.items():

@@ -57,8 +57,7 @@ def check_model(model: nn.Module, of_units: Mapping[nn.Module, Settings], ignore
 
 def check_prepared(model: nn.Module, prepared_units: list[PreparedUnit], beside: Mapping[str, int]) -> None:
     """Raise ValueError if units cannot be sent, or are on a mesh with dimensions `beside` that nothing explains."""
-    copied = (each.settings.strategy for each in prepared_units if each.settings.placement.shards == 1
-              and not each.settings.same_bits)  # fmt: skip
+    copied = (each.settings.strategy for each in prepared_units if not each.settings.placement.is_sharded)
     for strategy in dict.fromkeys(copied):
         if strategy is not ShardingStrategy.NO_SHARD:  # (E-STRAT-6)
             warn_caller(f"sharding_strategy: {strategy.name} over one rank is NO_SHARD")

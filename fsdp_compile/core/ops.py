@@ -299,7 +299,7 @@ def _first(grads: list[Tensor | None]) -> Tensor:
 class UnshardSpec:
     """How one flat parameter is gathered and its gradient reduced; equal on all ranks."""
 
-    layout: FlatParamLayout  # with a `world_size` of 1 nothing is gathered, unless `same_bits`
+    layout: FlatParamLayout  # with a `world_size` of 1 nothing is gathered, unless one rank has `same_bits`
     groups: tuple[NamedGroup, ...]  # of all-gathers, in order: one or two. Unsharded: of the average; maybe none
     reshard_after_forward: bool | None  # whether the full buffer is freed after forward; None: a pass decides
     replicas: NamedGroup | None = None  # hybrid sharding: ranks that store the same shard; averaged over as well
@@ -314,7 +314,7 @@ class UnshardSpec:
     @property
     def is_sharded(self) -> bool:
         """Whether ranks store different slices of the buffer."""
-        return self.layout.world_size > 1 or self.same_bits
+        return self.layout.world_size > 1 or (self.same_bits and all(group.size == 1 for group in self.groups))
 
     @property
     def data_parallel_size(self) -> int:

@@ -172,9 +172,8 @@ class Unit:
         on_meta: bool = False,
     ) -> None:
         self.settings = settings
-        group, shards, reshard_after_forward, replicas, stages = settings.placement
+        group, shards, self.is_sharded, reshard_after_forward, replicas, stages = settings.placement
         self._take_groups(group, replicas, stages)
-        self.is_sharded = shards > 1 or settings.same_bits  # ranks store different parts; False under NO_SHARD
         self.rank = dist.get_rank(group) if self.is_sharded else 0
         self.device = device
         # Whether unsharded parameters are freed between forward and backward; None: an eager step frees them, the plan
@@ -364,7 +363,7 @@ class Unit:
 
     def _choose_delivery(self) -> None:
         same_bits = self.settings.same_bits
-        changes = self.options.changes_reduce or (same_bits and self.replicas is not None)
+        changes = self.options.changes_reduce or (same_bits and self._replicas_name is not None)
         if not self._syncs or self.comm_hook is not None or changes:
             self.delivery = GradientDelivery.DEFER
         elif self.accumulates or same_bits:

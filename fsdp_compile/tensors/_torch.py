@@ -9,7 +9,8 @@ hook or context that answers it:
                   `value.to_local().copy_(rows)`, and loaders of files take `placements` for those of rows.
 `dispatcher_asks` the dispatcher of torch 2.11 asks `isinstance(tensor, DTensor)`, and then reads `_spec`. It is not
                   told by the stack, but by `torch._C._dispatch_tls_is_dispatch_key_excluded`.
-`makes_spec`      DTensor's spec compares each placement with a `Shard` by `!=`, as users do, in `_verify_shard_order`.
+`makes_spec`      DTensor's spec compares each placement with a `Shard`, as users do, in `_verify_shard_order`: by
+                  `==` in torch 2.11, by `!=` since.
 `called_by_dcp`   torch.distributed.checkpoint.state_dict calls `state_dict()` and `named_modules()` as users do. Before
                   it asks modules for `_fqn_modifiers()`, but so it does for optimizers, whose states need no model's.
                   It chooses the kind of torch's FullyShardedDataParallel by `isinstance` and by private state.

@@ -52,6 +52,8 @@ def _trains(
         pytest.param(("mlp", "conv"), "adafactor", {}, marks=LATE),
         (("conv",), "foreach", {"mixed_precision": HALF}),
         (("tied", "frozen"), "fused", {"cpu_offload": CPUOffload(True)}),
+        (("low_rank", "recurrent"), "adamw", {"sharding_strategy": ShardingStrategy.NO_SHARD}),
+        pytest.param(("gpt",), "muon", {"sharding_strategy": ShardingStrategy.NO_SHARD}, marks=LATE),
     ],
 )
 def test_eager(four: Ranks, names: tuple[str, ...], optimizer: str, options: dict[str, Any]) -> None:
@@ -74,9 +76,10 @@ def test_aot_eager(four: Ranks, names: tuple[str, ...], optimizer: str, options:
 
 
 @LATE
-def test_inductor(four: Ranks) -> None:
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+def test_inductor(four: Ranks, strategy: ShardingStrategy) -> None:
     """And in steps of generated code, which add up rows by an operator that rounds as eager code does."""
-    four.run(_trains, ("gpt",), "inductor", "adamw", {"mixed_precision": HALF})
+    four.run(_trains, ("gpt",), "inductor", "adamw", {"mixed_precision": HALF, "sharding_strategy": strategy})
 
 
 def _placements(rank: int, how: str) -> None:
@@ -86,6 +89,7 @@ def _placements(rank: int, how: str) -> None:
         (how, {"mesh": mesh}),
         ("eager", {"reshard_after_forward": 2}),
         ("eager", {"reshard_after_forward": False}),
+        (how, {"sharding_strategy": ShardingStrategy.NO_SHARD}),
     ):
         assert trained(CASES["gpt"], None, way, "adamw", **options) == expected, (way, options)
     # Four replicas of one rank, whose groups are made anew, as when replicas come and go.
@@ -104,13 +108,13 @@ def test_hybrid_and_two_stages(four: Ranks, how: str) -> None:
     four.run(_placements, how)
 
 
-def _whole_steps(rank: int, options: dict[str, Any], backend: str) -> None:
+def _whole_steps(rank: int, options: dict[str, Any], backend: str, strategy: ShardingStrategy | None = None) -> None:
     case = CASES["mlp"]
 
     def run(group: Any) -> Any:
         ranks, mine = dist.get_world_size(group), dist.get_rank(group)
         torch.manual_seed(0)
-        model = fully_shard(case.build(), reduction_order="tree", process_group=group)
+        model = fully_shard(case.build(), reduction_order="tree", process_group=group, sharding_strategy=strategy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         accumulate = MICROBATCHES // ranks
         chosen = options if accumulate == 1 or "update_in_backward" not in options else {}  # which takes no more
@@ -135,6 +139,13 @@ def _whole_steps(rank: int, options: dict[str, Any], backend: str) -> None:
 def test_compile_step(four: Ranks, options: dict[str, Any], backend: str) -> None:
     """Whole steps, clipped or with updates in backward, are equal too."""
     four.run(_whole_steps, options, backend)
+
+
+@LATE
+@pytest.mark.parametrize("backend", ["eager", "fsdp_compile"])
+def test_compile_step_of_copies(four: Ranks, backend: str) -> None:
+    """And those of models that each rank has a copy of."""
+    four.run(_whole_steps, {"clip_norm": 0.5}, backend, ShardingStrategy.NO_SHARD)
 
 
 def _accumulated(rank: int) -> None:
@@ -193,7 +204,6 @@ def _refusals(rank: int) -> None:
 
     refused = {
         "'any' or 'tree', found 'treee'": lambda: fully_shard(case.build(), reduction_order="treee"),
-        "NO_SHARD": lambda: model(sharding_strategy=ShardingStrategy.NO_SHARD),
         "param_dtype is float16": lambda: model(mixed_precision=MixedPrecision(param_dtype=torch.float16)),
         "parameter stem.weight is float16": lambda: fully_shard(case.build().half(), reduction_order="tree"),
         "register_comm_hook: with": lambda: model().register_comm_hook(None, print),
