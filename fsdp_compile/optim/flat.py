@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from fsdp_compile.optim._torch import (
 )
 from fsdp_compile.optim.matrix_step import MatrixUpdates, takes_matrices
 from fsdp_compile.optim.program import NotRecordable, Recorded, UpdateProgram, fused, record
-from fsdp_compile.optim.segments import Segment, Segments, show_segments
+from fsdp_compile.optim.segments import KnownStep, Segment, Segments, kept_gradient, show_segments
 from fsdp_compile.tensors.shard_spec import ShardSpec
 from fsdp_compile.tensors.sharded_rules import plain
 from fsdp_compile.tensors.sharded_tensor import FlatGradient, ShardedTensor, gradients
@@ -136,40 +136,49 @@ def _update_matrices(optimizer: Optimizer) -> None:
 
 @dataclass(eq=False)
 class FlatUpdate:
-    """The update of one flat parameter that is still to run in this step.
+    """The update of one flat parameter. It is made again only where something has changed since the last step.
 
     Attributes:
         segments: what it changes.
         params: their parameters.
-        gradients: of the segments, 1-D; empty until they are there.
+        gradient: of the flat parameter, 1-D; None until it is there, and where the optimizer's own step runs.
         recorded: what is fused for each segment; if empty, the optimizer's own step runs.
+        program: what is compiled, and what it takes beside gradient and scalars; None before the first run.
     """
 
     flat: FlatParam
     step: "FlatStep"
     segments: list[Segment] = field(default_factory=list)
     params: list[nn.Parameter] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)
+    gradient: Tensor | None = None
     recorded: list[Recorded] = field(default_factory=list)
+    program: "_Compiled | None" = None
 
-    def add(self, segment: Segment, gradient: Tensor | None = None, recorded: Recorded | None = None) -> None:
+    def add(self, segment: Segment, recorded: Recorded | None = None) -> None:
         """Update one more segment."""
         self.segments.append(segment)
         self.params += segment.params
-        self.gradients += [] if gradient is None else [gradient]
         self.recorded += [] if recorded is None else [recorded]
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The gradients of the segments, 1-D; none where they are not there."""
+        return [] if self.gradient is None else [segment.part_of(self.gradient) for segment in self.segments]
+
+    def find_gradient(self) -> bool:
+        """Look for `gradient`; return whether that of all segments is one."""
+        self.gradient = kept_gradient(self.flat)
+        if self.gradient is None:
+            first, *others = (segment.flat_gradient() for segment in self.segments)
+            self.gradient = first if all(each is first for each in others) else None
+        return self.gradient is not None
 
     @torch.no_grad()
     def run(self, coefficient: Tensor | None = None) -> None:
         """Change the shard and the state of the segments; multiply gradients by `coefficient` first; free them."""
         if self.recorded:
             self.step.run_fused(self, coefficient)
-            self.step.note_run(self.segments)
-            for segment, recorded in zip(self.segments, self.recorded, strict=True):
-                for name, counts in segment.counts.items():
-                    counts.fill_(recorded.state[name])
-                segment.note_counts()
-            self.gradients.clear()
+            self.gradient = None
             torch.autograd.graph.increment_version([*self.params, self.flat.shard])
         else:
             self.flat.binding.show_gradient()
@@ -181,10 +190,42 @@ class FlatUpdate:
     def run_with(self, gradient: Tensor) -> None:
         """As `run`, with `gradient` of the flat parameter, 1-D `[shard_numel]`."""
         if self.recorded:
-            self.gradients = [gradient[segment.start : segment.stop] for segment in self.segments]
+            self.gradient = gradient
         else:
             self.flat.reduction.flat_gradient = gradient
         self.run()
+
+
+class _Compiled(NamedTuple):
+    """A compiled update, and what it takes in every step. `key`: what it was compiled for; equal ones share it."""
+
+    key: tuple[Any, ...]
+    call: Callable[..., Any]
+    state: list[Tensor]
+
+
+class _Scalars(NamedTuple):
+    """What updates take that were recorded alike.
+
+    Attributes:
+        programs: for each segment what it does, and with which set of scalars: segments of one group share theirs.
+        numbers: how many scalars there are in each set.
+        scalars: all of them, set by set.
+        recorded: of the segments.
+    """
+
+    programs: tuple[tuple[UpdateProgram, int], ...]
+    numbers: tuple[int, ...]
+    scalars: list[Tensor]
+    recorded: list[Recorded]
+
+    @classmethod
+    def of(cls, recorded: list[Recorded]) -> "_Scalars":
+        distinct = {id(each): each for each in recorded}
+        at = {key: position for position, key in enumerate(distinct)}
+        programs = tuple((each.program, at[id(each)]) for each in recorded)
+        numbers = tuple(len(each.scalars) for each in distinct.values())
+        return cls(programs, numbers, [scalar for each in distinct.values() for scalar in each.scalars], recorded)
 
 
 class FlatStep:
@@ -204,8 +245,11 @@ class FlatStep:
         self._has_begun = False
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._programs: dict[Any, UpdateProgram] = {}  # one for all equal ones, by what they do
-        self._like: list[Segment] = []  # for each segment the first one with equal state, if all were recorded
-        self._left: set[Segment] = set()  # those whose updates have not run
+        self._like: list[Segment] = []  # for each segment of `_kept` the first one with equal state
+        self._kept: list[FlatUpdate] = []  # the updates of all segments, if all were recorded
+        self._known: KnownStep | None = None  # for which these are
+        self._ran: list[FlatUpdate] = []  # those of this step
+        self._sets: dict[tuple[int, ...], _Scalars] = {}  # of this step, by the ids of what is recorded
 
     @property
     def segments(self) -> list[Segment]:
@@ -234,69 +278,104 @@ class FlatStep:
         announce_step(self.optimizer)
         updates = self._updates(has_gradients=True)
         self._has_begun = True
-        return list(updates.values())
+        return updates
 
     @torch.no_grad()
     def before_backward(self) -> dict[FlatParam, FlatUpdate]:
         """For each flat parameter the update by a gradient that is still to come (`FlatUpdate.run_with`)."""
-        updates = self._updates(has_gradients=False) if self.can_update() else {}
-        complete = {flat: update for flat, update in updates.items() if len(update.params) == len(flat.params)}
+        self._ran = []
+        updates = self._updates(has_gradients=False) if self.can_update() else []
+        complete = {update.flat: update for update in updates if len(update.params) == len(update.flat.params)}
         own: dict[FlatParam, FlatUpdate] = {}
         for segment in Segments.of(self.optimizer).all:
             if segment.flat not in complete:
                 own.setdefault(segment.flat, FlatUpdate(segment.flat, self)).add(segment)
         return complete | own
 
+    @torch.no_grad()
     def finish(self) -> None:
-        """Note what the updates have left."""
-        known = Segments.of(self.optimizer).known
-        if self._left:
-            self._like = []
-        for joint in known.joint if self._like and known is not None else ():
-            joint.spread()
+        """Note what the updates have left: numbers of the state, such as step counts."""
+        ran, self._ran = self._ran, []
+        segments = Segments.of(self.optimizer)
+        pairs = [(segment, each.state) for update in ran
+                 for segment, each in zip(update.segments, update.recorded, strict=True)]  # fmt: skip
+        if len(pairs) == len(segments.all) and self._known is not None and self._known is segments.known:
+            self._known.set_counts(pairs)
+            return
+        self._forget()
+        for segment, state in pairs:
+            segment.set_counts(state)
 
     def drop(self) -> None:
         """Forget what updates were expected to leave, after a failure."""
-        self._like = []
+        self._forget()
+        self._ran = []
 
-    def _updates(self, has_gradients: bool) -> dict[FlatParam, FlatUpdate]:
+    def _forget(self) -> None:
+        self._like, self._kept, self._known = [], [], None
+
+    def _has_run_all(self, segments: Segments) -> bool:
+        return sum(len(update.segments) for update in self._ran) == len(segments.all)
+
+    def _updates(self, has_gradients: bool) -> list[FlatUpdate]:
         segments = Segments.of(self.optimizer)
+        self._sets = {}
         if self.fuses:
-            gradients = [segment.gradient() if has_gradients else None for segment in segments.all]
-            lacks = [has_gradients and gradient is None for gradient in gradients]
-            all_recorded = self._recorded_each(segments, lacks)
-            is_ready = [recorded is not None for recorded in all_recorded]
-        else:  # the first step of a parameter makes its state, in the order of all parameters
-            gradients, all_recorded = [None] * len(segments.all), [None] * len(segments.all)
-            is_stateless = self._has_begun and not any(self.optimizer.state.values())
-            begins = not has_gradients or is_stateless
-            is_ready = [begins or all(map(self.optimizer.state.get, segment.params)) for segment in segments.all]
+            if self._ran and self._has_run_all(segments):
+                return []
+            return self._renewed(segments, has_gradients) or self._recorded_updates(segments, has_gradients)
+        # the first step of a parameter makes its state, in the order of all parameters
+        begins = not has_gradients or (self._has_begun and not any(self.optimizer.state.values()))
         updates: dict[FlatParam, FlatUpdate] = {}
-        for segment, ready, gradient, recorded in zip(segments.all, is_ready, gradients, all_recorded, strict=True):
-            if ready:
-                updates.setdefault(segment.flat, FlatUpdate(segment.flat, self)).add(segment, gradient, recorded)
-        return updates
+        for segment in segments.all:
+            if begins or all(map(self.optimizer.state.get, segment.params)):
+                updates.setdefault(segment.flat, FlatUpdate(segment.flat, self)).add(segment)
+        return list(updates.values())
 
-    def _recorded_each(self, segments: Segments, lacks: Sequence[bool]) -> list[Recorded | None]:
-        """What the step does to each segment; None: one that `lacks` a gradient, or for which the optimizer's own step
-        runs. Where the last step updated all, and nothing has changed since, segments that were alike still are.
+    def _renewed(self, segments: Segments, has_gradients: bool) -> list[FlatUpdate]:
+        """The updates of the last step with what this one does, if it has updated all and nothing has changed since:
+        segments that were alike still are. Else [].
         """
+        if self._known is None or self._known is not segments.known or not segments.knows(self.optimizer):
+            return []
+        if has_gradients and not all(update.find_gradient() for update in self._kept):
+            return []
         known: dict[Any, Recorded | None] = {}
-        self._left = set(segments.all)
-        if self._like and not any(lacks) and segments.knows(self.optimizer):
-            of_first = {segment: self._recorded(segment, known) for segment in dict.fromkeys(self._like)}
-            return [of_first[segment] for segment in self._like]
+        of_first = {segment: self._recorded(segment, known) for segment in dict.fromkeys(self._like)}
+        if None in of_first.values():
+            return []
+        recorded: list[Any] = list(map(of_first.__getitem__, self._like))
+        end = 0
+        for update in self._kept:
+            begin, end = end, end + len(update.segments)
+            update.recorded = recorded[begin:end]
+        return self._kept
+
+    def _recorded_updates(self, segments: Segments, has_gradients: bool) -> list[FlatUpdate]:
+        """The updates of the segments that have gradients, and whose step can be recorded."""
+        known: dict[Any, Recorded | None] = {}
         taken, found = list[Segment](), list[Recorded | None]()
-        for segment, lacking in zip(segments.all, lacks, strict=True):
+        updates: dict[Any, FlatUpdate] = {}  # of one flat parameter there are several if its gradients are of several
+        for segment in segments.all:
+            gradient = segment.flat_gradient() if has_gradients else None
             before = segment.shared
-            found.append(None if lacking else self._recorded(segment, known))
+            lacks = has_gradients and gradient is None
+            found.append(recorded := None if lacks else self._recorded(segment, known))
             taken += [segment] if segment.shared is not before else []
-        first: dict[int, Segment] = {}
-        self._like = []
+            if recorded is not None:
+                update = updates.setdefault((segment.flat, id(gradient)), FlatUpdate(segment.flat, self))
+                update.gradient = gradient
+                update.add(segment, recorded)
+        self._forget()
         if found and None not in found:
             segments.note(self.optimizer, taken)
-            self._like = [first.setdefault(id(each), of) for each, of in zip(found, segments.all, strict=True)]
-        return found
+            self._known = segments.known
+            first: dict[int, Segment] = {}
+            self._kept = list(updates.values())
+            of_each = [(each, of) for update in self._kept
+                       for each, of in zip(update.recorded, update.segments, strict=True)]  # fmt: skip
+            self._like = [first.setdefault(id(each), of) for each, of in of_each]
+        return list(updates.values())
 
     @torch.no_grad()
     def step_others(self, updates: Sequence[FlatUpdate]) -> None:
@@ -330,32 +409,32 @@ class FlatStep:
                 known[key] = recorded._replace(program=self._programs.setdefault((own.names, own.operations), own))
         return known[key]
 
-    def note_run(self, segments: Sequence[Segment]) -> None:
-        """Note that segments have been updated as they were recorded."""
-        self._left.difference_update(segments)
-
     def run_fused(self, update: FlatUpdate, coefficient: Tensor | None) -> None:
         """Update the segments of one flat parameter by one call of a compiled function."""
-        segments, recorded = update.segments, update.recorded
-        sizes = tuple(segment.stop - segment.start for segment in segments)
-        if not any(sizes):
-            return
-        distinct = {id(each): each for each in recorded}  # parameters of one group share their scalars
-        sets = {key: position for position, key in enumerate(distinct)}
-        programs = tuple((each.program, sets[id(each)]) for each in recorded)
-        scalars = tuple(len(each.scalars) for each in distinct.values())
-        clips, shard = coefficient is not None, update.flat.shard
-        inputs: list[Tensor] = []
-        for segment, gradient, each in zip(segments, update.gradients, recorded, strict=True):
-            inputs += [segment.data, gradient, *(segment.tensors[name] for name in each.program.names)]
-        if coefficient is not None:
-            inputs.append(coefficient)
-        for each in distinct.values():
-            inputs += each.scalars
-        key = (programs, scalars, clips, sizes, shard.dtype, shard.device)
-        if key not in self._compiled:
-            self._compiled[key] = compile_graph(fused(programs, scalars, clips), inputs)
-        self._compiled[key](*inputs)
+        self._ran.append(update)
+        ids = tuple(map(id, update.recorded))
+        if ids not in self._sets:
+            self._sets[ids] = _Scalars.of(update.recorded)
+        programs, numbers, scalars, _ = self._sets[ids]
+        rest: list[Any] = [update.gradient, *([] if coefficient is None else [coefficient]), *scalars]
+        key = (programs, numbers, coefficient is not None)
+        if update.program is None or update.program.key != key:
+            update.program = self._compile(update, key, rest)
+        update.program.call(*update.program.state, *rest)
+
+    def _compile(self, update: FlatUpdate, key: tuple[Any, ...], rest: Sequence[Tensor]) -> _Compiled:
+        """Compile an update, unless an equal one was. `rest`: what it takes behind the shard and state of segments."""
+        shard, state = update.flat.shard, list[Tensor]()
+        for segment, each in zip(update.segments, update.recorded, strict=True):
+            state += [segment.data, *(segment.tensors[name] for name in each.program.names)]
+        spans = tuple((segment.start, segment.stop) for segment in update.segments)
+        if all(start == stop for start, stop in spans):
+            return _Compiled(key, lambda *_: None, [])
+        compiled_for = (key, spans, shard.shape, shard.dtype, shard.device)
+        if compiled_for not in self._compiled:
+            programs, numbers, clips = key
+            self._compiled[compiled_for] = compile_graph(fused(programs, numbers, clips, spans), [*state, *rest])
+        return _Compiled(key, self._compiled[compiled_for], state)
 
 
 # Note [Where the norm is computed]

@@ -1,16 +1,19 @@
 """Matrices that are exchanged together: what this rank stores goes to owners, they compute, results return.
 
 stage = Stage(members, name)           made once, for parameters of one process group and dtype
-run_before(stage.parts, gradients)     what comes before the exchange, also of several stages at once
+run_before(stage.groups, gradients)    what comes before the exchange, also of several stages at once
 stage.send()                           to the owners
-run_beside(stage.parts)                what needs no results, also of several stages at once
+run_beside(stage.groups)               what needs no results, also of several stages at once
 stage.compute_at_home(); stage.compute()
 stage.finish()                         results have returned: the parameters are updated
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,10 +44,15 @@ class Family:
     params: list[ShardedTensor]
     program: MatrixProgram
 
-    @property
+    @cached_property
     def same_bits(self) -> bool:
         """Whether results must not depend on what is computed beside them."""
         return any(param.spec.ranks.same_bits for param in self.params)
+
+    @cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """What tensors share that one call of an operator may take (Note [One call for several tensors])."""
+        return self.params[0].device, self.params[0].dtype, self.same_bits
 
 
 @dataclass(eq=False, slots=True)
@@ -92,40 +100,61 @@ class Member:
             self.parts.append(part if end > begin else None)
 
 
-def _by_family(parts: Iterable[Part]) -> dict[Family, list[Part]]:
+Groups = Sequence[tuple[Family, Sequence[Part]]]
+"""Parts by their families, each in one order."""
+
+
+def _by_family(parts: Iterable[Part]) -> Groups:
     found: dict[Family, list[Part]] = {}
     for part in parts:
         found.setdefault(part.family, []).append(part)
-    return found
+    return list(found.items())
 
 
-def run_before(parts: Iterable[Part], gradients: Mapping[int, Tensor]) -> None:
-    """Run what comes before the exchange; `gradients`: what this rank stores of them, by the parameters' ids."""
-    for family, some in _by_family(parts).items():
+def _computed_alike(groups: Groups, step: str) -> Iterator[tuple[Family, list[Part]]]:
+    """The parts of `groups`, those together for which `step` of the programs is the same: "before" or "beside".
+
+    Families differ in what owners compute, and in the update, more often than in these.
+    """
+    found: list[tuple[Any, Family, list[Part]]] = []
+    for family, parts in groups:
         program = family.program
-        grads = [gradients[part.key] if part.within is None else gradients[part.key][part.within] for part in some]
-        values = {0: [part.local for part in some], 1: grads}
+        key = (getattr(program, step), program.state, program.sent, program.kept, family.kind)
+        together = next((own for known, _, own in found if known == key), None)
+        if together is None:
+            found.append((key, family, list(parts)))
+        else:
+            together += parts
+    return ((family, parts) for _, family, parts in found)
+
+
+def run_before(groups: Groups, gradients: Mapping[int, Tensor]) -> None:
+    """Run what comes before the exchange; `gradients`: what this rank stores of them, by the parameters' ids."""
+    for family, parts in _computed_alike(groups, "before"):
+        program = family.program
+        grads = [gradients[part.key] if part.within is None else gradients[part.key][part.within] for part in parts]
+        values = {0: [part.local for part in parts], 1: grads}
         for name, position in program.state.items():
-            values[position] = [part.states[name] for part in some]
+            values[position] = [part.states[name] for part in parts]
         run_on_each(program.before, values, family.same_bits)
         for position in {*program.sent, *program.kept}:
-            for part, value in zip(some, values[position], strict=True):
+            for part, value in zip(parts, values[position], strict=True):
                 part.values[position] = value
 
 
-def run_beside(parts: Iterable[Part]) -> None:
+def run_beside(groups: Groups) -> None:
     """Run what needs no results, behind `run_before`: while the exchange is under way."""
-    for family, some in _by_family(parts).items():
-        values = {at: [part.values[at] for part in some] for at in family.program.kept}
+    for family, parts in _computed_alike(groups, "beside"):
+        values = {at: [part.values[at] for part in parts] for at in family.program.kept}
         run_on_each(family.program.beside, values, family.same_bits)
 
 
-def _run_after(parts: Iterable[Part]) -> None:
+def _run_after(groups: Groups) -> None:
     """Run what comes behind the exchange, and forget values."""
-    for family, some in _by_family(parts).items():
+    for family, parts in groups:
         program = family.program
-        values = {at: [part.values[at] for part in some] for at in {*program.kept, *program.returned}}
-        for part in some:
+        values = {at: [part.values[at] for part in parts] for at in (*program.kept, *program.returned)}
+        for part in parts:
             part.values.clear()
         run_on_each(program.after, values, family.same_bits)
 
@@ -138,7 +167,8 @@ class Stage:
         flats: the flat parameters that they lie in, and how many of them in each.
         number: which stage it is, in the order of the forward.
         arrived: the ids of those that have run what comes before the exchange.
-        parts: what this rank stores of their matrices.
+        groups: what this rank stores of their matrices.
+        has_home: whether matrices that lie on this rank are still to be computed.
     """
 
     def __init__(self, members: Sequence[Member], name: str) -> None:
@@ -154,13 +184,13 @@ class Stage:
             [part for index in chosen if (part := parts[index]) is not None]
             for chosen in (self._routes.sent, self._routes.at_home)
         )
-        self.parts = [*self._sent, *self._home]
+        self.groups = _by_family([*self._sent, *self._home])
         self._batches = _batches([matrices[index][0].family for index in self._routes.owned])
         self._home_batches = _batches([part.family for part in self._home])
         self._empty: dict[torch.dtype, Tensor] = {}
         self._awaited: list[Filling] = []  # for each value that is exchanged
         self._leaving: list[Filling] = []  # which bring nothing that this rank computes with
-        self._has_home = False  # whether what lies here is still to be computed
+        self.has_home = False
 
     @property
     def is_ready(self) -> bool:
@@ -174,13 +204,14 @@ class Stage:
 
     def arrive(self, gradients: Mapping[int, Tensor]) -> None:
         """Compute what owners need of the parameters of `gradients`, by their ids."""
-        run_before([part for part in self.parts if part.key in gradients], gradients)
+        parts = chain.from_iterable(some for _, some in self.groups)
+        run_before(_by_family(part for part in parts if part.key in gradients), gradients)
         self.arrived.update(gradients)
 
     def send(self) -> None:
         """Begin to send to owners what they need, behind `run_before`."""
         self.arrived.clear()
-        self._has_home = True
+        self.has_home = bool(self._home)
         first = self._members[0].family.program
         started: list[Filling] = []
         for number, position in enumerate(first.sent):
@@ -200,7 +231,7 @@ class Stage:
 
     def compute_at_home(self) -> None:
         """Compute with the matrices that lie on this rank, once, at any time between `send` and `finish`."""
-        home, self._has_home = self._home_batches if self._has_home else [], False
+        home, self.has_home = self._home_batches if self.has_home else [], False
         for family, chosen in home:
             some, program = [self._home[at] for at in chosen], family.program
             columns = [torch.cat([_taken(part, position) for part in some]) for position in program.sent]
@@ -234,7 +265,7 @@ class Stage:
             for part, value in zip(self._sent, self._routes.parts_of(filling.full), strict=True):
                 part.values[part.family.program.returned[number]] = value
         self._awaited, self._leaving = [], []
-        _run_after(self.parts)
+        _run_after(self.groups)
         torch.autograd.graph.increment_version(self.params)
 
 

@@ -40,7 +40,7 @@ from fsdp_compile.optim.matrix_stage import Family, Member, Part, Place, Stage, 
 from fsdp_compile.optim.owner_plan import LAG, Matrix, OwnerPlan, plan_owners
 from fsdp_compile.optim.owners import local_gradient
 from fsdp_compile.optim.program import NotRecordable
-from fsdp_compile.optim.segments import KnownValues
+from fsdp_compile.optim.segments import KnownValues, kept_gradient
 from fsdp_compile.tensors.shard_spec import ShardRanks, ShardSpec
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor, moves
 
@@ -229,12 +229,12 @@ class MatrixUpdates:
     def _send(self, waiting: Sequence[tuple[Stage, dict[int, Tensor]]]) -> None:
         """Compute what owners need of some stages at once, and send it."""
         gradients: dict[int, Tensor] = {}
-        parts: list[Part] = []
+        groups: list[tuple[Family, Sequence[Part]]] = []
         for stage, own in waiting:
             gradients |= own
-            parts += stage.parts if own else []
+            groups += stage.groups if own else []
             own.clear()  # they may be freed
-        run_before(parts, gradients)
+        run_before(groups, gradients)
         gradients.clear()
         for stage, _ in waiting:
             self._stages.append(stage)
@@ -255,8 +255,10 @@ class MatrixUpdates:
     def finish(self) -> Iterator[Stage]:
         """Compute and update, under `no_grad`; each stage as soon as its parameters are updated."""
         stages = self._stages
-        run_beside(part for stage in stages for part in stage.parts)
-        at_home = list(stages)  # whose matrices that lie here are still to be computed, where this rank would wait
+        run_beside([group for stage in stages for group in stage.groups])
+        at_home = [
+            stage for stage in stages if stage.has_home
+        ]  # whose matrices that lie here are still to be computed, where this rank would wait
         for index, stage in enumerate([*stages, *[None] * LAG]):
             if stage is not None:
                 _compute_until(stage.has_ended, at_home)
@@ -357,7 +359,7 @@ class MatrixUpdates:
         for param in params:
             key, flat = id(param), self.flats.get(id(param))
             if flat is not None and flat not in kept:
-                kept[flat] = _kept_gradient(flat)
+                kept[flat] = kept_gradient(flat)
             if flat is not None and (whole := kept[flat]) is not None:
                 within = self._slices[key]
                 found[key] = _NOTHING if within is None else whole[within]
@@ -401,12 +403,6 @@ def _compute_until(has_ended: Callable[[], bool], at_home: list[Stage]) -> None:
     """Compute matrices that lie on this rank until an exchange has ended, or none are left."""
     while at_home and not has_ended():
         at_home.pop(0).compute_at_home()
-
-
-def _kept_gradient(flat: FlatParam) -> Tensor | None:
-    """The gradient of a flat parameter if it was left in one tensor."""
-    grad = flat.reduction.flat_gradient
-    return None if grad is None or grad.dtype != flat.shard.dtype or grad.shape != flat.shard.shape else grad
 
 
 def _state_of(optimizer: Optimizer, param: ShardedTensor, program: MatrixProgram) -> dict[str, Tensor]:

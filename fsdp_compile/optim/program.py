@@ -170,17 +170,21 @@ def record(optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any], d
     return Recorded(UpdateProgram(tuple(tensors), tuple(recorder.operations)), numbers, scalars)
 
 
-def fused(programs: Sequence[tuple[UpdateProgram, int]], scalars: Sequence[int], clips: bool) -> fx.GraphModule:
+def fused(
+    programs: Sequence[tuple[UpdateProgram, int]], scalars: Sequence[int], clips: bool, spans: Sequence[tuple[int, int]]
+) -> fx.GraphModule:
     """Build one function that updates several tensors in place.
 
     Args:
         programs: for each tensor its program, and which set of scalars it takes.
         scalars: the number of scalars of each set.
         clips: whether gradients are multiplied by a coefficient.
+        spans: for each tensor where its gradient begins and ends in that of the flat parameter.
 
     Returns:
-        A function of, in this order: for each tensor the parameter, its gradient, its state, each 1-D; the
-        coefficient, if any; all scalars, set by set. The coefficient and the scalars have shape `()`.
+        A function of, in this order: for each tensor the parameter and its state, each 1-D; the gradient of the flat
+        parameter, 1-D; the coefficient, if any; all scalars, set by set. The coefficient and the scalars have shape
+        `()`.
     """
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
@@ -188,13 +192,15 @@ def fused(programs: Sequence[tuple[UpdateProgram, int]], scalars: Sequence[int],
     def placeholder(name: str) -> fx.Proxy:
         return fx.Proxy(graph.placeholder(name), tracer)
 
-    inputs = [
-        [placeholder(f"{name}_{i}") for name in ("param", "grad", *program.names)]
-        for i, (program, _) in enumerate(programs)
+    stored = [
+        [placeholder(f"{name}_{i}") for name in ("param", *program.names)] for i, (program, _) in enumerate(programs)
     ]
+    flat_gradient = placeholder("grad")
     coefficient = placeholder("coefficient") if clips else None
     sets = [[placeholder(f"scalar_{i}_{j}") for j in range(count)] for i, count in enumerate(scalars)]
-    for tensors, (program, chosen) in zip(inputs, programs, strict=True):
+    for (param, *state), (program, chosen), span in zip(stored, programs, spans, strict=True):
+        gradient = tracer.create_proxy("call_function", torch.ops.aten.slice.Tensor, (flat_gradient, 0, *span), {})
+        tensors = [param, gradient, *state]
         values: dict[int, Any] = dict(enumerate(tensors))
         if coefficient is not None:
             values[1] = values[1] * coefficient

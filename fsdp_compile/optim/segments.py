@@ -33,6 +33,17 @@ _LOCAL, _SHARD, _VERSION = map(operator.attrgetter, ("local", "shard", "_version
 _VALUES = operator.methodcaller("values")
 
 
+def is_laid_out_as(grad: Tensor, shard: Tensor) -> bool:
+    """Whether a gradient can be that of a flat shard."""
+    return grad.dtype == shard.dtype and grad.shape == shard.shape
+
+
+def kept_gradient(flat: FlatParam) -> Tensor | None:
+    """The gradient of a flat parameter if it was left in one tensor, laid out as the shard."""
+    grad = flat.reduction.flat_gradient
+    return grad if grad is not None and is_laid_out_as(grad, flat.shard) else None
+
+
 class Segment:
     """Parameters of one group that lie side by side in a flat shard, and their state.
 
@@ -70,15 +81,12 @@ class Segment:
         flat = self.flat
         return self.shard is flat.shard and self._all is flat.params and flat.deferred is not None  # None: released
 
-    def gradient(self) -> Tensor | None:
-        """The gradients of all parameters as one tensor, 1-D; None if they do not lie side by side."""
-        kept = self.flat.reduction.flat_gradient
-        if kept is None:
-            flats = FlatGradient.behind(self.params, self.specs)
-            kept = flats[0].grad if len(flats) == 1 else None
-        if kept is None or kept.dtype != self.shard.dtype or kept.shape != self.shard.shape:
-            return None
-        return self.part_of(kept)
+    def flat_gradient(self) -> Tensor | None:
+        """The tensor, laid out as the shard, that has the gradients of all parameters; None if there is none."""
+        if self.flat.reduction.flat_gradient is not None:
+            return kept_gradient(self.flat)
+        flats = FlatGradient.behind(self.params, self.specs)
+        return flats[0].grad if len(flats) == 1 and is_laid_out_as(flats[0].grad, self.shard) else None
 
     def part_of(self, flat: Tensor) -> Tensor:
         """The elements of the segment in a tensor that is laid out as the shard."""
@@ -181,6 +189,12 @@ class Segment:
         """Expect the present versions of `counts`."""
         self._versions = [counts._version for counts in self.counts.values()]
 
+    def set_counts(self, state: State) -> None:
+        """Give all parameters the 0-d tensors of `state`."""
+        for name, counts in self.counts.items():
+            counts.fill_(state[name])
+        self.note_counts()
+
     def has_new_state(self) -> bool:
         """Whether a step has made state of `param`, or replaced some."""
         return not _are_same(self.state.values(), self._left)
@@ -204,6 +218,7 @@ class JointCounts:
 
     def __init__(self, name: str, segments: Sequence[Segment], states: Mapping[Any, State]) -> None:
         sizes = [len(segment.params) for segment in segments]
+        self.name = name
         self._all = segments[0].counts[name]
         self._parts = [self._all]
         if len(segments) > 1:
@@ -233,6 +248,11 @@ class JointCounts:
         torch.index_select(self._all, 0, self._first, out=self._expected)
         self._all.copy_(self._expected)
         self._versions = None if self._all.is_cpu else list(map(_VERSION, self._parts))
+
+    def fill(self, value: Tensor) -> None:
+        """Give all of them `value`, `()`, on the CPU as they are."""
+        self._all.fill_(value)
+        self._expected.fill_(value)
 
     def are_unchanged(self) -> bool:
         """Whether nobody has changed them since."""
@@ -291,6 +311,19 @@ class KnownStep:
                 JointCounts.join([segment], optimizer.state)
         self.joint = list(dict.fromkeys(chain.from_iterable(segment.joint for segment in segments)))
         for joint in self.joint:
+            joint.spread()
+
+    def set_counts(self, left: Sequence[tuple[Segment, State]]) -> None:
+        """Give all segments the 0-d tensors of the state that a step has left of each of them, on the CPU."""
+        states = {id(state): state for _, state in left}.values()  # few, as segments share them
+        for joint in self.joint:
+            values = {float(state[joint.name]): state[joint.name] for state in states if joint.name in state}
+            if len(values) == 1:
+                joint.fill(*values.values())
+                continue
+            for segment, state in left:
+                if joint in segment.joint:
+                    segment.counts[joint.name].fill_(state[joint.name])
             joint.spread()
 
     def holds(self, optimizer: Optimizer) -> bool:
@@ -383,9 +416,9 @@ class Segments:
         with torch.no_grad():
             for segment in self.all if chosen is None else chosen:
                 before = segment.shared
-                gradient = segment.gradient()
+                gradient = segment.flat_gradient()
                 if gradient is not None and segment.flat.binding.is_bound() and segment.take_state(optimizer):
-                    ready.append((segment, gradient))
+                    ready.append((segment, segment.part_of(gradient)))
                     shared += [segment] if segment.shared is not before else []
             JointCounts.join(shared, optimizer.state)
         if len(ready) == len(self.all):

@@ -140,6 +140,7 @@ def _fuse(rank: int) -> None:
         else:
             nn.utils.clip_grad_norm_(models[1].parameters(), 1.0)
         step.step_others(updates)
+        step.finish()
         assert weight._version > version
         _assert_equal(*models, optimizers)
 
