@@ -332,7 +332,7 @@ def explain(
     from fsdp_compile.explain.predict import explain_settings
 
     chosen = {"world_size": world_size, "batch": batch, "sequence": sequence, **options}
-    return explain_settings(model, example_inputs, chosen, hardware, calibration, name, alternatives)
+    return explain_settings(model, example_inputs, chosen, hardware, calibration, name, alternatives, fully_shard)
 
 
 def explain_plan(

@@ -5,9 +5,11 @@
 Owners are planned as a step plans them, from shapes: no rank, memory or GPU is needed.
 """
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 from torch import nn
@@ -16,6 +18,7 @@ from torch.optim import Muon, Optimizer
 from fsdp_compile.construct.blocks import repeated_blocks
 from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.explain._torch import fake_tensors
+from fsdp_compile.explain.prediction import MatrixTimes
 from fsdp_compile.explain.ranks import process_group
 from fsdp_compile.optim.matrix_step import MatrixUpdates
 from fsdp_compile.optim.owner_plan import LAG, OwnerPlan
@@ -27,43 +30,14 @@ from fsdp_compile.passes.graph.prices import hardware_at
 
 
 @dataclass(frozen=True)
-class MatrixCosts:
-    """The part of a step that computes with complete matrices; seconds are those of the slowest rank.
+class MatrixCosts(MatrixTimes):
+    """`MatrixTimes`, whose seconds are those of the slowest rank, and the plan that they follow from.
 
     Attributes:
         plan: who owns what.
-        compute: seconds of Newton-Schulz, or what the optimizer computes.
-        there: seconds of the exchanges to owners.
-        back: seconds of the exchanges from owners.
-        bytes_there: the most that a rank sends or receives on the way to owners.
-        bytes_back: on the way back.
-        exposed: seconds that all of it takes beyond `compute`: waits for exchanges, and for ranks that compute a stage
-            later, if no other updates run beside the first exchange.
-        gathered: seconds of computing if each rank computed all matrices.
     """
 
     plan: OwnerPlan
-    compute: float
-    there: float
-    back: float
-    bytes_there: float
-    bytes_back: float
-    exposed: float
-    gathered: float
-
-    def lines(self) -> Iterator[str]:
-        """What `print` shows."""
-        yield next(self.plan.lines())
-        yield f"compute   {1000 * self.compute:.2f} ms; if each rank computed all: {1000 * self.gathered:.2f} ms"
-        for name, seconds, nbytes in (
-            ("to owners", self.there, self.bytes_there),
-            ("back", self.back, self.bytes_back),
-        ):
-            yield f"{name:9} {1000 * seconds:.2f} ms, at most {nbytes / 2**20:.1f} MiB of a rank"
-        yield f"exposed   {1000 * self.exposed:.2f} ms of {1000 * (self.there + self.back):.2f} ms"
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
 
 
 def explain_matrices(
@@ -104,6 +78,36 @@ def muon_of(model: nn.Module) -> Muon:
     return Muon(list(dict.fromkeys(matrices)))
 
 
+class MuonOfModel:
+    """What the matrices of a model cost on any number of ranks, which need not exist.
+
+    Args:
+        model: unsharded, which stays as it is; or a function that makes one, whose tensors get no memory.
+        shard: such as `fully_shard`.
+    """
+
+    def __init__(self, model: nn.Module | Callable[[], nn.Module], shard: Callable[[nn.Module], nn.Module]) -> None:
+        self._model, self._shard = model, shard
+        self._plans = cache(self._plan)
+
+    def costs(self, ranks: int, link: Link, hardware: Hardware) -> tuple[MatrixCosts, ...]:
+        """Those of a step in which `ranks` store one copy of the parameters, and `link` connects them."""
+        plans, width = self._plans(ranks)
+        return tuple(costs_of_plan(plan, width, link, hardware) for plan in plans)
+
+    def _plan(self, ranks: int) -> tuple[list[OwnerPlan], int]:
+        with process_group(ranks), nullcontext() if isinstance(self._model, nn.Module) else fake_tensors():
+            made = copy.deepcopy(self._model) if isinstance(self._model, nn.Module) else self._model()
+            return _plans_of(muon_of(self._shard(made)))
+
+
+def _plans_of(optimizer: Optimizer) -> tuple[list[OwnerPlan], int]:
+    """Who owns what, for each group of ranks; and bytes of an element that is exchanged, each way."""
+    updates = MatrixUpdates()
+    updates.prepare(optimizer, compares=False)
+    return [*updates.plans.values()], max((program.bytes_sent for program in updates.programs.values()), default=0)
+
+
 def costs_of_matrices(optimizer: Optimizer, link: str, device: str | None) -> tuple[MatrixCosts, ...]:
     """What a step of `optimizer` computes with complete matrices, for each group of ranks.
 
@@ -114,10 +118,8 @@ def costs_of_matrices(optimizer: Optimizer, link: str, device: str | None) -> tu
     """
     where = optimizer.param_groups[0]["params"][0].device
     hardware = device_named(device) if device else hardware_at(where)
-    updates = MatrixUpdates()
-    updates.prepare(optimizer, compares=False)
-    width = max((program.bytes_sent for program in updates.programs.values()), default=0)
-    return tuple(costs_of_plan(plan, width, link_named(link), hardware) for plan in updates.plans.values())
+    plans, width = _plans_of(optimizer)
+    return tuple(costs_of_plan(plan, width, link_named(link), hardware) for plan in plans)
 
 
 def costs_of_plan(plan: OwnerPlan, width: int, link: Link, hardware: Hardware) -> MatrixCosts:
@@ -141,8 +143,21 @@ def costs_of_plan(plan: OwnerPlan, width: int, link: Link, hardware: Hardware) -
     exchange = [launch + nbytes / link.bandwidth if nbytes else 0.0 for nbytes in moved]
     by_stage = [[computing[rank][stage] for rank in ranks] for stage in stages]
     loads = [at_home[rank] + sum(of_stage[rank] for of_stage in by_stage) for rank in ranks]
-    exposed = _end([at_home[rank] for rank in ranks], by_stage, exchange) - max(loads)
-    return MatrixCosts(plan, max(loads), sum(exchange), sum(exchange), sum(moved), sum(moved), exposed, sum(loads))
+    end = _end([at_home[rank] for rank in ranks], by_stage, exchange)
+    waiting = min(ranks, key=loads.__getitem__)  # results of the last stage are waited for by all
+    return MatrixCosts(
+        plan=plan,
+        owners=next(plan.lines()),
+        compute=max(loads),
+        there=sum(exchange),
+        back=sum(exchange),
+        bytes_there=sum(moved),
+        bytes_back=sum(moved),
+        exposed=end - max(loads),
+        waits=end - loads[waiting],
+        waiting=waiting,
+        gathered=sum(loads),
+    )
 
 
 def _end(at_home: list[float], compute: list[list[float]], exchange: list[float]) -> float:

@@ -20,11 +20,12 @@ from torch import nn
 
 from fsdp_compile.comm.formats import ratio
 from fsdp_compile.config import check_type, update_moves
+from fsdp_compile.explain.matrices import MuonOfModel
 from fsdp_compile.explain.prediction import UPDATE, Alternative, Message, Prediction, Scheduled, Setting
 from fsdp_compile.explain.report import Report
 from fsdp_compile.explain.trace import Model
 from fsdp_compile.explain.work import StepWork, UnitWork
-from fsdp_compile.passes.cost.hardware import Hardware, device, link, read_hardware
+from fsdp_compile.passes.cost.hardware import Hardware, Link, device, link, read_hardware
 from fsdp_compile.passes.cost.roofline import launch_seconds, level_of
 from fsdp_compile.passes.graph.prices import Prices, work_seconds
 from fsdp_compile.passes.plan.plan import Plan
@@ -37,7 +38,7 @@ LARGEST = 1 << 20  # ranks that are tried at most to make a step fit
 _PREFETCHED = 2  # units that `compile_step` gathers beside its update by default
 _DTYPES = {4: torch.float32, 2: torch.bfloat16}  # by bytes of an element
 _TASKS = 8  # of a block's forward or backward in a compiled graph, between which collectives may begin
-_STATES = {"adamw": 8, "adam": 8, "momentum": 4, "sgd": 0, "none": 0}  # bytes for each parameter
+_STATES = {"adamw": 8, "adam": 8, "momentum": 4, "muon": 4, "sgd": 0, "none": 0}  # bytes for each parameter
 UPDATE_MOVES = {name: 4 * update_moves(states / 4) if name != "none" else 0 for name, states in _STATES.items()}
 """Bytes that an update reads and writes for each parameter, in float32."""
 _UPDATE_PASSES = 3  # of an eager optimizer over its tensors, whose kernels are not fused
@@ -233,6 +234,11 @@ class Priced:
                     yield f"{kind} {unit.name}", Message(format, size, round(size * part))
 
     @property
+    def group(self) -> tuple[int, Link]:
+        """How many ranks store one copy of the parameters, and what connects them."""
+        return self._groups["shards"]
+
+    @property
     def tokens(self) -> int:
         """Of one pass; sequences where the model has no tokens."""
         return self.work.tokens or self.setting.batch
@@ -291,6 +297,7 @@ def predict_step(
     hardware: Hardware | None = None,
     name: str | None = None,
     alternatives: bool = True,
+    shard: Callable[[nn.Module], nn.Module] | None = None,
 ) -> list[Prediction]:
     """Predict what a step of a model takes in each of `settings`, without running it.
 
@@ -301,6 +308,7 @@ def predict_step(
         hardware: of all settings; None: by the names that they give.
         name: of the model; None: the name of its class.
         alternatives: whether other settings are tried too, for `Prediction.alternatives` and `.best`.
+        shard: such as `fully_shard`, for the matrices of Muon; None: these are left out.
 
     Raises:
         ValueError: a setting names hardware or a link that is unknown, or the model cannot be made or traced.
@@ -310,12 +318,16 @@ def predict_step(
         here = hardware or device(setting.hardware, "hardware")
         used.append(here if setting.network is None else replace(here, network=link(setting.network, "network")))
     traced = Model(model, example_inputs, name)
+    muon = None if shard is None else MuonOfModel(model, shard)
     predictions = []
     for setting, here in zip(settings, used, strict=True):
         made = price(traced.work(setting), setting, here)
         if alternatives:
             others = _Others(traced, setting, here)
             made = replace(made, alternatives=tuple(others.changed(made)), best=others.best(made))
+        if setting.optimizer == "muon" and muon is not None:
+            ranks, between = Priced(traced.work(setting), setting, here).group
+            made = replace(made, matrices=tuple(each.plain for each in muon.costs(ranks, between, here)))
         predictions.append(made)
     return predictions
 
@@ -398,8 +410,11 @@ def explain_settings(
     calibration: str | Path | None,
     name: str | None,
     alternatives: bool,
+    shard: Callable[[nn.Module], nn.Module],
 ) -> Report:
-    """Do what `fsdp_compile.explain` does; `chosen` has a value or several for each field of `Setting`."""
+    """Do what `fsdp_compile.explain` does; `chosen` has a value or several for each field of `Setting`.
+    `shard`: `fully_shard`.
+    """
     names = [each.name for each in fields(Setting)]
     several = []
     for option, value in chosen.items():
@@ -410,7 +425,9 @@ def explain_settings(
             raise ValueError(f"{option}: expected at least one value, found none")
     used = hardware_of(hardware, calibration)
     settings = [Setting(**dict(zip(chosen, values, strict=True)), hardware=used.name) for values in product(*several)]
-    predictions = predict_step(model, settings, example_inputs, hardware=used, name=name, alternatives=alternatives)
+    predictions = predict_step(
+        model, settings, example_inputs, hardware=used, name=name, alternatives=alternatives, shard=shard
+    )
     return Report(tuple(predictions))
 
 

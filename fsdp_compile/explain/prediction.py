@@ -9,7 +9,7 @@ Seconds, bytes and tokens are per rank.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -26,7 +26,7 @@ FORMAT = 1
 CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce"]
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 PRECISIONS = ("fp32", "bf16", "fp16", "amp_bf16", "amp_fp16", "fp8")
-OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "none")
+OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "muon", "none")
 RUNTIMES = ("fsdp_compile", "fsdp2")
 WIRE_FORMATS = ("bf16", "fp8", "int8")
 """Those of `fsdp_compile.Wire`."""
@@ -54,8 +54,8 @@ class Setting:
         precision: "bf16" and "fp16": parameters are gathered, used and reduced in two bytes, and stored in float32;
             "amp_bf16" and "amp_fp16" say the same, as Composer calls it; "fp8": as bf16, with matrix products in
             float8; "fp32".
-        optimizer: "adamw" and "adam" store two float32 values per parameter, "momentum" one, "sgd" none; "none" is no
-            update.
+        optimizer: "adamw" and "adam" store two float32 values per parameter, "momentum" one, "sgd" none; "muon" one,
+            and `Prediction.matrices` has what it computes and exchanges behind the step; "none" is no update.
         clip: whether gradients are clipped to a norm.
         hardware: name of a hardware file that the package has, or the path of another one.
         ranks_per_node: ranks that the fast links connect; None: as the hardware file says.
@@ -254,6 +254,55 @@ class Alternative:
 
 
 @dataclass(frozen=True)
+class MatrixTimes:
+    """The part of a step that computes with complete matrices, as of Muon.
+
+    Attributes:
+        owners: in words, how many matrices there are, and how they are dealt to ranks.
+        compute: seconds of Newton-Schulz, or what the optimizer computes, of the slowest rank.
+        there: seconds of the exchanges to owners.
+        back: seconds of the exchanges from owners.
+        bytes_there: the most that a rank sends or receives on the way to owners.
+        bytes_back: on the way back.
+        exposed: seconds that all of it takes beyond `compute`, if no other updates run beside the first exchange.
+        waits: seconds in which the rank that computes least waits, for exchanges and for others.
+        waiting: that rank.
+        gathered: seconds of computing if each rank computed all matrices.
+    """
+
+    owners: str
+    compute: float
+    there: float
+    back: float
+    bytes_there: float
+    bytes_back: float
+    exposed: float
+    waits: float
+    waiting: int
+    gathered: float
+
+    def lines(self) -> Iterator[str]:
+        """What `print` shows."""
+        yield self.owners
+        yield f"compute   {1000 * self.compute:.2f} ms; if each rank computed all: {1000 * self.gathered:.2f} ms"
+        for name, seconds, nbytes in (
+            ("to owners", self.there, self.bytes_there),
+            ("back", self.back, self.bytes_back),
+        ):
+            yield f"{name:9} {1000 * seconds:.2f} ms, at most {nbytes / 2**20:.1f} MiB of a rank"
+        exposed, both, waits = (f"{1000 * each:.2f} ms" for each in (self.exposed, self.there + self.back, self.waits))
+        yield f"exposed   {exposed} of {both}; rank {self.waiting} waits longest, {waits} with that for others"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    @property
+    def plain(self) -> "MatrixTimes":
+        """These fields alone."""
+        return MatrixTimes(**{each.name: getattr(self, each.name) for each in fields(MatrixTimes)})
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What one step takes, of a model in a setting.
 
@@ -279,6 +328,7 @@ class Prediction:
         best: the one of these with the most tokens per second that fits; None if the setting itself is that.
         constants: what the prediction depends on.
         warnings: sentences about the setting.
+        matrices: what Muon computes with complete matrices behind the step, for each group of ranks; no part of `step`.
     """
 
     model: str
@@ -301,6 +351,7 @@ class Prediction:
     best: Alternative | None = None
     constants: tuple[Constant, ...] = ()
     warnings: tuple[str, ...] = ()
+    matrices: tuple[MatrixTimes, ...] = ()
 
     @property
     def fits(self) -> bool | None:
@@ -354,7 +405,7 @@ class Scheduled:
         logits: bytes of that at the end of forward and the beginning of backward.
         fragments: bytes that the allocator holds beside those that are alive, as a part of these.
         messages: what is sent in a format, by collective, as in "gather blocks.0".
-        matrices: `MatrixCosts` of what Muon computes with complete matrices behind the step, for each group of ranks.
+        matrices: of what Muon computes with complete matrices behind the step, for each group of ranks.
         sources: where the seconds come from, a line each.
     """
 
@@ -372,7 +423,7 @@ class Scheduled:
     logits: int = 0
     fragments: float = 0.0
     messages: Mapping[str, Message] = field(default_factory=dict)
-    matrices: tuple[Any, ...] = ()
+    matrices: tuple[MatrixTimes, ...] = ()
     sources: tuple[str, ...] = ()
 
     @cached_property
@@ -551,4 +602,5 @@ class Scheduled:
                 Constant(name, value, unit, source.origin, source.source) for name, value, unit, source in figures
             ),
             warnings=warnings,
+            matrices=tuple(each.plain for each in self.matrices),
         )

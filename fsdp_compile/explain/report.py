@@ -203,6 +203,8 @@ def _detail(prediction: Prediction) -> Iterator[str]:
         rows = [(each.name, LEVELS[each.level], _gib(each.bytes), _ms(each.seconds), _ms(each.exposed), each.limit)
                 for each in exposed]  # fmt: skip
         yield from ("", *table(("~largest", "~links", "GiB", "ms", "exposed ms", "~limited by"), rows))
+    for matrices in p.matrices:
+        yield from ("", "matrices of Muon, behind the step above:", *matrices.lines())
     if p.alternatives:
         yield from ("", *_alternatives(p))
     origins = Counter(each.origin for each in p.constants)

@@ -53,10 +53,9 @@ def update_of(optimizer: str | None, clip: bool) -> StepUpdate | None:
         if clip:
             raise ValueError("clip: expected an optimizer beside it, for without one no update is planned, found none")
         return None
-    if optimizer not in (*UPDATE_MOVES, MUON):
-        raise ValueError(f"optimizer: expected one of {', '.join((*UPDATE_MOVES, MUON))}, found {optimizer!r}")
-    elementwise = "momentum" if optimizer == MUON else optimizer  # its part on the elements that ranks store
-    return StepUpdate(UPDATE_MOVES[elementwise] / 4, clip)  # that table is in bytes, of float32
+    if optimizer not in UPDATE_MOVES:
+        raise ValueError(f"optimizer: expected one of {', '.join(UPDATE_MOVES)}, found {optimizer!r}")
+    return StepUpdate(UPDATE_MOVES[optimizer] / 4, clip)  # that table is in bytes, of float32
 
 
 def report(
@@ -121,7 +120,7 @@ def explain_sharded(
         plain, stored = (replace(each, can_coalesce=True) for each in (choices.plain, choices.stored))
         choices = replace(choices, plain=plain, stored=stored)
     if optimizer is not None:
-        setting = replace(setting, optimizer="momentum" if optimizer == MUON else optimizer, compile_step=True)
+        setting = replace(setting, optimizer=optimizer, compile_step=True)
     chosen = choose_policies(choices, config)
     planned = safe_plan(chosen.workload, budget_of_step(chosen.workload, config.budget), chosen.planned)
     blocks = list[BlockChoice]()

@@ -27,7 +27,7 @@ def add_options(add: Add) -> None:
     add("--device", help="what computes, such as h100 (default: this machine's)")
     add("--budget", type=positive, metavar="BYTES", help="memory that may be in use at once")
     add("--activations", choices=ACTIVATIONS, default="keep", help="what becomes of those of each block")
-    add("--optimizer", choices=(*OPTIMIZERS, "muon"), help="plan the step of compile_step with it")
+    add("--optimizer", choices=OPTIMIZERS, help="plan the step of compile_step with it")
     add("--clip", action="store_true", help="clip gradients in that step")
     add("--trace", type=Path, metavar="JSON", help="also write a timeline for ui.perfetto.dev")
 # fmt: on

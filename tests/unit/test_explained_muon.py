@@ -1,0 +1,42 @@
+"""`explain` with Muon: what its matrices compute and exchange on clusters that need not exist."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import GPT
+
+from fsdp_compile import explain, fully_shard
+from fsdp_compile.explain.matrices import costs_of_plan, explain_matrices, muon_of
+from fsdp_compile.explain.report import read_report
+from fsdp_compile.optim import OwnerPlan
+from fsdp_compile.passes.cost.hardware import device
+
+
+def tokens(batch: int, sequence: int) -> tuple[torch.Tensor]:
+    return (torch.zeros(batch, sequence, dtype=torch.long),)
+
+
+def owner_plans_of(ranks: int) -> list[OwnerPlan]:
+    found = explain_matrices(GPT, muon_of, fully_shard, link="custom:1e-5,1e9", device="h100", world_size=ranks)
+    return [costs.plan for costs in found]
+
+
+def test_explain(tmp_path: Path) -> None:
+    """A prediction with Muon has the figures of a plan on as many ranks and the same link, and keeps them in its JSON;
+    ranks that store one copy of the parameters count.
+    """
+    given: Any = {"sequence": 9, "hardware": "h100-80", "alternatives": False}
+    report = explain(GPT, tokens, world_size=[8, 64], optimizer="muon", **given)
+    one, several = (prediction.matrices for prediction in report.predictions)
+    hardware = device("h100-80")
+    (plan,) = owner_plans_of(8)
+    assert one == (costs_of_plan(plan, 2, hardware.connect(8), hardware).plain,), "two bytes of each element"
+    assert several[0].there > one[0].there
+    (hybrid,) = explain(GPT, tokens, world_size=64, optimizer="muon", strategy="HYBRID_SHARD", **given).predictions
+    assert hybrid.matrices[0].compute == one[0].compute
+    (path := tmp_path / "step.json").write_text(report.to_json())
+    assert read_report(path) == report
+    assert f"behind the step above:\n{several[0]}\n" in str(report) or f"{one[0]}\n" in str(report)
+    (other,) = explain(GPT, tokens, world_size=8, optimizer="momentum", **given).predictions
+    assert not other.matrices and other.step == report.predictions[0].step, "behind the step"
