@@ -377,7 +377,7 @@ class CompiledStep:
             for flat in unit.flats:
                 stretch += 1
                 self._record(stretch, ends=False)
-                if flat not in pending and not self._update.pending[flat]:
+                if flat not in pending and not self._update.has_pending(flat):
                     flat.binding.show_gradient()  # no parameter of it is the optimizer's
                 for flat_update in pending.pop(flat, ()):
                     flat_update.run(coefficient)
@@ -394,7 +394,7 @@ class CompiledStep:
 
     def _start_next(self, unit: Unit) -> None:
         """Begin to gather `unit` for the next forward if all of it has been updated."""
-        if not any(self._update.pending[flat] for flat in unit.flats):
+        if not any(map(self._update.has_pending, unit.flats)):
             self._next_forward.start(unit)
 
     def _clipped_params(self) -> list[nn.Parameter]:

@@ -243,13 +243,15 @@ def start_all_to_all_of_parts(sent: Tensor, send: list[int], receive: list[int],
     if len(send) == 1:
         return Filling(sent.clone(), ())
     ranks, moved = group_named(group), movable(sent)
-    size = sent.element_size() // moved.element_size()  # elements that stand for one
     received = sent.new_empty(sum(receive))
     state = state_of(ranks) if moved.is_cpu else None
     if state is not None:
         state.note("exchange", what)
-    sizes = ([each * size for each in parts] for parts in (receive, send))
-    return Filling(received, (start_all_to_all(ranks, movable(received), moved, *sizes),), moved, "exchange", state)
+    if moved is not sent:
+        size = sent.element_size()  # bytes that stand for an element
+        receive, send = [each * size for each in receive], [each * size for each in send]
+    work = start_all_to_all(ranks, movable(received), moved, receive, send)
+    return Filling(received, (work,), moved, "exchange", state)
 
 
 def all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:

@@ -76,7 +76,7 @@ class JointStep:
         self.optimizers, self.fuses = tuple(optimizers), fuses
         self._flat = [FlatStep(each, fuses) for each in optimizers if not takes_matrices(each)]
         self._matrix = [each for each in optimizers if takes_matrices(each)]
-        self._pending: Counter[FlatParam] = Counter()
+        self._pending: dict[FlatParam, int] = {}  # how many of its matrices are under way
         owners: dict[int, Optimizer] = {}
         pairs = ((each, param) for each in optimizers for group in each.param_groups for param in group["params"])
         for optimizer, param in pairs:
@@ -122,24 +122,28 @@ class JointStep:
             note_step(optimizer)
         for step in self._flat:
             step.step_others([update for update in updates if update.step is step])
-        self._pending = Counter[FlatParam]()
+        self._pending = {}
         for stage in chain.from_iterable(MatrixUpdates.of(each).stages for each in self._matrix):
-            self._pending.update(stage.flats)
+            for flat, number in stage.flats.items():
+                self._pending[flat] = self._pending.get(flat, 0) + number
         for flat in self._pending.keys() - {update.flat for update in updates}:
             flat.reduction.flat_gradient = None
 
-    @property
-    def pending(self) -> Counter[FlatParam]:
-        """For each flat parameter how many of its matrices are under way."""
-        return self._pending
+    def has_pending(self, flat: FlatParam) -> bool:
+        """Whether matrices of a flat parameter are under way."""
+        return flat in self._pending
 
     def finish(self) -> Iterator[FlatParam]:
         """Update all matrices, under `no_grad`; yields flat parameters, each when none of its matrices is under way."""
         for step in self._flat:
             step.finish()
         for stage in chain.from_iterable(MatrixUpdates.of(each).finish() for each in self._matrix):
-            self._pending -= stage.flats  # which forgets those of which none are left
-            yield from stage.flats.keys() - self._pending.keys()
+            for flat, number in stage.flats.items():
+                left = self._pending.pop(flat) - number
+                if left:
+                    self._pending[flat] = left
+                else:
+                    yield flat
 
     def drop(self) -> None:
         """Forget updates under way, after a failure."""

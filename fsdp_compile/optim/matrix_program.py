@@ -14,6 +14,7 @@ CPU products of matrices take nearly all of its time, and fusions round otherwis
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -128,6 +129,10 @@ def run(
 
 _OF_LISTS = {"add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "neg", "abs", "sqrt"}
 """Operators that torch also has as `_foreach_*`, with operands in the same order."""
+_SCALED = {"mul", "mul_", "div", "div_"}
+"""Those of them whose number may be a tensor on the CPU."""
+_EXACT_SCALARS = {torch.float32, torch.float64}
+"""Dtypes to which their kernels round a number; those of shorter ones compute with it in float32."""
 
 
 def run_on_each(operations: Iterable[Operation], values: dict[int, list[Tensor]], one_by_one: bool) -> None:
@@ -139,11 +144,13 @@ def run_on_each(operations: Iterable[Operation], values: dict[int, list[Tensor]]
     """
     for function, args, kwargs, result in operations:
         given = [values[each.position] if type(each) is Value else each for each in args]
-        name = function.name().partition("::")[2].partition(".")[0]
+        name = _plain_name(function)
         at_once = None if one_by_one and not given[0][0].is_cpu else _at_once(name, given, kwargs)
         if at_once is None:
             values[result] = [function(*each, **dict(named)) for each, named in _for_each(given, kwargs, values)]
             continue
+        if name in _SCALED and type(given[1]) is float and given[0][0].dtype in _EXACT_SCALARS:
+            given[1] = torch.tensor(given[1], dtype=given[0][0].dtype)  # else torch makes one for each of the list
         found = at_once(*given, **kwargs)
         values[result] = given[0] if name.endswith("_") else list(found)
 
@@ -176,10 +183,16 @@ def _for_each(
         yield [each[index] if type(each) is list else each for each in given], own
 
 
+@cache
+def _plain_name(function: Any) -> str:
+    """The name of an operator of torch, without namespace and overload."""
+    name: str = function.name()
+    return name.partition("::")[2].partition(".")[0]
+
+
 def operator_name(function: Any) -> str:
     """The name of an operator of torch, without namespace, overload and `_`."""
-    name: str = function.name()
-    return name.partition("::")[2].partition(".")[0].rstrip("_")
+    return _plain_name(function).rstrip("_")
 
 
 # Note [One kernel for several matrices]

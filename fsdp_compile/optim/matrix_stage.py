@@ -168,6 +168,7 @@ class Stage:
         number: which stage it is, in the order of the forward.
         arrived: the ids of those that have run what comes before the exchange.
         groups: what this rank stores of their matrices.
+        stored: the ids of the parameters of which that is something.
         has_home: whether matrices that lie on this rank are still to be computed.
     """
 
@@ -185,6 +186,7 @@ class Stage:
             for chosen in (self._routes.sent, self._routes.at_home)
         )
         self.groups = _by_family([*self._sent, *self._home])
+        self.stored = list(dict.fromkeys(part.key for part in (*self._sent, *self._home)))
         self._batches = _batches([matrices[index][0].family for index in self._routes.owned])
         self._home_batches = _batches([part.family for part in self._home])
         self._empty: dict[torch.dtype, Tensor] = {}

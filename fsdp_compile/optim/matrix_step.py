@@ -141,6 +141,7 @@ class MatrixUpdates:
         self._family_of: dict[int, Family] = {}  # for each of them, by its id
         self._known: _Known | None = None
         self._slices: dict[int, slice | None] = {}  # for each of `flats` what this rank stores in the flat shard
+        self._stored: list[tuple[int, FlatParam, slice]] = []  # those of which that is not nothing
         self._made: dict[tuple[int, ...], list[Stage]] = {}  # for some parameters, by their ids
         self._stages: list[Stage] = []  # on the way, in the order in which they are computed
         self._waiting: list[tuple[Stage, dict[int, Tensor]]] = []  # to be started, with gradients
@@ -169,8 +170,13 @@ class MatrixUpdates:
         if not is_prepared:
             self.prepare(optimizer)
         self._shown.clear()
-        gradients = self._gradients(self._params)
         expected, self._expected = self._expected, []
+        kept = None if expected or self._stages else self._kept_gradients()
+        if kept is not None:
+            for stage in self._stages_of(optimizer, self._family_of):
+                self._waiting.append((stage, {key: kept[key] for key in stage.stored}))
+            return set(self._family_of)
+        gradients = self._gradients(self._params)
         covered = {*gradients, *(id(param) for stage in self._stages for param in stage.params)}
         for stage in expected:
             if stage.arrived:
@@ -178,7 +184,7 @@ class MatrixUpdates:
                 covered |= stage.arrived
                 self._waiting.append((stage if stage.is_ready else stage.part(), {}))
         for stage in self._stages_of(optimizer, gradients):
-            self._waiting.append((stage, {id(param): gradients[id(param)] for param in stage.params}))
+            self._waiting.append((stage, {key: gradients[key] for key in stage.stored}))
         return covered
 
     @torch.no_grad()
@@ -307,6 +313,7 @@ class MatrixUpdates:
                     record = self.flats[id(param)].records[at]
                     self._slices[id(param)] = slice(record.offset, record.offset + record.numel) if record else None
         self._families, self.covers = list(found.values()), Counter(self.flats.values())
+        self._stored = [(key, self.flats[key], own) for key, own in self._slices.items() if own is not None]
 
     def _program(
         self, optimizer: Optimizer, index: int, options: Any, param: ShardedTensor
@@ -351,6 +358,15 @@ class MatrixUpdates:
             for (param, _), ranges, at in zip(some, split, begins, strict=True):
                 self._places[id(param)] = Place(ranges, plan.owners[at : at + len(ranges)], plan.stages[at])
         self._planned = given
+
+    def _kept_gradients(self) -> dict[int, Tensor] | None:
+        """`_gradients` of all parameters of which this rank stores something, if all lie in flat parameters whose
+        gradients were left in one tensor; else None.
+        """
+        kept = {flat: kept_gradient(flat) for flat in self.covers}
+        if len(self.flats) < len(self._params) or any(each is None for each in kept.values()):
+            return None
+        return {key: kept[flat][own] for key, flat, own in self._stored}  # type: ignore[index]  # none is None
 
     def _gradients(self, params: Iterable[Any]) -> dict[int, Tensor]:
         """What this rank stores of the gradients of those of `params` that have one, by the parameters' ids."""
