@@ -124,7 +124,7 @@ def test_mixed_precision_casts_as_it_writes(compute: torch.dtype, reduce: torch.
 
 
 def test_frozen_convolutions_are_not_gathered_for_their_bias() -> None:
-    """The gradient of a convolution's bias is a sum that reads no weight, so backward does not gather the frozen one."""
+    """A convolution's bias has a sum for a gradient, which reads no weight: backward does not gather the frozen one."""
 
     class Frozen(nn.Module):
         def __init__(self) -> None:
