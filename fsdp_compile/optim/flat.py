@@ -38,7 +38,8 @@ from fsdp_compile.optim._torch import (
     step_without_hooks,
 )
 from fsdp_compile.optim.matrix_step import MatrixUpdates, takes_matrices
-from fsdp_compile.optim.program import NotRecordable, Recorded, UpdateProgram, fused, record
+from fsdp_compile.optim.program import NotRecordable, Recorded, UpdateProgram, fused
+from fsdp_compile.optim.recorded_steps import RecordedSteps
 from fsdp_compile.optim.segments import KnownStep, Segment, Segments, kept_gradient, show_segments
 from fsdp_compile.tensors.shard_spec import ShardSpec
 from fsdp_compile.tensors.sharded_rules import plain
@@ -244,6 +245,7 @@ class FlatStep:
         self.optimizer, self.fuses = optimizer, fuses
         self._has_begun = False
         self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._steps: dict[Any, RecordedSteps] = {}  # by the group of segments, and what their state is
         self._programs: dict[Any, UpdateProgram] = {}  # one for all equal ones, by what they do
         self._like: list[Segment] = []  # for each segment of `_kept` the first one with equal state
         self._kept: list[FlatUpdate] = []  # the updates of all segments, if all were recorded
@@ -403,10 +405,14 @@ class FlatStep:
         if key not in known:
             known[key] = None
             group = self.optimizer.param_groups[segment.group]
+            kind = (
+                segment.group,
+                segment.shard.dtype,
+                *((name, each.dtype, each.dim()) for name, each in tensors.items()),
+            )
+            steps = self._steps.setdefault(kind, RecordedSteps(self._programs))
             with suppress(NotRecordable):
-                recorded = record(self.optimizer, group, segment.state, segment.shard.dtype)
-                own = recorded.program
-                known[key] = recorded._replace(program=self._programs.setdefault((own.names, own.operations), own))
+                known[key] = steps.step(self.optimizer, group, segment.state, segment.shard.dtype)
         return known[key]
 
     def run_fused(self, update: FlatUpdate, coefficient: Tensor | None) -> None:

@@ -28,9 +28,9 @@ from torch.optim import Muon, Optimizer
 from fsdp_compile.optim._torch import TorchDispatchMode, step_without_hooks, storage_of
 from fsdp_compile.optim.matrix_program import ELEMENTWISE, OF_BATCHES, MatrixProgram, Operation, State, operator_name
 from fsdp_compile.optim.program import NotRecordable, Value
-from fsdp_compile.optim.traced_numbers import Number, Trace
+from fsdp_compile.optim.traced_numbers import Number, Trace, exact, made_from
 
-Options = list[tuple[str, Any]]
+Options = list[tuple[str, Any]]  # of `options_of`
 _PARTS = ("before", "whole", "beside", "after")
 
 
@@ -60,13 +60,9 @@ class _Schedule:
         """What two recordings have in common; None if that is not all but such numbers."""
         others = dict(other.options)
         names = frozenset(name for name, value in one.options if value != others.get(name))
-        made, its_made = one.trace.made, other.trace.made
-        if names & (one.trace.fixed | other.trace.fixed) or len(made) != len(its_made):
+        known = made_from(one.trace, other.trace, names)
+        if known is None:
             return None
-        known: dict[tuple[float, float], list[Number]] = {}
-        for number, its in zip(made, its_made, strict=True):
-            if number.names & names:
-                known.setdefault((float.__pos__(number), float.__pos__(its)), []).append(number)
         numbers: dict[tuple[str, int, int], Number] = {}
         for part in _PARTS:
             operations, its_operations = getattr(one.program, part), getattr(other.program, part)
@@ -325,20 +321,6 @@ class MatrixRecorder(TorchDispatchMode):
         if operation.name == "linalg_vector_norm":  # of all elements
             return len(operation.args) < 3 or operation.args[2] is None
         return operation.name in ELEMENTWISE or operation.name in OF_BATCHES
-
-
-def options_of(group: Mapping[str, Any]) -> Options:
-    """What is equal where the options of two groups are."""
-    return [(name, exact(value)) for name, value in group.items() if name not in ("params", "param_names")]
-
-
-def exact(value: Any) -> Any:
-    """What is equal where values are: numbers of tensors too, of which `repr` shows the first digits."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.tolist()
-    if isinstance(value, dict):
-        return [(name, exact(each)) for name, each in value.items()]
-    return [exact(each) for each in value] if isinstance(value, (list, tuple)) else repr(value)
 
 
 def _alike(one: Any, other: Any) -> bool:

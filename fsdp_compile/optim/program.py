@@ -10,6 +10,7 @@ The stand-in has two elements on the CPU. Recording costs the host as much as th
 share the scalars; on the meta device it would cost several times that, as torch computes shapes there in Python.
 """
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from fsdp_compile.optim._torch import TorchDispatchMode, step_without_hooks
+from fsdp_compile.optim.traced_numbers import Trace
 
 _NUMEL = 2  # elements of a stand-in: any number but 1, which is broadcast
 
@@ -54,11 +56,49 @@ class UpdateProgram:
 
 
 class Recorded(NamedTuple):
-    """A step of one parameter, see above. Each scalar is a tensor on the CPU, shape `()`."""
+    """A step of one parameter, see above. Each scalar is a tensor on the CPU, shape `()`, of one of `numbers`."""
 
     program: UpdateProgram
     scalars: tuple[Tensor, ...]
     state: dict[str, Tensor]
+    numbers: tuple[float, ...]
+
+
+class Count(Tensor):
+    """A copy of a 0-d tensor of the state, such as a step count: what a step does with it is noted.
+
+    Attributes:
+        added: the number that was added to it.
+        only_adds: whether that was done once, and then nothing but to read it.
+        value: what it was when it was read.
+    """
+
+    added: float
+    only_adds: bool
+    value: float
+    _number: Callable[[float], float]
+
+    @staticmethod
+    def of(value: Tensor, name: str, trace: Trace) -> "Count":
+        """A copy of `value`, whose numbers in `trace` have this name."""
+        found = value.detach().clone().as_subclass(Count)
+        found.added, found.only_adds, found.value = 0, True, math.nan
+        found._number = lambda value: trace.number(value, frozenset((name,)), operator.itemgetter(name))
+        return found
+
+    def item(self) -> Any:
+        """The number, which remembers what is made of it."""
+        self.value = super().item()
+        return self._number(self.value) if type(self.value) is float else self.value
+
+    def note(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Note that the step calls an operator with it."""
+        name = func._schema.name
+        is_first = self.added == 0 and math.isnan(self.value)
+        if name == "aten::add_" and args[0] is self and type(args[1]) in (int, float) and is_first:
+            self.added = args[1]
+        elif name != "aten::_local_scalar_dense":
+            self.only_adds = False
 
 
 class NotRecordable(Exception):
@@ -102,6 +142,9 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not self._is_recorded([*args, *kwargs.values()]):
+            for each in args:
+                if isinstance(each, Count):
+                    each.note(func, args)
             return result  # of the profiler, or arithmetic with step counts
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         if name not in _ARITHMETIC or not isinstance(result, Tensor):  # such as `item`, whose value would mean nothing
@@ -137,7 +180,7 @@ def record(optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any], d
     """Record a step of one parameter of `group`, with its `state`; changes neither that nor the optimizer.
 
     Args:
-        state: of a parameter; each tensor with dimensions has the parameter's shape.
+        state: of a parameter; each tensor with dimensions has the parameter's shape. `Count`s are changed.
         dtype: of the parameter and of its gradient.
 
     Raises:
@@ -151,7 +194,7 @@ def record(optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any], d
         if isinstance(value, Tensor) and value.dim():
             own[name] = tensors[name] = torch.zeros(_NUMEL, dtype=value.dtype)
         elif isinstance(value, Tensor):
-            own[name] = scalars[name] = value.detach().clone()
+            own[name] = scalars[name] = value if isinstance(value, Count) else value.detach().clone()
     before = dict(own)
     recorder = _Recorder([param, param.grad, *tensors.values()])
     groups, states = optimizer.param_groups, optimizer.state
@@ -165,9 +208,15 @@ def record(optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any], d
         optimizer.param_groups, optimizer.state = groups, states
     if after.keys() != before.keys() or any(after[name] is not before[name] for name in before):
         raise NotRecordable("state that the step makes")
+    left = {name: value.as_subclass(Tensor) for name, value in scalars.items()}
+    program, numbers = UpdateProgram(tuple(tensors), tuple(recorder.operations)), tuple(recorder.scalars)
+    return Recorded(program, scalars_of(numbers, dtype), left, numbers)
+
+
+def scalars_of(numbers: Sequence[float], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The numbers of a step of parameters of `dtype` as tensors, each `()`."""
     precise = torch.float64 if dtype == torch.float64 else torch.float32
-    numbers = torch.tensor(recorder.scalars, dtype=precise).unbind()
-    return Recorded(UpdateProgram(tuple(tensors), tuple(recorder.operations)), numbers, scalars)
+    return torch.tensor(numbers, dtype=precise).unbind()
 
 
 def fused(

@@ -12,6 +12,8 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 Options = Mapping[str, Any]
 
 
@@ -48,6 +50,33 @@ class Trace:
         found._trace, found.names, found.of = self, names, of
         self.made.append(found)
         return found
+
+
+def made_from(one: Trace, other: Trace, names: frozenset[str]) -> dict[tuple[float, float], list[Number]] | None:
+    """By the values that they have in two traces of one step, the numbers that were made of options of these names.
+    None if the step may call other operators when these change.
+    """
+    if names & (one.fixed | other.fixed) or len(one.made) != len(other.made):
+        return None
+    known: dict[tuple[float, float], list[Number]] = {}
+    for number, its in zip(one.made, other.made, strict=True):
+        if number.names & names:
+            known.setdefault((float.__pos__(number), float.__pos__(its)), []).append(number)
+    return known
+
+
+def options_of(group: Options) -> list[tuple[str, Any]]:
+    """What is equal where the options of two groups are."""
+    return [(name, exact(value)) for name, value in group.items() if name not in ("params", "param_names")]
+
+
+def exact(value: Any) -> Any:
+    """What is equal where values are: numbers of tensors too, of which `repr` shows the first digits."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.tolist()
+    if isinstance(value, dict):
+        return [(name, exact(each)) for name, each in value.items()]
+    return [exact(each) for each in value] if isinstance(value, (list, tuple)) else repr(value)
 
 
 def _names(operands: tuple[Any, ...]) -> frozenset[str]:

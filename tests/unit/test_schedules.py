@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import Muon
 
 from fsdp_compile.optim.matrix_program import MatrixProgram
-from fsdp_compile.optim.matrix_recorder import MatrixRecorder, options_of
-from fsdp_compile.optim.traced_numbers import Trace
+from fsdp_compile.optim.matrix_recorder import MatrixRecorder
+from fsdp_compile.optim.traced_numbers import Trace, options_of
 
 SHAPE = (6, 4)
 
