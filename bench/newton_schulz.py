@@ -2,7 +2,8 @@
 
 For each shape of a matrix, one thread: milliseconds of CPU time of `torch.optim.Muon.step` on one plain parameter, as
 it is and by `torch.compile`, and of the matrix products in it alone; seconds to compile; by how much updates differ,
-also without momentum and in bfloat16, where that of Newton-Schulz alone is seen.
+also without momentum and in bfloat16, where that of Newton-Schulz alone is seen. Before that, whether it pays to
+multiply several matrices of one shape at once.
 """
 
 import statistics
@@ -16,6 +17,7 @@ from torch.optim import Muon
 
 SHAPES = ((384, 384), (1152, 384), (1536, 384), (384, 1536), (64, 16))  # of the GPT of this benchmark, and a tiny one
 STEPS, REPEATS = 5, 15  # of Newton-Schulz; of measurements
+BATCH = 4  # matrices whose products are one
 
 
 def milliseconds(call: Callable[[], Any]) -> float:
@@ -62,10 +64,34 @@ def compare(shape: tuple[int, int]) -> str:
     return f"{shape!s:12} {row}  {differs:10.1e}  {alone:10.1e}"
 
 
+def one_by_one_and_batched(shape: tuple[int, int]) -> str:
+    """A line about the three products of a step of Newton-Schulz: of one matrix, and of four at once, each."""
+    x = torch.randn(min(shape), max(shape), generator=torch.Generator().manual_seed(0)).bfloat16()
+    x /= x.norm()
+    gram = x @ x.T
+    many, grams = torch.stack([x] * BATCH), torch.stack([gram] * BATCH)
+    single: list[Callable[[], Tensor]] = [
+        lambda: x @ x.T, lambda: torch.addmm(gram, gram, gram), lambda: torch.addmm(x, gram, x)
+    ]  # fmt: skip
+    batched: list[Callable[[], Tensor]] = [
+        lambda: torch.bmm(many, many.mT), lambda: torch.baddbmm(grams, grams, grams),
+        lambda: torch.baddbmm(many, grams, many),
+    ]  # fmt: skip
+    taken, at_once = list(map(milliseconds, single)), [milliseconds(each) / BATCH for each in batched]
+    rows, columns = x.shape
+    flops = 2 * rows * rows * (2 * columns + rows)
+    same = all(several()[0].equal(one()) for one, several in zip(single, batched, strict=True))
+    row = "  ".join(f"{each:5.2f}" for each in (*taken, *at_once))
+    return f"{shape!s:12} {row}  {flops / sum(taken) / 1e6:6.0f}  {same}"
+
+
 def report() -> None:
-    """Print the table."""
+    """Print the tables."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
+    print(f"shape        ms of gram, its square, update; of {BATCH} at once, each; Gflop/s of one; same bits")
+    for shape in SHAPES:
+        print(one_by_one_and_batched(shape), flush=True)
     print("shape        ms eager  compiled  products  s to compile  differs by  Newton-Schulz alone")
     for shape in SHAPES:
         print(compare(shape), flush=True)
