@@ -92,19 +92,19 @@ class MuonOfModel:
 
     def costs(self, ranks: int, link: Link, hardware: Hardware) -> tuple[MatrixCosts, ...]:
         """Those of a step in which `ranks` store one copy of the parameters, and `link` connects them."""
-        plans, width = self._plans(ranks)
+        plans, width = self._plans(ranks, int(hardware.ranks_per_node))
         return tuple(costs_of_plan(plan, width, link, hardware) for plan in plans)
 
-    def _plan(self, ranks: int) -> tuple[list[OwnerPlan], int]:
+    def _plan(self, ranks: int, per_node: int) -> tuple[list[OwnerPlan], int]:
         with process_group(ranks), nullcontext() if isinstance(self._model, nn.Module) else fake_tensors():
             made = copy.deepcopy(self._model) if isinstance(self._model, nn.Module) else self._model()
-            return _plans_of(muon_of(self._shard(made)))
+            return _plans_of(muon_of(self._shard(made)), per_node)
 
 
-def _plans_of(optimizer: Optimizer) -> tuple[list[OwnerPlan], int]:
+def _plans_of(optimizer: Optimizer, per_node: int) -> tuple[list[OwnerPlan], int]:
     """Who owns what, for each group of ranks; and bytes of an element that is exchanged, each way."""
     updates = MatrixUpdates()
-    updates.prepare(optimizer, compares=False)
+    updates.prepare(optimizer, per_node)
     return [*updates.plans.values()], max((program.bytes_sent for program in updates.programs.values()), default=0)
 
 
@@ -118,7 +118,7 @@ def costs_of_matrices(optimizer: Optimizer, link: str, device: str | None) -> tu
     """
     where = optimizer.param_groups[0]["params"][0].device
     hardware = device_named(device) if device else hardware_at(where)
-    plans, width = _plans_of(optimizer)
+    plans, width = _plans_of(optimizer, int(hardware.ranks_per_node))
     return tuple(costs_of_plan(plan, width, link_named(link), hardware) for plan in plans)
 
 

@@ -189,14 +189,17 @@ class MatrixUpdates:
         return covered
 
     @torch.no_grad()
-    def prepare(self, optimizer: Optimizer, compares: bool = True) -> set[int]:
+    def prepare(self, optimizer: Optimizer, per_node: int | None = None) -> set[int]:
         """Record what the step does and plan owners; return the ids of the parameters that can be updated here.
-        `compares`: whether ranks compare new plans.
+
+        Args:
+            optimizer: of the matrices.
+            per_node: ranks of a node, where a plan is only looked at; None: as this machine has, and ranks compare it.
         """
         if self._known is None or not self._known.holds(optimizer) or not self._record_again(optimizer):
             self._made.clear()
             self._find_families(optimizer)
-            self._plan([(param, self._family_of[id(param)].program) for param in self._params], compares)
+            self._plan([(param, self._family_of[id(param)].program) for param in self._params], per_node)
             with_numbers = any(family.program.scalars for _, _, family in self._families)
             self._known = None if with_numbers else _Known(optimizer)
         return set(self._family_of)
@@ -337,7 +340,7 @@ class MatrixUpdates:
             self._recorders[key] = None
             return None
 
-    def _plan(self, programs: Sequence[tuple[ShardedTensor, MatrixProgram]], compares: bool) -> None:
+    def _plan(self, programs: Sequence[tuple[ShardedTensor, MatrixProgram]], per_node: int | None) -> None:
         """Plan who owns which matrix, where parameters or ranks are new; all ranks compare that."""
         given = [(param, param.spec) for param, _ in programs]
         pairs = zip(given, self._planned, strict=False)
@@ -353,8 +356,8 @@ class MatrixUpdates:
             for (param, program), ranges in zip(some, split, strict=True):
                 begins.append(len(matrices))
                 matrices += _matrices(param, program, ranges, len(begins))
-            plan = self.plans[ranks] = plan_owners(matrices, ranks.size, _nodes_of(ranks))
-            if compares:
+            plan = self.plans[ranks] = plan_owners(matrices, ranks.size, _nodes_of(ranks, per_node))
+            if per_node is None:
                 _compare(plan, ranks)
             for (param, _), ranges, at in zip(some, split, begins, strict=True):
                 self._places[id(param)] = Place(ranges, plan.owners[at : at + len(ranges)], plan.stages[at])
@@ -451,12 +454,14 @@ def _matrices(param: ShardedTensor, program: MatrixProgram, ranges: Sequence[Ran
     return found
 
 
-def _nodes_of(ranks: ShardRanks) -> list[int]:
-    """For each of `ranks` the node that it is on, as torchrun places them."""
+def _nodes_of(ranks: ShardRanks, per_node: int | None) -> list[int]:
+    """For each of `ranks` the node that it is on, as torchrun places them, of so many ranks."""
     if ranks.size == 1:  # what the group's other ranks store is the same
         return [0]
-    here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or torch.accelerator.device_count() or ranks.size)
-    return [rank // here for rank in torch.distributed.get_process_group_ranks(group_named(ranks.group))]
+    per_node = per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or torch.accelerator.device_count()
+    return [
+        rank // (per_node or ranks.size) for rank in torch.distributed.get_process_group_ranks(group_named(ranks.group))
+    ]
 
 
 def _compare(plan: OwnerPlan, ranks: ShardRanks) -> None:

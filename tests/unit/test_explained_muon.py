@@ -33,6 +33,9 @@ def test_explain(tmp_path: Path) -> None:
     (plan,) = owner_plans_of(8)
     assert one == (costs_of_plan(plan, 2, hardware.connect(8), hardware).plain,), "two bytes of each element"
     assert several[0].there > one[0].there
+    alone, crossing = (int(each[0].owners.rpartition(" to other nodes")[0].split()[-1].replace(",", ""))
+                       for each in (one, several))  # fmt: skip
+    assert alone == 0 < crossing, "of the hardware's nodes, not of this machine"
     (hybrid,) = explain(GPT, tokens, world_size=64, optimizer="muon", strategy="HYBRID_SHARD", **given).predictions
     assert hybrid.matrices[0].compute == one[0].compute
     (path := tmp_path / "step.json").write_text(report.to_json())
