@@ -30,7 +30,7 @@ from fsdp_compile.compare.systems import OURS, SYSTEMS, Spec, Task, Turn
 from fsdp_compile.explain.batch import Inputs
 from fsdp_compile.explain.predict import predict_step
 from fsdp_compile.explain.prediction import Prediction, Setting
-from fsdp_compile.passes.cost.hardware import Hardware, device, reported_device
+from fsdp_compile.passes.cost.hardware import Hardware, reported_device
 
 POLL = 0.5  # seconds between two looks for a failure elsewhere
 
@@ -268,7 +268,7 @@ def compare(
     if launched.speaks:
         reported = side.about.get("device", ""), side.about.get("memory", 0)
         found, note = predict(make, example_inputs, task, launched.world, systems,
-                              lambda: hardware or hardware_here(*reported))  # fmt: skip
+                              lambda: hardware or reported_device(*reported))  # fmt: skip
     predicted = {name: each.step for name, each in found.items()}
     rows = tuple(
         Row.of(name, side.turns[name], side.failed.get(name), predicted.get(name), again=task.device == "cuda")
@@ -283,11 +283,6 @@ def compare(
         "torch": torch.__version__, "fsdp_compile": fsdp_compile.__version__, "date": f"{date.today()}",
     }  # fmt: skip
     return Comparison(where, rows, note)
-
-
-def hardware_here(name: str, memory: int) -> Hardware:
-    """That of a device which reports this name, and so many bytes. ValueError if none is known."""
-    return device(name) if name == "cpu" else reported_device(name, memory)
 
 
 def predict(

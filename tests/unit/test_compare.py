@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from fsdp_compile.compare.report import Comparison, Row
-from fsdp_compile.compare.rounds import Failed, Launch, Running, Side, hardware_here, predict
+from fsdp_compile.compare.rounds import Failed, Launch, Running, Side, predict
 from fsdp_compile.compare.systems import SYSTEMS, Task, Turn
 from fsdp_compile.explain.batch import batch_of
+from fsdp_compile.passes.cost.hardware import reported_device
 from fsdp_compile.tools.cli import main
 from fsdp_compile.tools.commands.compare import COMPARED
 from fsdp_compile.tools.files import load_factory
@@ -186,13 +187,13 @@ def test_each_system_has_a_prediction() -> None:
     def inputs(batch: int, sequence: int) -> tuple[torch.Tensor]:
         return (torch.ones(batch * sequence, 64),)
 
-    found, note = predict(make, inputs, task(), 2, list(SYSTEMS), lambda: hardware_here("cpu", 0))
+    found, note = predict(make, inputs, task(), 2, list(SYSTEMS), lambda: reported_device("cpu", 0))
     assert note == "predicted for cpu"
     assert [each.setting.world_size for each in found.values()] == [2, 2, 2, 2, 2, 2, 1]
     assert found["unsharded"].step < found["compiled"].step and all(each.step > 0 for each in found.values())
-    assert hardware_here("NVIDIA H100 80GB HBM3", 80 << 30).name == "h100-80"
+    assert reported_device("NVIDIA H100 80GB HBM3", 80 << 30).name == "h100-80"
     with pytest.raises(ValueError, match="there is none for 'Some GPU'"):
-        hardware_here("Some GPU", 1)
+        reported_device("Some GPU", 1)
 
 
 class _Takes(nn.Module):

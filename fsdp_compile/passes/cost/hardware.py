@@ -327,7 +327,7 @@ def devices() -> dict[str, Hardware]:
 
 
 def reported_device(name: str, memory: int) -> Hardware:
-    """Return the device that reports `name`, such as "NVIDIA H100 80GB HBM3", and so many bytes of memory.
+    """Return the device that reports `name`, such as "NVIDIA H100 80GB HBM3" or "cpu", and so many bytes of memory.
 
     If several files match the name, the one whose memory is nearest.
 
