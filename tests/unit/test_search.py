@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from workloads import blocks, no_prefetch, random_workload, updated
 
 from fsdp_compile.passes.plan.plan import PlanError, simulate, verify
-from fsdp_compile.passes.plan.schedule import search_plan
+from fsdp_compile.passes.plan.schedule import limits_of, search_plan
 from fsdp_compile.passes.plan.workload import lower_bound, smallest_budget
 
 LATE = pytest.mark.nightly
@@ -40,6 +40,19 @@ def test_random_steps(seeds):
         assert found.bound <= best + 1e-9 and best <= found.seconds + 1e-9, seed
         ratios.append(found.seconds / best if best else 1.0)
     assert sorted(ratios)[len(ratios) * 9 // 10] <= 1.03, ratios
+
+
+@pytest.mark.parametrize("gathered", [0, 1_000])
+def test_few_limits_are_tried_where_little_is_gathered(gathered):
+    """Copies of a model, and units that stay unsharded, gather nothing, and reduce millions of bytes: there are about a
+    thousand limits between the smallest budget and the largest one, which are not a quarter of a byte apart.
+    """
+    step = blocks(4, 1.2)
+    stay = tuple(replace(unit, gathered=0, packed=1_000_000, keep_unsharded=True) for unit in step.units[1:])
+    root = replace(step.units[0], gathered=gathered, packed=1_000_000, keep_unsharded=not gathered)
+    step = replace(step, units=(root, *stay))
+    assert len(limits_of(step, set())) < 2_000
+    verify(step, search_plan(step).plan)
 
 
 @pytest.mark.parametrize("count, keep", [(31, None), (63, False), (127, False)])

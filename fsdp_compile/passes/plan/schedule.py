@@ -163,6 +163,7 @@ def limits_of(workload: Workload, peaks: set[int]) -> list[int]:
     least, most = smallest_budget(workload), max((task.memory for task in workload.tasks), default=0)
     most += sum(2 * unit.gathered + unit.packed for unit in workload.units)
     is_small = len(sizes) <= 8
+    typical = max(typical, (most - least) // 256 if is_small else 0)  # as where little is gathered, and much reduced
     rooms = [0.0, 0.25 if is_small else 0.9]  # a little below whole buffers, since activations differ by task
     while least + rooms[-1] * typical < most:
         rooms.append(rooms[-1] + 0.25 if is_small else rooms[-1] * 2)
