@@ -72,6 +72,10 @@ def test_updates_move_what_gets_gradients() -> None:
     found = update_cost(info, prices, config)
     assert found is not None and found.gradients == (64, 0) and found.seconds == (7 * 64.0, 0.0)
     assert found.before == 64.0  # the norm reads them once
+    here = replace(prices, device=replace(prices.device, name="cpu"))  # whose ranks compare over the same link
+    for used, prefetch, compares in ((prices, "auto", False), (here, "auto", True), (here, 2, True), (here, 0, False)):
+        found = update_cost(info, used, CompileConfig(update=StepUpdate(7.0, prefetch=prefetch)))
+        assert found is not None and found.compare == compares * prices.norm
 
 
 def test_verify_sees_what_crosses() -> None:
