@@ -144,8 +144,8 @@ def analyze(graph: fx.Graph, costs: Costs = FREE, joint: bool = False, stored: S
     units = list(dict.fromkeys([*gathers, *reduces]))
     first = next((name for name, gather in gathers.items() if gather.inputs & {*prologue}), None)
     ready = [spans[-1][1] for spans in writes.values()]
-    is_counted, alive = costs.counts_bytes, list[Lifetime]()
-    alive += _alive_beside_plan(graph, computing, reduces, ready, gathers.keys(), joint, stored) if is_counted else ()
+    has_bytes = costs.counts_bytes
+    alive = _alive_beside_plan(graph, computing, reduces, ready, gathers.keys(), joint, stored) if has_bytes else []
     memory = live_bytes(alive, len(computing))
     touched = zip(cuts, tasks, _touched(reads, units, cuts), _touched(writes, units, cuts), strict=True)
     workload = Workload(
