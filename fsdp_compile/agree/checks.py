@@ -111,7 +111,7 @@ def compare_units(module: Any, settings: str, compiled: bool) -> bool:
         for unit in module._fsdp.units_below
     ):  # such as evaluation on one rank (NO_SHARD)
         return False
-    units = _paths(module)
+    units = _unit_paths(module)
     for unit, path in units.items():
         unit.path = path
         for flat in unit.flats:
@@ -126,7 +126,7 @@ def compare_units(module: Any, settings: str, compiled: bool) -> bool:
         f"{'compiled' if compiled else 'eager'} forward", "the same units and settings", "the end of the model", _ADVICE
     )
     first = f"{_class_name(module)} with {settings}"
-    texts = [(group, "\n".join([first, *_lines(units, group)])) for group in groups]
+    texts = [(group, "\n".join([first, *_lines_to_compare(units, group)])) for group in groups]
     compare_in_groups(texts, timeout, subject)
     return True
 
@@ -143,7 +143,7 @@ class RootChecks(Listener):
         return compare_units(module, settings, compiled)
 
 
-def _paths(module: nn.Module) -> dict[Unit, str]:
+def _unit_paths(module: nn.Module) -> dict[Unit, str]:
     """The units gathered below `module`, each with path, class and strategy of the first module that gathers it."""
     paths: dict[Unit, str] = {}
     for path, each in module.named_modules():
@@ -160,7 +160,7 @@ def groups_of(units: Iterable[Unit]) -> list[dist.ProcessGroup]:
     return [group for group in dict.fromkeys([*(unit.group for unit in units), *replicas]) if exists(group)]
 
 
-def _lines(units: dict[Unit, str], group: dist.ProcessGroup) -> Iterator[str]:
+def _lines_to_compare(units: dict[Unit, str], group: dist.ProcessGroup) -> Iterator[str]:
     for unit, path in units.items():
         if group is not unit.group and group is not unit.replicas:
             continue
@@ -173,9 +173,9 @@ def _lines(units: dict[Unit, str], group: dist.ProcessGroup) -> Iterator[str]:
         )
         for flat in unit.flats:
             yield (
-                f"{path}: {flat.layout.numel} elements with padding, {_name(flat.shard.dtype)} gathered as "
-                f"{_name(unit.compute_dtype(flat))}, "
-                + (f"reduced as {_name(unit.reduce_dtype(flat))}" if flat.trains else "not trained")
+                f"{path}: {flat.layout.numel} elements with padding, {_dtype_name(flat.shard.dtype)} gathered as "
+                f"{_dtype_name(unit.compute_dtype(flat))}, "
+                + (f"reduced as {_dtype_name(unit.reduce_dtype(flat))}" if flat.trains else "not trained")
                 + (f", sent as {flat.wire}" if flat.wire is not None else "")
             )
             for name, shape in zip(flat.layout.names, flat.full_shapes, strict=True):
@@ -191,7 +191,7 @@ def _class_name(module: nn.Module) -> str:
     return type(module).__name__.removeprefix("FSDP")  # as the class was called before it was sharded
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

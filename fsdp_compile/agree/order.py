@@ -86,13 +86,13 @@ class Order:
             record.append(event)
             self._at = at + 1
         else:
-            self._depart(record, event)
+            self._note_departure(record, event)
 
     def _begin_in(self, *groups: dist.ProcessGroup | None) -> None:
         new = [group for group in groups if group is not None and group not in self._begun]
         self._begun.update(new)
         of = f"the {self._direction} of model"
-        _follow([(group, f"{of} {_number(self, group)}") for group in new if exists(group)], _PASSES)
+        _follow_if_checking([(group, f"{of} {_model_number(self, group)}") for group in new if exists(group)], _PASSES)
 
     def next_in_backward(self, what: str, unit: Unit, part: str = "") -> None:
         """As `next`, of a backward pass, which this begins if none is running."""
@@ -108,12 +108,12 @@ class Order:
             return
         if self._is_new:
             if record:
-                self._compare([*map(" of ".join, record), *more])
+                self._compare_lines([*map(" of ".join, record), *more])
                 self._records[self._kind] = record
         elif 0 < self._at < len(record):  # a forward of parameters that are summoned on one rank begins none
-            self._compare([self._place(record), _NO_MORE, *more])
+            self._compare_lines([self._place_in_words(record), _NO_MORE, *more])
         elif record and more:
-            self._compare([self._place(record), *more])
+            self._compare_lines([self._place_in_words(record), *more])
         if self._departed is not None and len(self._departed) > len(record):
             self._records[self._kind] = self._departed
 
@@ -128,16 +128,16 @@ class Order:
         for group in self.groups:
             state_of(group).forget()
 
-    def _depart(self, record: list[Event], event: Event) -> None:
-        self._compare([self._place(record), " of ".join(event)])
+    def _note_departure(self, record: list[Event], event: Event) -> None:
+        self._compare_lines([self._place_in_words(record), " of ".join(event)])
         self._departed = [*(record[: self._at] if self._departed is None else self._departed), event]
         if event in record[self._at :]:
             self._at = record.index(event, self._at) + 1
 
-    def _place(self, record: list[Event]) -> str:
+    def _place_in_words(self, record: list[Event]) -> str:
         return f"after the {' of '.join(record[self._at - 1])}" if self._at else "at first"
 
-    def _compare(self, lines: list[str]) -> None:
+    def _compare_lines(self, lines: list[str]) -> None:
         timeout = timeout_of_checks()
         if timeout is not None:
             text = "\n".join(lines)
@@ -210,13 +210,13 @@ _GRAPH = Subject(
 )
 
 
-def _follow(pairs: Sequence[tuple[dist.ProcessGroup, str]], subject: Subject) -> None:
+def _follow_if_checking(pairs: Sequence[tuple[dist.ProcessGroup, str]], subject: Subject) -> None:
     timeout = timeout_of_checks()
     if timeout is not None:
         follow(pairs, timeout, subject)
 
 
-def _number(part: object | None, group: dist.ProcessGroup) -> int:
+def _model_number(part: object | None, group: dist.ProcessGroup) -> int:
     return 0 if part is None else state_of(group).models.get(part, 0)
 
 
@@ -226,7 +226,7 @@ def _check_ranks(
 ) -> Tensor:
     flat = flat_param_at(shards[0]) if shards else None
     begun = list(filter(exists, map(group_named, groups)))
-    follow([(group, _graph_of_model(sequence, _number(flat, group))) for group in begun], timeout, _GRAPH)
+    follow([(group, _graph_of_model(sequence, _model_number(flat, group))) for group in begun], timeout, _GRAPH)
     for state in map(state_of, begun):
         if sequence not in state.agreed:
             first, *others = sequence.splitlines()
@@ -246,9 +246,9 @@ def _follow_in(groups: Sequence[NamedGroup | None], what: str, shard: Tensor | N
     flat = None if shard is None else flat_param_at(shard)
     pairs = []
     for group in filter(exists, (group_named(each.name) for each in groups if each is not None)):
-        of = f"{flat.path} of model {_number(flat, group)}" if flat else f"{numel} elements"
+        of = f"{flat.path} of model {_model_number(flat, group)}" if flat else f"{numel} elements"
         pairs.append((group, f"the {what} of {of}"))
-    _follow(pairs, _GRAPH)
+    _follow_if_checking(pairs, _GRAPH)
 
 
 @cache

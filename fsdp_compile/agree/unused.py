@@ -141,22 +141,22 @@ class Unused(Listener):
                 flat.reduction.unused.is_asked = False
                 self._at_rest.append(place)
             if unused:
-                self._warn(flat.names[min(unused)])
+                self._warn_of_unused(flat.names[min(unused)])
             return NONE
         with self._lock:
             if backward not in self._passes:
                 self._passes[backward] = []
-                backward.at_end(partial(self._end, backward), if_failed=partial(self._passes.pop, backward))
+                backward.at_end(partial(self._end_pass, backward), if_failed=partial(self._passes.pop, backward))
         self._passes[backward].append(_Reduced(place.number, flat, unit, unused, grad if unused else None))
         return unused
 
-    def _end(self, backward: BackwardPass) -> None:
+    def _end_pass(self, backward: BackwardPass) -> None:
         """The pass has reduced all: tell the other ranks what this one has used."""
         by_groups: dict[Groups, list[_Reduced]] = {}
         for reduced in sorted(self._passes.pop(backward), key=itemgetter(0)):
             by_groups.setdefault((reduced.unit.group, reduced.unit.replicas), []).append(reduced)
         for groups, of_groups in by_groups.items():
-            self._answers.append(answer := _start_asking(groups, _used(of_groups), of_groups[0].unit.device))
+            self._answers.append(answer := _start_asking(groups, _used_flags(of_groups), of_groups[0].unit.device))
             self._ask_of_all()  # and the answer is read before, at the same place on all ranks
             if not any(each.unused for each in of_groups):
                 continue
@@ -165,7 +165,7 @@ class Unused(Listener):
             for each in of_groups:
                 late = [index for index in range(len(each.flat.params)) if next(used_by_any) and index in each.unused]
                 if late:
-                    _add(each, late)
+                    _add_late_gradients(each, late)
 
     def _ask_of_all(self) -> None:
         while self._at_rest:
@@ -182,7 +182,7 @@ class Unused(Listener):
             if not self._is_on.get(groups, self._finds):
                 self._is_on[groups] = bool(used[-1])
 
-    def _warn(self, name: str) -> None:
+    def _warn_of_unused(self, name: str) -> None:
         if not self._has_warned:
             self._has_warned = True
             warn_caller(
@@ -192,7 +192,7 @@ class Unused(Listener):
             )
 
 
-def _used(of_groups: Sequence[_Reduced]) -> Tensor:
+def _used_flags(of_groups: Sequence[_Reduced]) -> Tensor:
     """For each parameter 1 if this rank has used it, then 1 if it has left something out; uint8."""
     sizes = [len(each.flat.params) for each in of_groups]
     flags = torch.ones(sum(sizes) + 1, dtype=torch.uint8)
@@ -214,7 +214,7 @@ def _start_asking(groups: Groups, flags: Tensor, device: torch.device) -> _Answe
     return _Answer(groups, flags, filling)
 
 
-def _add(reduced: _Reduced, late: list[int]) -> None:
+def _add_late_gradients(reduced: _Reduced, late: list[int]) -> None:
     """Give parameters `late` their gradients, behind the backward pass."""
     flat, grad = reduced.flat, reduced.grad
     assert grad is not None  # this rank has left them out

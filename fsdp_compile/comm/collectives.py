@@ -136,10 +136,10 @@ def profiled(phase: str, what: str | int) -> AbstractContextManager[Any]:
         return watchers[-1](phase)
     if not profiler_runs():
         return NO_RANGE
-    return record_function(f"fsdp_compile.{_stage(phase)}.{phase} {names_of(what)}")
+    return record_function(f"fsdp_compile.{_forward_or_backward(phase)}.{phase} {names_of(what)}")
 
 
-def _stage(kind: str) -> str:
+def _forward_or_backward(kind: str) -> str:
     return "backward" if in_backward() or "reduce" in kind else "forward"
 
 
@@ -172,7 +172,7 @@ class waiting_for:  # used like a function; a generator would cost a microsecond
 
 def note_wait(error: RuntimeError, kind: str, what: str | int) -> None:
     """Add a note to the error of a wait: see `waiting_for`, which costs three calls where nothing fails."""
-    error.add_note(f"This was the {kind} of {names_of(what)} in {_stage(kind)}.")
+    error.add_note(f"This was the {kind} of {names_of(what)} in {_forward_or_backward(kind)}.")
 
 
 class Filling(NamedTuple):

@@ -111,15 +111,15 @@ class _Round:
             "outcome",
             self.size,
             last=lambda: _AGREED if board.count(same, 0) == self.size else _DIFFERENT,
-            late=lambda: self._missing(text, timeout, subject),
+            late=lambda: self._missing_ranks_text(text, timeout, subject),
             seconds=timeout,
-            wait=self._wait,
+            wait=self._wait_for_message,
         )
         if outcome == _DIFFERENT:
-            return self._difference(text, timeout, subject)
+            return self._find_difference(text, timeout, subject)
         return None if outcome == _AGREED else outcome
 
-    def _difference(self, text: str, timeout: float, subject: Subject) -> str:
+    def _find_difference(self, text: str, timeout: float, subject: Subject) -> str:
         board = self.board
 
         def found() -> str:
@@ -128,9 +128,11 @@ class _Round:
 
         board.post(f"texts/from/{self.rank}", f"{subject.name}\n{text}")
         gone = f"{subject.name}: expected {subject.expected} on all ranks, found others; {subject.advice}"
-        return board.meet("texts", self.size, last=found, late=lambda: gone, seconds=timeout, wait=self._wait)
+        return board.meet(
+            "texts", self.size, last=found, late=lambda: gone, seconds=timeout, wait=self._wait_for_message
+        )
 
-    def _wait(self, key: str, timeout: float) -> bytes | None:
+    def _wait_for_message(self, key: str, timeout: float) -> bytes | None:
         end = time.monotonic() + timeout
         while (left := end - time.monotonic()) > 0:
             message = self.board.read(key, min(left, LONG.total_seconds()))
@@ -159,7 +161,7 @@ class _Round:
             f"or compiled, on all ranks"
         )
 
-    def _missing(self, text: str, timeout: float, subject: Subject) -> str:
+    def _missing_ranks_text(self, text: str, timeout: float, subject: Subject) -> str:
         absent = [rank for rank in range(self.size) if not self.board.has(f"outcome/from/{rank}")]
         first, *others = text.split("\n")
         return (

@@ -88,7 +88,7 @@ def _int8(blocks: Tensor, largest: Tensor) -> tuple[Tensor, list[Tensor]]:
 def decode(messages: Tensor, numel: int, format: str, dtype: torch.dtype) -> Tensor:
     """What `messages`, `[rows, m]`, stand for: `[rows, numel]` in `dtype`."""
     if format == "bf16":
-        return _within(messages.float(), messages.isinf(), dtype)
+        return _clamp_to_dtype(messages.float(), messages.isinf(), dtype)
     rows, blocks = len(messages), -(-numel // BLOCK)
     if not blocks:  # parameters without elements
         return messages.narrow(1, 0, 0).to(dtype)
@@ -103,10 +103,10 @@ def decode(messages: Tensor, numel: int, format: str, dtype: torch.dtype) -> Ten
         is_infinite = values.abs() == _TOP + 1
         values = torch.where(values == _NAN, torch.nan, values)
     values = torch.where(is_infinite, values * torch.inf, values * scales.view(torch.float32).unsqueeze(2))
-    return _within(values, is_infinite, dtype).view(rows, -1).narrow(1, 0, numel)
+    return _clamp_to_dtype(values, is_infinite, dtype).view(rows, -1).narrow(1, 0, numel)
 
 
-def _within(values: Tensor, is_infinite: Tensor, dtype: torch.dtype) -> Tensor:
+def _clamp_to_dtype(values: Tensor, is_infinite: Tensor, dtype: torch.dtype) -> Tensor:
     """Finite values stay finite in `dtype`."""
     largest = torch.finfo(dtype).max
     return torch.where(is_infinite, values, values.clamp(-largest, largest)).to(dtype)

@@ -98,7 +98,7 @@ class Wire:
         """`stages`, those of a gather in order, and `replicas`, with formats."""
         crossing = len(stages) - 1 if self.between_nodes_only else len(stages)  # so many of them, the first ones
         formats = self.gather or "", self.reduce or ""
-        return (*_carrying(stages[:crossing], *formats), *stages[crossing:]), _one(replicas, *formats)
+        return (*_with_formats(stages[:crossing], *formats), *stages[crossing:]), _hop_with_formats(replicas, *formats)
 
 
 class OpenWire(NamedTuple):
@@ -113,16 +113,16 @@ class OpenWire(NamedTuple):
         self, stages: Sequence[NamedGroup], replicas: NamedGroup | None
     ) -> tuple[tuple[NamedGroup, ...], NamedGroup | None]:
         """As `Wire.hops`."""
-        return _carrying(stages, self.gather, self.reduce), _one(replicas, self.gather, self.reduce)
+        return _with_formats(stages, self.gather, self.reduce), _hop_with_formats(replicas, self.gather, self.reduce)
 
 
-def _carrying(hops: Sequence[NamedGroup], gather: str, reduce: str) -> tuple[NamedGroup, ...]:
+def _with_formats(hops: Sequence[NamedGroup], gather: str, reduce: str) -> tuple[NamedGroup, ...]:
     """`hops` with these formats; one rank alone sends nothing."""
     return tuple(each._replace(gather=gather, reduce=reduce) if each.size > 1 else each for each in hops)
 
 
-def _one(hop: NamedGroup | None, gather: str, reduce: str) -> NamedGroup | None:
-    return None if hop is None else _carrying((hop,), gather, reduce)[0]
+def _hop_with_formats(hop: NamedGroup | None, gather: str, reduce: str) -> NamedGroup | None:
+    return None if hop is None else _with_formats((hop,), gather, reduce)[0]
 
 
 _ATTRIBUTE = "_fsdp_wire"

@@ -98,13 +98,13 @@ class Membership:
         while time.monotonic() < end:
             generation_id = 1 if latest is None else latest.generation_id + 1
             if self._board.has(f"{generation_id}/members"):
-                latest = self._generation(generation_id)
+                latest = self._read_generation(generation_id)
                 if self.name in latest.names:
                     return latest
             elif latest is None:
-                waiting = [name for name in self._arrivals() if not self._is_lost(name)]
+                waiting = [name for name in self._read_arrivals() if not self._is_lost(name)]
                 if len(waiting) >= at_least:
-                    self._propose(1, [Member(name, None) for name in sorted(waiting)])
+                    self._propose_members(1, [Member(name, None) for name in sorted(waiting)])
             elif all(map(self._is_lost, latest.names)):
                 raise RuntimeError(
                     f"replica {self.name}: all replicas that have the state ({', '.join(latest.names)}) are lost; load "
@@ -126,8 +126,8 @@ class Membership:
         """
         if self._board.count(f"{generation.generation_id}/votes/{step}") == len(generation.members) * self.shards:
             earlier = range(1, generation.generation_id + 1)
-            members = {name for generation_id in earlier for name in self._generation(generation_id).names}
-            known = [name for name in self._arrivals() if name not in members]
+            members = {name for generation_id in earlier for name in self._read_generation(generation_id).names}
+            known = [name for name in self._read_arrivals() if name not in members]
             return self._decide(generation, step, _TAKEN, [name for name in known if not self._is_lost(name)])
         key, end = f"{generation.generation_id}/decision/{step}", time.monotonic() + self.timeout
         reason = ""
@@ -163,16 +163,16 @@ class Membership:
         """
         coming, end = last.generation_id + 1, time.monotonic() + self.timeout
         while not self._board.has(f"{coming}/members") and time.monotonic() <= end:
-            if all(self._is_lost(name) or len(self._steps(name, coming)) == self.shards for name in last.names):
+            if all(self._is_lost(name) or len(self._read_steps(name, coming)) == self.shards for name in last.names):
                 break
             time.sleep(_PAUSE)
         members = []
         for name in last.names:
-            steps = self._steps(name, coming)
+            steps = self._read_steps(name, coming)
             if len(steps) == self.shards and not self._is_lost(name):
                 members.append(Member(name, None if None in steps else steps[0]))
         members.sort(key=lambda member: member.step is None)
-        generation = self._propose(coming, members + [Member(name, None) for name in joining])
+        generation = self._propose_members(coming, members + [Member(name, None) for name in joining])
         if not generation.members:
             raise ReplicaLostError(
                 f"replicas: none of {', '.join(last.names)} has all of its ranks left; load a checkpoint, and begin "
@@ -180,36 +180,36 @@ class Membership:
             )
         if self.name not in generation.names:
             raise ReplicaLostError(
-                f"replica {self.name}: {len(self._steps(self.name, coming))} of its {self.shards} ranks answered "
+                f"replica {self.name}: {len(self._read_steps(self.name, coming))} of its {self.shards} ranks answered "
                 f"within {self.timeout:g} s; the others go on without it, end its processes and start a new replica"
             )
         return generation
 
-    def _propose(self, generation_id: int, members: list[Member]) -> Generation:
+    def _propose_members(self, generation_id: int, members: list[Member]) -> Generation:
         self._board.decide(f"{generation_id}/members", json.dumps(members))
-        return self._generation(generation_id)
+        return self._read_generation(generation_id)
 
     # --- what the board says ------------------------------------------------------------------------------------------
 
-    def _read(self, key: str) -> str:
+    def _read_text(self, key: str) -> str:
         said = self._board.read(key)
         assert said is not None
         return said.decode()
 
-    def _generation(self, generation_id: int) -> Generation:
-        members = json.loads(self._read(f"{generation_id}/members"))
+    def _read_generation(self, generation_id: int) -> Generation:
+        members = json.loads(self._read_text(f"{generation_id}/members"))
         return Generation(generation_id, tuple(Member(*member) for member in members))
 
-    def _arrivals(self) -> list[str]:
-        return [self._read(f"arrival/{n + 1}") for n in range(self._board.count("arrivals", 0))]
+    def _read_arrivals(self) -> list[str]:
+        return [self._read_text(f"arrival/{n + 1}") for n in range(self._board.count("arrivals", 0))]
 
     def _is_lost(self, name: str) -> bool:
         return self._board.has(f"lost/{name}")
 
-    def _steps(self, name: str, generation_id: int) -> list[int | None]:
+    def _read_steps(self, name: str, generation_id: int) -> list[int | None]:
         """The steps that the ranks of a replica have taken, as far as they are here; None: a rank has no state."""
         keys = [f"{generation_id}/here/{name}/{shard}" for shard in range(self.shards)]
-        return [json.loads(self._read(key)) for key in keys if self._board.has(key)]
+        return [json.loads(self._read_text(key)) for key in keys if self._board.has(key)]
 
 
 def mark_replica_lost(store: dist.Store, name: str) -> None:

@@ -187,12 +187,12 @@ class GroupState:
 
     def tell(self, error: str) -> None:
         """Let all ranks of the group whose waits take long raise `error`, which this one raises."""
-        self._on_board(lambda board, _rank: board.decide(self._error, error))
+        self._on_board(lambda board, _rank: board.decide(self._error_key, error))
         self._errors += 1
         self._last.clear()
 
     @property
-    def _error(self) -> str:
+    def _error_key(self) -> str:
         return f"error/{self._errors}"
 
     def _on_board(self, call: Callable[[MessageBoard, int], str | None]) -> str | None:
@@ -207,8 +207,8 @@ class GroupState:
             return None
 
     def _difference(self, board: MessageBoard, rank: int) -> str | None:
-        if board.has(self._error):
-            return (board.read(self._error) or b"").decode()
+        if board.has(self._error_key):
+            return (board.read(self._error_key) or b"").decode()
         first = self.begun - len(self._last)
         numbers = [str(first + index) for index in range(len(self._last))]
         if numbers == self._written:
@@ -227,7 +227,7 @@ class GroupState:
                     f"let all ranks run the same modules and operators in the same order, in backward as well, without "
                     f"an `if` around them that ranks decide differently"
                 )
-                return board.decide(self._error, error)
+                return board.decide(self._error_key, error)
         return None
 
 
