@@ -89,7 +89,7 @@ def values_apart(
         for name, each in theirs.items():
             of_name.setdefault(name, {})[rank] = each
     differing = [name for name, of_ranks in of_name.items() if len(set(of_ranks.values())) > 1]
-    own = set(_unequal(differing, found, group) if differing else ())  # equal values may be pickled differently
+    own = set(_unequal_names(differing, found, group) if differing else ())  # equal values may be pickled differently
     apart = []
     for name, of_ranks in of_name.items():
         is_explicit = (False, None) in of_ranks.values()
@@ -101,16 +101,16 @@ def values_apart(
     return apart
 
 
-def _unequal(names: list[str], found: dict[str, Any], group: dist.ProcessGroup | None) -> list[str]:
+def _unequal_names(names: list[str], found: dict[str, Any], group: dist.ProcessGroup | None) -> list[str]:
     """Those of `names` whose values are not equal on all ranks that have one."""
     firsts: dict[str, Any] = {}
     for theirs in gather_objects({name: found[name] for name in names if name in found}, group):
         for name, value in theirs.items():
             firsts.setdefault(name, []).append(value)
-    return [name for name, (first, *others) in firsts.items() if not all(_equal(first, other) for other in others)]
+    return [name for name, (first, *others) in firsts.items() if not all(_are_equal(first, other) for other in others)]
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _are_equal(one: Any, other: Any) -> bool:
     if isinstance(one, (Tensor, PerRank)) or type(one) is not type(other):
         return False  # of tensors the bytes were compared
     try:

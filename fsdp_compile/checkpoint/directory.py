@@ -66,7 +66,7 @@ _LOCK = ".lock"
 # --- committed checkpoints --------------------------------------------------------------------------------------------
 
 
-def _numbers(path: Path) -> tuple[int, int]:
+def _step_and_take(path: Path) -> tuple[int, int]:
     """The step in the name of a checkpoint, and how often it had been saved before; (-1, 0) for any other name."""
     match = _COMMITTED.fullmatch(path.name)
     return (int(match[1]), int(match[2] or 0)) if match else (-1, 0)
@@ -74,12 +74,12 @@ def _numbers(path: Path) -> tuple[int, int]:
 
 def committed(root: str | os.PathLike[str]) -> list[Path]:
     """The checkpoints in `root`, oldest step first; empty if there is no such folder."""
-    return sorted((path for path in Path(root).glob("*") if step_of(path) >= 0 and path.is_dir()), key=_numbers)
+    return sorted((path for path in Path(root).glob("*") if step_of(path) >= 0 and path.is_dir()), key=_step_and_take)
 
 
 def step_of(path: Path) -> int:
     """The step in the name of a committed checkpoint; -1 for any other name."""
-    return _numbers(path)[0]
+    return _step_and_take(path)[0]
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
@@ -116,10 +116,10 @@ def prune(root: Path, keep: int, last: Path) -> None:
         existing = committed(root)
         others = [path for path in existing if path != last]
         for path in others[: max(0, len(existing) - keep)]:
-            _remove(path)
+            _remove_checkpoint(path)
 
 
-def _remove(path: Path) -> None:
+def _remove_checkpoint(path: Path) -> None:
     hidden = path.with_name(f".{path.name}.removed")
     try:
         path.rename(hidden)
@@ -168,7 +168,7 @@ def commit(staged: StagedCheckpoint, root: Path, step: int) -> Path:
     """Make a checkpoint whose files are on the disk visible, and return its path."""
     sync_folder(staged.path)
     same = [path for path in committed(root) if step_of(path) == step]
-    take = 1 + max((_numbers(path)[1] for path in root.iterdir() if step_of(path) == step), default=-1)
+    take = 1 + max((_step_and_take(path)[1] for path in root.iterdir() if step_of(path) == step), default=-1)
     while True:
         path = root / (f"step-{step:08d}.{take}" if take else f"step-{step:08d}")
         try:
@@ -183,7 +183,7 @@ def commit(staged: StagedCheckpoint, root: Path, step: int) -> Path:
     staged.lock.close()
     with _one_at_a_time(root):
         for old in same if path.is_dir() else ():  # unless another job has removed this one to make room
-            _remove(old)
+            _remove_checkpoint(old)
     return path
 
 
@@ -277,12 +277,14 @@ class Manifest:
             if size != expected:
                 ends = ((segment.name, segment.start + segment.bytes) for segment in segments)
                 lost = next((tensor for tensor, end in ends if end > (size or 0)), segments[-1].name)
-                raise _damaged(path, lost, f"expected {expected} bytes, found {'no file' if size is None else size}")
+                raise _damage_error(
+                    path, lost, f"expected {expected} bytes, found {'no file' if size is None else size}"
+                )
         try:
             with open(file_in(folder, METADATA), "rb") as stream:
                 manifest.check(folder, METADATA, stream, 0)
         except OSError as error:  # it was there just now
-            raise _damaged(folder / METADATA, "all tensors", f"could not be read: {error}") from None
+            raise _damage_error(folder / METADATA, "all tensors", f"could not be read: {error}") from None
         return manifest
 
     @classmethod
@@ -291,14 +293,14 @@ class Manifest:
             read = read_json(path)
             body, crc = read["manifest"], read["crc32"]
             if _crc_of_json(body) != crc:
-                raise _damaged(path, "all tensors", "its text is not what was written")
+                raise _damage_error(path, "all tensors", "its text is not what was written")
             if body["format"] != FORMAT:
-                raise _damaged(path, "all tensors", f"expected format {FORMAT}, found {body['format']}")
-            files = {name: list(map(_segment, segments)) for name, segments in body["files"].items()}
+                raise _damage_error(path, "all tensors", f"expected format {FORMAT}, found {body['format']}")
+            files = {name: list(map(_parsed_segment, segments)) for name, segments in body["files"].items()}
             if METADATA not in files or not all(files.values()) or type(body["step"]) not in (int, type(None)):
                 raise ValueError("no list of tensors, a file without bytes, or no step")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise _damaged(path, "all tensors", f"expected a manifest, found {error!r}") from None
+            raise _damage_error(path, "all tensors", f"expected a manifest, found {error!r}") from None
         return cls(body["step"], files)
 
     def check(self, folder: Path, file: str, stream: IO[bytes], start: int) -> None:
@@ -306,16 +308,16 @@ class Manifest:
         segments = self.files.get(file, [])
         at = bisect_left(segments, start, key=lambda segment: segment.start)
         if at == len(segments) or segments[at].start != start:
-            raise _damaged(folder / file, "?", f"{MANIFEST} knows nothing that begins at byte {start}")
+            raise _damage_error(folder / file, "?", f"{MANIFEST} knows nothing that begins at byte {start}")
         stream.seek(start)
         crc, left = 0, segments[at].bytes
         while left and (block := stream.read(min(left, BLOCK))):
             crc, left = zlib.crc32(block, crc), left - len(block)
         if left or crc != segments[at].crc32:
-            raise _damaged(folder / file, segments[at].name, "its bytes are not those that were written")
+            raise _damage_error(folder / file, segments[at].name, "its bytes are not those that were written")
 
 
-def _segment(fields: Any) -> FileSegment:
+def _parsed_segment(fields: Any) -> FileSegment:
     segment = FileSegment(*fields)
     numbers = (segment.start, segment.bytes, segment.crc32)
     if type(segment.name) is not str or not all(type(each) is int and each >= 0 for each in numbers):
@@ -323,7 +325,7 @@ def _segment(fields: Any) -> FileSegment:
     return segment
 
 
-def _damaged(path: Path, name: str, what: str) -> CheckpointError:
+def _damage_error(path: Path, name: str, what: str) -> CheckpointError:
     return CheckpointError(f"{path}, with {name}: {what}; load an older checkpoint")
 
 
@@ -471,7 +473,7 @@ class ItemFile(io.RawIOBase):
         if isinstance(data, io.BytesIO):
             self.write(data.getbuffer())
         else:
-            torch.save(_alone(data.detach().cpu()), self)  # type: ignore[arg-type]  # an IO[bytes] by its type
+            torch.save(_tensor_to_write(data.detach().cpu()), self)  # type: ignore[arg-type]  # an IO[bytes] by its type
         size = self._file.tell() - start
         return WriteResult(index, size, (StorageInfo(self._name, start, size), self._crc32))
 
@@ -499,7 +501,7 @@ def in_order(tensor: Tensor) -> Tensor:
     return tensor.contiguous().resolve_conj().resolve_neg()
 
 
-def _alone(tensor: Tensor) -> Tensor:
+def _tensor_to_write(tensor: Tensor) -> Tensor:
     """A CPU tensor over a storage of its own, as torch.save writes whole storages; subclasses stay as they are."""
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
     return with_own_storage(in_order(tensor)) if is_plain else tensor

@@ -56,7 +56,7 @@ class Entry(ABC):
         """Whether the value at `path` is saved as the first rank has it that has one, though others may differ."""
         return False
 
-    def _lacking(self, names: list[str]) -> CheckpointError:
+    def _missing_names_error(self, names: list[str]) -> CheckpointError:
         return CheckpointError(f"state[{self.key!r}] has names that the checkpoint does not have: {listed(names)}")
 
 
@@ -100,7 +100,7 @@ class Model(Entry):
         """The model says what it has; extra state is read as it was saved."""
         own = self.collect()
         if missing := [name for name, value in own.items() if name not in saved and _has_leaves(value)]:
-            raise self._lacking(missing)
+            raise self._missing_names_error(missing)
         for name, value in own.items():
             here = saved.get(name)
             if name.rpartition(".")[2] == _EXTRA or not isinstance(value, Tensor):
@@ -206,10 +206,10 @@ class Object(Entry):
     def fill(self, saved: Any, partial: bool) -> tuple[Any, list[str]]:
         """All that was saved; with `partial` what its state dict has now. Tensors of it are filled in place."""
         own = self.collect()
-        saved = _needed(saved, own)
+        saved = _without_unneeded(saved, own)
         if isinstance(own, dict) and isinstance(saved, dict):
             if missing := [f"{self.key}.{key}" for key in own if key not in saved and _has_leaves(own[key])]:
-                raise self._lacking(missing)
+                raise self._missing_names_error(missing)
             empty = {key: value for key, value in own.items() if key not in saved}  # an older checkpoint has no name
             saved = empty | {key: value for key, value in saved.items() if key in own or not partial}
         _fill_as_saved(saved, own)
@@ -234,10 +234,10 @@ class Value(Entry):
 
     def fill(self, saved: Any, partial: bool) -> tuple[Any, list[str]]:
         """All that was saved; with `partial` what the value has."""
-        saved = _needed(saved, self.value)
-        if missing := [dotted(path) for path in _missing(saved, self.value, (self.key,))]:
-            raise self._lacking(missing)
-        kept = _common(saved, self.value) if partial else saved
+        saved = _without_unneeded(saved, self.value)
+        if missing := [dotted(path) for path in _missing_paths(saved, self.value, (self.key,))]:
+            raise self._missing_names_error(missing)
+        kept = _common_keys(saved, self.value) if partial else saved
         own = dict(leaves(self.value))
         for path, stored in leaves(kept):
             stored.fill(own.get(path))
@@ -245,25 +245,25 @@ class Value(Entry):
 
     def put(self, loaded: Any) -> Any:
         """The value itself if it can be changed, else what was loaded."""
-        return _merged(self.value, loaded)
+        return _merge_into(self.value, loaded)
 
 
-def _missing(saved: Any, own: Any, path: Path) -> Iterator[Path]:
+def _missing_paths(saved: Any, own: Any, path: Path) -> Iterator[Path]:
     """Paths of `own` that `saved` does not have; of another type it may be."""
     if isinstance(own, dict) and isinstance(saved, dict):
         for key, value in own.items():
             if key in saved:
-                yield from _missing(saved[key], value, (*path, key))
+                yield from _missing_paths(saved[key], value, (*path, key))
             elif _has_leaves(value):
                 yield (*path, key)
 
 
-def _needed(saved: Any, own: Any) -> Any:
+def _without_unneeded(saved: Any, own: Any) -> Any:
     """Without tensors that some of another number of ranks have saved, where `own` does not have them."""
     return _pruned(saved, own, lambda value: isinstance(value, Stored) and value.is_of_some)
 
 
-def _common(saved: Any, own: Any) -> Any:
+def _common_keys(saved: Any, own: Any) -> Any:
     """Of nested dicts the keys that both have."""
     return _pruned(saved, own, lambda value: True)
 
@@ -281,13 +281,13 @@ def _pruned(saved: Any, own: Any, is_left_out: Callable[[Any], bool]) -> Any:
     return kept
 
 
-def _merged(own: Any, new: Any) -> Any:
+def _merge_into(own: Any, new: Any) -> Any:
     if isinstance(own, dict) and isinstance(new, dict):
         for key, value in new.items():
-            own[key] = _merged(own.get(key), value)
+            own[key] = _merge_into(own.get(key), value)
         return own
     if isinstance(own, list) and isinstance(new, list):
-        own[:] = [_merged(own[index] if index < len(own) else None, value) for index, value in enumerate(new)]
+        own[:] = [_merge_into(own[index] if index < len(own) else None, value) for index, value in enumerate(new)]
         return own
     return new
 

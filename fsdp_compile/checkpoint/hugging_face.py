@@ -124,8 +124,8 @@ def load_safetensors(
     units = _sharded_units(model, "load_safetensors")
     stored = on_first_rank(lambda: stored_tensors(Path(folder)), process_group)
     tensors = list(_local_tensors(model, process_group))
-    all_succeed(lambda: _check(stored, tensors, strict), f"loading {folder}", process_group)
-    all_succeed(lambda: _read(stored, tensors), f"loading {folder}", process_group)
+    all_succeed(lambda: _check_names_and_shapes(stored, tensors, strict), f"loading {folder}", process_group)
+    all_succeed(lambda: _read_into(stored, tensors), f"loading {folder}", process_group)
     for unit in units:  # also where this rank stores nothing of what was read
         torch.autograd.graph.increment_version([flat.shard for flat in unit.flats])
 
@@ -163,7 +163,7 @@ def _local_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> Iterato
         yield _LocalTensor(called, tensor, parameter.local, spec.first, is_written)
 
 
-def _check(stored: dict[str, "StoredTensor"], tensors: list[_LocalTensor], strict: bool) -> None:
+def _check_names_and_shapes(stored: dict[str, "StoredTensor"], tensors: list[_LocalTensor], strict: bool) -> None:
     wrong, shapes = [], []
     for each in tensors:
         found = [name for name in each.names if name in stored]
@@ -182,7 +182,7 @@ def _check(stored: dict[str, "StoredTensor"], tensors: list[_LocalTensor], stric
 
 
 @torch.no_grad()
-def _read(stored: dict[str, "StoredTensor"], tensors: list[_LocalTensor]) -> None:
+def _read_into(stored: dict[str, "StoredTensor"], tensors: list[_LocalTensor]) -> None:
     for each in tensors:
         source = next((name for name in each.names if name in stored), None)
         if source is not None and each.local.numel():
@@ -252,7 +252,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > MOST_HEADER:
                 raise ValueError(f"a header of {length} bytes, and {MOST_HEADER} are the most that is read")
-            tensors = _listed(json.loads(file.read(min(length, size))), path, 8 + length)
+            tensors = _tensors_of_header(json.loads(file.read(min(length, size))), path, 8 + length)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise CheckpointError(f"{path}: expected a header of safetensors, found {error!r}") from None
     for name, tensor in tensors.items():
@@ -262,7 +262,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _listed(entries: dict[str, Any], path: Path, values: int) -> dict[str, StoredTensor]:
+def _tensors_of_header(entries: dict[str, Any], path: Path, values: int) -> dict[str, StoredTensor]:
     """The tensors of a header, whose values begin at byte `values`; raises if the numbers make no sense."""
     tensors = {}
     for name, entry in entries.items():
@@ -341,14 +341,14 @@ class Export:
             text += b" " * (-len(text) % 8)
             header = self.headers[file] = struct.pack("<Q", len(text)) + text
             self._sizes[file] = len(header) + end
-            self.tensors |= _listed(entries, file, len(header))
+            self.tensors |= _tensors_of_header(entries, file, len(header))
 
     def stage(self) -> None:
         """Make the files under hidden names, with headers and space for the values."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for file, header in self.headers.items():
-            _hidden(file).unlink(missing_ok=True)  # a link would lead the values elsewhere
-            with open(_hidden(file), "xb") as stream:
+            _hidden_path(file).unlink(missing_ok=True)  # a link would lead the values elsewhere
+            with open(_hidden_path(file), "xb") as stream:
                 stream.write(header)
                 stream.truncate(self._sizes[file])
                 sync(stream)
@@ -361,7 +361,7 @@ class Export:
         def write(name: str, values: Tensor, first: int) -> None:
             target = self.tensors[name]
             if target.file not in files:
-                files[target.file] = os.open(_hidden(target.file), os.O_WRONLY)
+                files[target.file] = os.open(_hidden_path(target.file), os.O_WRONLY)
             at = target.start + first * target.dtype.itemsize
             for part in values.split(BUFFER // target.dtype.itemsize):
                 content = in_order(part.cpu())
@@ -386,7 +386,7 @@ class Export:
         index.unlink(missing_ok=True)
         sync_folder(self.folder)
         for file in self.headers:
-            _hidden(file).rename(file)
+            _hidden_path(file).rename(file)
         sync_folder(self.folder)
         old = {*self.folder.glob("model-*-of-*.safetensors"), self.folder / "model.safetensors"}
         for file in old - self.headers.keys():
@@ -395,17 +395,17 @@ class Export:
         if len(self.headers) > 1:
             size = {"total_size": sum(tensor.nbytes for tensor in self.tensors.values())}
             content = {"metadata": size, "weight_map": {name: each.file.name for name, each in self.tensors.items()}}
-            write_synced(_hidden(index), json.dumps(content, indent=2).encode())
-            _hidden(index).rename(index)
+            write_synced(_hidden_path(index), json.dumps(content, indent=2).encode())
+            _hidden_path(index).rename(index)
             sync_folder(self.folder)
 
     def discard(self) -> None:
         """Remove what was not committed."""
         for file in (*self.headers, self.folder / INDEX):
-            _hidden(file).unlink(missing_ok=True)
+            _hidden_path(file).unlink(missing_ok=True)
 
 
-def _hidden(file: Path) -> Path:
+def _hidden_path(file: Path) -> Path:
     return file.with_name(f".{file.name}.partial")
 
 

@@ -139,7 +139,9 @@ def load(
         doing = f"loading {path}"
         try:
             with errors_of_ranks(doing):
-                state.update(_load(entries, DirectoryReader(path, manifest), doing, partial, trust, process_group))
+                state.update(
+                    _load_entries(entries, DirectoryReader(path, manifest), doing, partial, trust, process_group)
+                )
             return manifest.step or 0
         except CheckpointError:  # on all ranks
             if found is not None and on_first_rank(functools.partial(_state_of_folder, path), process_group) == found:
@@ -246,14 +248,14 @@ class _LoadPlanner(ValuePlanner):
         super().set_up_planner(state_dict[""], *args, **kwargs)
 
 
-def _read(reader: DirectoryReader, wanted: dict[str, Any], trust: bool, group: dist.ProcessGroup | None) -> Any:
+def _read_values(reader: DirectoryReader, wanted: dict[str, Any], trust: bool, group: dist.ProcessGroup | None) -> Any:
     """The values of names, and the given tensors, filled."""
     planner = _LoadPlanner(trust)
     dcp.load({"": wanted}, storage_reader=reader, planner=planner, process_group=group)
     return planner.state_dict
 
 
-def _load(
+def _load_entries(
     entries: dict[str, Entry],
     reader: DirectoryReader,
     doing: str,
@@ -270,7 +272,7 @@ def _load(
     all_succeed(lambda: metadata.append(reader.read_metadata()), doing, group)
     noted: Any = [[], []]
     if NOTES in metadata[0].state_dict_metadata:
-        noted = _read(reader, {NOTES: None}, trust, group)[NOTES]
+        noted = _read_values(reader, {NOTES: None}, trust, group)[NOTES]
 
     def choose() -> None:
         rank, size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
@@ -288,7 +290,7 @@ def _load(
             raise CheckpointError(f"{doing}: the checkpoint has names that state[{key!r}] does not have: "
                                   f"{listed(names)}; pass partial=True to leave them out")  # fmt: skip
     wanted = [stored.to_read() for _, stored in leaves(chosen) if isinstance(stored, Stored)]
-    values = _read(reader, {name: target for each in wanted for name, target in each.items()}, trust, group)
+    values = _read_values(reader, {name: target for each in wanted for name, target in each.items()}, trust, group)
 
     def put() -> None:
         for key, entry in entries.items():
@@ -319,7 +321,7 @@ def errors_of_ranks(doing: str) -> Iterator[None]:
         yield
     except dcp.CheckpointException as error:
         said = {rank: str(failure) or repr(failure) for rank, (failure, _) in error.failures.items()}
-        raise _failed(doing, said) from error
+        raise _failure_of_ranks(doing, said) from error
     except RuntimeError as error:
         if not isinstance(error, CheckpointError):
             error.add_note(f"This was {doing}.")
@@ -335,8 +337,8 @@ def all_succeed(work: Callable[[], None], doing: str, group: dist.ProcessGroup |
         said, cause = str(error) or repr(error), error  # some errors, such as MemoryError, have no text
     of_ranks = gather_objects(said, group)
     if failed := {rank: each for rank, each in enumerate(of_ranks) if each is not None}:
-        raise _failed(doing, failed) from cause
+        raise _failure_of_ranks(doing, failed) from cause
 
 
-def _failed(doing: str, said: dict[int, str]) -> CheckpointError:
+def _failure_of_ranks(doing: str, said: dict[int, str]) -> CheckpointError:
     return CheckpointError(f"{doing}: " + "; ".join(f"rank {rank}: {what}" for rank, what in said.items()))

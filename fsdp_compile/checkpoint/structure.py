@@ -175,7 +175,7 @@ def unpack(value: Any, notes: Notes, path: Path = ()) -> Any:
     if isinstance(value, dict):
         items = {name: unpack(item, notes, (*path, name)) for name, item in value.items()}
         if kind == "dataclass":
-            return _dataclass(rest[0], items, path)
+            return _make_dataclass(rest[0], items, path)
         keys = {str(key): key for key in rest[0]} if kind == "dict" else {}
         made = _empty_dict(*rest[1:])
         for name in dict.fromkeys((*keys, *items)):
@@ -190,7 +190,7 @@ def unpack(value: Any, notes: Notes, path: Path = ()) -> Any:
     return value
 
 
-def _dataclass(cls: Any, items: dict[str, Any], path: Path) -> Any:
+def _make_dataclass(cls: Any, items: dict[str, Any], path: Path) -> Any:
     made = object.__new__(cls)
     for field in fields(cls):
         if field.name not in items:
@@ -206,7 +206,7 @@ def tree(stored: Iterable[tuple[Path, Stored]], notes: Notes) -> dict[str, Any]:
     """What was saved, nested as it was, with a `Stored` for each value."""
     root: dict[Any, Any] = {}
     for path, each in stored:
-        _insert(root, path, each)
+        _insert_at_path(root, path, each)
     packed = {key: _with_lists(value) for key, value in root.items()}
     return {key: unpack(value, notes, (key,)) for key, value in packed.items()}
 
@@ -236,7 +236,7 @@ def stored_values(metadata: dcp.Metadata, apart: list[Any], rank: int, size: int
             yield path, stored
 
 
-def _insert(root: dict[Any, Any], path: Path, value: Stored) -> None:
+def _insert_at_path(root: dict[Any, Any], path: Path, value: Stored) -> None:
     """Put `value` at its path, unless this rank has a value above it: then it is of other ranks."""
     *above, last = path
     node: Any = root

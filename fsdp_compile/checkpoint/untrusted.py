@@ -87,7 +87,7 @@ class SafeReader(dcp.FileSystemReader):
                 raise ValueError(f"it has {path.stat().st_size} bytes, and {MOST_BYTES} are the most that is read")
             with open(path, "rb") as file:
                 metadata: dcp.Metadata = _Unpickler(file).load()
-            _check(metadata)
+            _check_metadata(metadata)
             for name in {location.relative_path for location in metadata.storage_data.values()}:
                 file_in(folder, name)
         except CheckpointError:
@@ -98,7 +98,7 @@ class SafeReader(dcp.FileSystemReader):
         return metadata
 
 
-def _check(metadata: Any) -> None:
+def _check_metadata(metadata: Any) -> None:
     """Raise an exception if fields do not have the types and ranges that DCP gives them."""
 
     def expect(holds: bool, what: str) -> None:

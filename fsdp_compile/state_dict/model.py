@@ -82,8 +82,8 @@ def set_state_dict_type(
         AssertionError: units have different kinds before.
     """
     config_class, optim_config_class = _CONFIGS[state_dict_type]
-    config = _checked("state_dict_config", state_dict_config, config_class)
-    optim_config = _checked("optim_state_dict_config", optim_state_dict_config, optim_config_class)
+    config = _checked_config("state_dict_config", state_dict_config, config_class)
+    optim_config = _checked_config("optim_state_dict_config", optim_state_dict_config, optim_config_class)
     before = _common_settings(module, lambda settings: settings.state_dict_type)  # which has one class of each config
     for unit in units_used_below(module):
         unit.state_settings = StateDictSettings(state_dict_type, config, optim_config)  # type: ignore[arg-type]  # checked
@@ -112,7 +112,7 @@ def state_dict_type(
             unit.state_settings = settings
 
 
-def _checked(name: str, config: object, expected: type) -> object:
+def _checked_config(name: str, config: object, expected: type) -> object:
     if config is not None and type(config) is not expected:
         raise RuntimeError(f"{name}: expected a {expected.__name__}, found a {type(config).__name__}; pass the class "
                            f"that belongs to the state_dict_type")  # fmt: skip
@@ -218,7 +218,7 @@ def load(module: nn.Module, state: dict[str, Any], prefix: str, assign: bool, er
     Where they are on the meta device and it is to `assign`, `state` has new sharded parameters with the values.
     """
     for name in recipes_of(module):
-        _flatten(module, name, state, prefix, errors)
+        _flatten_subclass(module, name, state, prefix, errors)
     for name, parameter in _own_parameters(module, state, prefix):
         key, value, stored, param = prefix + name, state[prefix + name], parameter.local, parameter.param
         local = parameter.local_of(value, f"parameter {key}") if isinstance(value, Tensor) else None
@@ -226,7 +226,7 @@ def load(module: nn.Module, state: dict[str, Any], prefix: str, assign: bool, er
             found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             errors.append(f"size mismatch for {key}: expected shape {tuple(parameter.spec.shape)}, found {found}")
         elif assign and stored.is_meta and not local.is_meta:
-            param = _assigned(parameter, local)
+            param = _new_parameter(parameter, local)
         else:
             if local.data_ptr() != stored.data_ptr():
                 stored.copy_(local)
@@ -240,7 +240,7 @@ def load(module: nn.Module, state: dict[str, Any], prefix: str, assign: bool, er
             state[prefix + name] = full_tensor(state[prefix + name])
 
 
-def _assigned(parameter: ManagedParameter, local: Tensor) -> nn.Parameter:
+def _new_parameter(parameter: ManagedParameter, local: Tensor) -> nn.Parameter:
     """A new parameter of `local`, in the place of one that is on the meta device; in all places that share it, one."""
     for parameters, name in parameter.unit.locations.of[parameter.index]:
         held = parameters.get(name)
@@ -250,7 +250,7 @@ def _assigned(parameter: ManagedParameter, local: Tensor) -> nn.Parameter:
     return nn.Parameter(value, requires_grad=parameter.param.requires_grad)
 
 
-def _flatten(module: nn.Module, name: str, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
+def _flatten_subclass(module: nn.Module, name: str, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
     """Replace a tensor subclass in `state` by its inner tensors."""
     recipe, value = recipes_of(module)[name], state.get(prefix + name)
     if type(value) is not recipe.kind:

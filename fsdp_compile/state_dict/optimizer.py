@@ -94,14 +94,16 @@ def _by_name(
         unit = units_used_below(model)[0]
         wanted = not getattr(config, "rank0_only", False) or is_first_rank(unit)
         ordered, names = list(params), clean_names(model)
-        states = _gathered(ordered, _shared(ordered, names, states), states, config, wanted, group or unit.group)
+        states = _gather_states(
+            ordered, _shared_names(ordered, names, states), states, config, wanted, group or unit.group
+        )
         if not wanted:
             return {}
     else:
         if kind is SHARDED:
             states = _as_set(params, states, config, group)
         if not shares_memory:  # training goes on in the optimizer's memory
-            states = map_leaves(lambda _, leaf: _copied(config, leaf), states)
+            states = map_leaves(lambda _, leaf: _copied_value(config, leaf), states)
     return {**named, "state": states} if "param_groups" in given else {"state": states}
 
 
@@ -127,7 +129,7 @@ def named_state(
     return {name: param for name, (param, _) in ordered.items()}, {"state": named, "param_groups": groups}
 
 
-def _shared(listed: Iterable[str], names: dict[nn.Parameter, str], states: dict[str, State]) -> list[str]:
+def _shared_names(listed: Iterable[str], names: dict[nn.Parameter, str], states: dict[str, State]) -> list[str]:
     """Those of `listed` whose state ranks hold together.
 
     The state of a parameter of no unit is this rank's own, and other ranks may lack the parameter, as in a model that
@@ -163,7 +165,7 @@ def _as_set(
     return {name: map_leaves(lambda path, _: found[path], state, (name,)) for name, state in states.items()}
 
 
-def _gathered(
+def _gather_states(
     names: list[str],
     shared: list[str],
     states: dict[str, State],
@@ -183,7 +185,7 @@ def _gathered(
         for path in kinds:
             value = full_tensor(here[path])
             if wanted:
-                full[name, *path] = _copied(config, value)
+                full[name, *path] = _copied_value(config, value)
     kept = [name for name in names if wanted and states.get(name)]
     return {name: map_leaves(lambda path, _: full[path], states[name], (name,)) for name in kept}
 
@@ -209,16 +211,16 @@ def _kinds_of_state(names: list[str], states: dict[str, State], group: dist.Proc
             if theirs[name] != first[name]:
                 raise RuntimeError(
                     f"optimizer state of parameter {name}: expected the same on all ranks, found "
-                    f"{_printed(first[name])} and on rank {rank} of the group {_printed(theirs[name])}"
+                    f"{_dotted_paths(first[name])} and on rank {rank} of the group {_dotted_paths(theirs[name])}"
                 )
     return first
 
 
-def _printed(kinds: dict[Path, str]) -> dict[str, str]:
+def _dotted_paths(kinds: dict[Path, str]) -> dict[str, str]:
     return {dotted(path): kind for path, kind in kinds.items()}
 
 
-def _copied(config: OptimStateDictConfig, value: Any) -> Any:
+def _copied_value(config: OptimStateDictConfig, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.cpu() if config.offload_to_cpu and value.device.type != "cpu" else value.clone()
@@ -263,7 +265,7 @@ def optim_state_dict_to_load(
     units = units_used_below(model)
     watch_state(optim)
     if units and getattr(settings_of(units[0]).optim_state_dict_config, "rank0_only", False):
-        optim_state_dict = _received(units[0], model, optim_state_dict)
+        optim_state_dict = _from_first_rank(units[0], model, optim_state_dict)
     _check_alike(model, optim_state_dict["state"])
     loaded = _to_load(model, optim, optim_state_dict, named=is_named_optimizer, as_saved=True)
     if load_directly:
@@ -278,7 +280,7 @@ def _check_alike(model: nn.Module, states: dict[str, State]) -> None:
     """
     units = units_used_below(model)
     if units and not any(isinstance(leaf, ShardedValue) for _, leaf in leaves(states)):
-        _kinds_of_state(_shared(states, clean_names(model), states), states, units[0].group)
+        _kinds_of_state(_shared_names(states, clean_names(model), states), states, units[0].group)
 
 
 def _to_load(
@@ -359,7 +361,7 @@ def _groups_of(optim: Optimizer | None, optim_input: Params | None) -> list[dict
     return listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
 
 
-def _received(unit: Unit, model: nn.Module, state_dict: StateDict | None) -> StateDict:
+def _from_first_rank(unit: Unit, model: nn.Module, state_dict: StateDict | None) -> StateDict:
     """Send the first rank's state dict to all; each rank keeps the elements that it stores."""
     from_first = [unit.group]  # groups through which the first of all ranks that share the unit reaches the others
     if unit.replicas is not None and dist.get_rank(unit.group) == 0:
@@ -473,7 +475,9 @@ def scatter_full_optim_state_dict(
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
     """As `shard_full_optim_state_dict`, of a full state dict that only the first rank has."""
-    return _to_load(model, optim, _received(units_used_below(model)[0], model, full_optim_state_dict), optim_input)
+    return _to_load(
+        model, optim, _from_first_rank(units_used_below(model)[0], model, full_optim_state_dict), optim_input
+    )
 
 
 def flatten_sharded_optim_state_dict(

@@ -34,7 +34,7 @@ def state_to_save(model: nn.Module, optim: Optimizer) -> StateDict:
     An optimizer that has not stepped yet has no state, and does not step here.
     """
     watch_state(optim)
-    convert = _kept if shards_own_state(optim) else partial(saved_state, kind=SHARDED)
+    convert = _own_state if shards_own_state(optim) else partial(saved_state, kind=SHARDED)
     return named_state(model, optim, optim.state_dict(), convert)[1]
 
 
@@ -83,7 +83,7 @@ def load_saved_state(model: nn.Module, optim: Optimizer, saved: StateDict) -> li
     return [*(names[param] for param in ordered if param in stateless), *lost]
 
 
-def _kept(_: nn.Parameter, state: State) -> State:
+def _own_state(_: nn.Parameter, state: State) -> State:
     """State that an optimizer shards itself: what is in full on the owner of a parameter is `ABSENT` on other ranks."""
     sharded = [leaf for _, leaf in leaves(state) if isinstance(leaf, ShardedTensor)]
     if not sharded or any(leaf.spec.numel for leaf in sharded):

@@ -149,7 +149,7 @@ def _dtensor_spec(mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype) -> DT
     return DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=TensorMeta(shape, strides, dtype))
 
 
-def _to(value: ShardedValue, *args: Any, **kwargs: Any) -> ShardedValue:
+def _to_device(value: ShardedValue, *args: Any, **kwargs: Any) -> ShardedValue:
     moved = value.local.to(*args, **kwargs)
     return value if moved is value.local else ShardedValue(moved, value.spec)
 
@@ -177,8 +177,8 @@ def _refuse_storage(value: ShardedValue) -> Any:
 _HANDLERS: dict[str, Callable[..., Any]] = {
     "storage": _refuse_storage,  # safetensors and peft ask for it when they write
     "data_ptr": lambda value: 0,  # it has no memory of its own; torch would take the offset of `local` for an address
-    "to": _to,
-    "cpu": lambda value, *_, **__: _to(value, "cpu"),
+    "to": _to_device,
+    "cpu": lambda value, *_, **__: _to_device(value, "cpu"),
     "detach": lambda value: value,
     "clone": lambda value, *_, **__: ShardedValue(value.local.clone(), value.spec),
     "copy_": _copy_,

@@ -54,11 +54,11 @@ def watch_state(optimizer: Optimizer, *_: Any) -> None:
     One with a true attribute `shards_own_state` is left alone: optim/owners.py shards state in another way.
     """
     if optimizer not in _watched and optimizer not in _unrelated:
-        _watch(optimizer)
+        _watch_optimizer(optimizer)
 
 
 @torch.compiler.disable  # once for each optimizer, in a step that may be compiled
-def _watch(optimizer: Optimizer) -> None:
+def _watch_optimizer(optimizer: Optimizer) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if shards_own_state(optimizer) or not any(managed(param) for param in params):
         _unrelated.add(optimizer)
@@ -118,10 +118,10 @@ def saved_state(param: nn.Parameter, state: State, kind: StateDictType | None = 
     parameter = managed(param)
     if parameter is None or (kind or settings_of(parameter.unit).state_dict_type) is LOCAL:
         return state
-    return {name: map_leaves(_value, value) for name, value in state.items()}
+    return {name: map_leaves(_saved_value, value) for name, value in state.items()}
 
 
-def _value(_: Path, value: Any) -> Any:
+def _saved_value(_: Path, value: Any) -> Any:
     if type(value) is ShardedTensor:
         return value_of(value.to_local(), value.spec)
     # DCP's stagers do not copy 0-d tensors.
@@ -136,10 +136,10 @@ def local_state(param: nn.Parameter, state: State) -> State:
     parameter = managed(param)
     if parameter is None:
         return {name: map_leaves(lambda _, leaf: full_tensor(leaf), value) for name, value in state.items()}
-    return {name: map_leaves(functools.partial(_local, parameter), value, (name,)) for name, value in state.items()}
+    return {name: map_leaves(functools.partial(_to_local, parameter), value, (name,)) for name, value in state.items()}
 
 
-def _local(parameter: ManagedParameter, path: Path, value: Any) -> Any:
+def _to_local(parameter: ManagedParameter, path: Path, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     is_scalar = value.dim() == 0 and (parameter.spec.shape or path[-1] in SCALARS)

@@ -223,7 +223,7 @@ def _fails_on_one(rank: int, root: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(directory, "_alone", fail)
+            patch.setattr(directory, "_tensor_to_write", fail)
         with pytest.raises(checkpoint.CheckpointError, match=r"saving step 2 in .*: rank 1: .*No space left"):
             checkpoint.save({"model": model}, root, 2)
     dist.barrier()
@@ -273,7 +273,7 @@ def _dies(rank: int, root: Path) -> None:
     model, _ = trained(0)
     checkpoint.save({"model": model}, root, 1)
     if rank == 1:
-        directory._alone = lambda _: os._exit(9)  # type: ignore[assignment]  # the rank dies there
+        directory._tensor_to_write = lambda _: os._exit(9)  # type: ignore[assignment]  # the rank dies there
     checkpoint.save({"model": model}, root, 2)
 
 

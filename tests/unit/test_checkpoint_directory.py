@@ -216,7 +216,7 @@ def test_only_what_is_loaded_is_checked(tmp_path: Path) -> None:
         checkpoint.load(blank(), tmp_path)
 
 
-@pytest.mark.parametrize("call", ["stage", "_alone", "describe", "commit", "prune"])
+@pytest.mark.parametrize("call", ["stage", "_tensor_to_write", "describe", "commit", "prune"])
 def test_failing_save(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever fails in a save, the last checkpoint stays, what was written goes, and the next save succeeds."""
     checkpoint.save(state(1), tmp_path, 1)
@@ -334,7 +334,7 @@ def test_the_same_step_is_committed_meanwhile(tmp_path: Path, monkeypatch: pytes
     def remove_at_once(path: Path) -> None:
         sync(path)
         if path == tmp_path:
-            directory._remove(tmp_path / "step-00000004")
+            directory._remove_checkpoint(tmp_path / "step-00000004")
 
     monkeypatch.setattr(directory, "sync_folder", remove_at_once)
     directory.commit(staged_last, tmp_path, 4)
