@@ -112,16 +112,16 @@ class Comparison:
         return [*self.differences(), *([self.note] if self.note else []), *(advice if off else [])]
 
     def __str__(self) -> str:
-        heads, cells = self._cells()
-        lines = [self._about, "", *table(["~" + heads[0], *heads[1:]], cells)]
+        heads, cells = self._heads_and_cells()
+        lines = [self._where_in_words, "", *table(["~" + heads[0], *heads[1:]], cells)]
         lines += [f"{row.system} failed: {row.failed}" for row in self.rows if row.failed is not None]
         return "\n".join([*lines, "", *self._notes]) + "\n"
 
     @property
-    def _about(self) -> str:
+    def _where_in_words(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self.where.items())
 
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
+    def _heads_and_cells(self) -> tuple[list[str], list[list[str]]]:
         unit = self.ran[0].unit if self.ran else "samples"
         heads = ["system", f"{unit}/s", "step ms", "10 to 90 %", "predicted", "waits ms", "first step s", "peak MB",
                  "first loss", "last loss", "apart"]  # fmt: skip
@@ -146,13 +146,13 @@ class Comparison:
 
     def to_html(self) -> str:
         """A page that fetches nothing."""
-        heads, cells = self._cells()
+        heads, cells = self._heads_and_cells()
         notes = [f"{row.system} failed: {row.failed}" for row in self.rows if row.failed is not None]
         notes += self._notes
         labels = [f"{row.system}: {row.label}" for row in self.rows]
         pictures = [("Speed, all ranks", bars(self.ran)), ("Loss", curves(self.ran))] if self.ran else []
         title = f"{self.where['model']}: systems side by side"
-        return page(title, self._about, heads, cells, [*notes, *labels], pictures)
+        return page(title, self._where_in_words, heads, cells, [*notes, *labels], pictures)
 
 
 # --- page and pictures ------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def page(
 def bars(rows: Sequence[Row]) -> str:
     """A bar for each row's speed, with a line from the slowest tenth of its steps to the fastest."""
     most = max((row.speed * row.step / row.low for row in rows), default=0.0)
-    parts = [_svg(720, 34 * len(rows) + 30)]
+    parts = [_svg_start(720, 34 * len(rows) + 30)]
     for at, row in enumerate(rows):
         y, width = 34 * at + 4, 430 * row.speed / most
         ends = [140 + 430 * row.speed * row.step / (most * seconds) for seconds in (row.high, row.low)]
@@ -201,7 +201,7 @@ def curves(rows: Sequence[Row]) -> str:
     finite = [loss for row in rows for loss in row.losses if abs(loss) < float("inf")]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     count, span = max(len(row.losses) for row in rows), (high - low) or 1.0
-    parts = [_svg(720, 260), f'<text x="4" y="16">{high:.3f}</text><text x="4" y="236">{low:.3f}</text>']
+    parts = [_svg_start(720, 260), f'<text x="4" y="16">{high:.3f}</text><text x="4" y="236">{low:.3f}</text>']
     for at, row in enumerate(rows):
         points = [f"{70 + 480 * step / max(1, count - 1):.1f},{10 + 220 * (high - loss) / span:.1f}"
                   for step, loss in enumerate(row.losses) if abs(loss) < float("inf")]  # fmt: skip
@@ -212,7 +212,7 @@ def curves(rows: Sequence[Row]) -> str:
     return "".join([*parts, '<text x="70" y="254" font-size="12">steps</text></svg>'])
 
 
-def _svg(width: int, height: int) -> str:
+def _svg_start(width: int, height: int) -> str:
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img" '
             f'font-family="system-ui,sans-serif" font-size="14" fill="#1f2328">'
             f'<rect width="{width}" height="{height}" fill="#fff"/>')  # fmt: skip

@@ -111,7 +111,7 @@ class Training:
         self.model, self._run = SYSTEMS[system].prepare(self, model)
         trained = [each for each in self.model.parameters() if each.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=True)
-        self._step: Run = compile_step(self.model, self.optimizer, loss_of) if system == "step" else self._loop
+        self._step: Run = compile_step(self.model, self.optimizer, loss_of) if system == "step" else self._usual_step
         self._kept = resident(trained) if system == "ddp" else 0  # its buckets of gradients, which it never frees
         self._done = 0
 
@@ -119,7 +119,7 @@ class Training:
         """What bf16 is where nothing is sharded."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.task.bf16)
 
-    def _loop(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _usual_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = self._run(*args, **kwargs)
         loss.backward()
         self.optimizer.step()
@@ -139,7 +139,7 @@ class Training:
         given = batch_of(self.given, self.example_inputs, self.task.batch, self.task.sequence, draws=True)
         return tree_map(lambda each: each.to(self.device) if isinstance(each, Tensor) else each, given)
 
-    def _clock(self) -> float:
+    def _synchronized_time(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
@@ -153,9 +153,9 @@ class Training:
         for number, batch in enumerate(batches):
             if number == warm and self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            begin = self._clock()
+            begin = self._synchronized_time()
             losses.append(self.step(batch))
-            seconds.append(self._clock() - begin)
+            seconds.append(self._synchronized_time() - begin)
         mean = torch.stack(losses).float()
         dist.all_reduce(mean)
         first = next((each for each in (*batches[0][0], *batches[0][1].values()) if isinstance(each, Tensor)), None)
@@ -166,13 +166,13 @@ class Training:
             seconds=seconds[warm:],
             losses=(mean / dist.get_world_size()).tolist(),
             first=seconds[0] if is_first else None,
-            peak=self._peak() if looks else None,
+            peak=self._peak_bytes() if looks else None,
             unit=unit,
             number=number * dist.get_world_size(),
-            waits=self._waits() if looks else None,
+            waits=self._seconds_waited() if looks else None,
         )
 
-    def _waits(self) -> float | None:
+    def _seconds_waited(self) -> float | None:
         """Of a step, the median of some."""
         if self.device.type != "cpu" or dist.get_world_size() == 1:  # on a GPU streams wait, and not the host
             return None
@@ -184,7 +184,7 @@ class Training:
         dist.all_reduce(mean)
         return mean.item() / dist.get_world_size()
 
-    def _peak(self) -> int:
+    def _peak_bytes(self) -> int:
         """Bytes alive at most in a step: by the allocator; on the CPU what stays, and what more steps allocate."""
         if self.device.type == "cuda":
             bytes_alive = torch.cuda.max_memory_allocated()
@@ -221,7 +221,7 @@ def _with_loss(run: Run) -> Run:
     return lambda *args, **kwargs: loss_of(run(*args, **kwargs))
 
 
-def _eager(training: Training, model: nn.Module) -> tuple[nn.Module, Run]:
+def _make_eager(training: Training, model: nn.Module) -> tuple[nn.Module, Run]:
     task = training.task
     precision = MixedPrecision(torch.bfloat16, torch.float32) if task.bf16 else None
     wire = Wire(task.wire_gather, task.wire_reduce) if task.wire_gather or task.wire_reduce else None
@@ -230,8 +230,8 @@ def _eager(training: Training, model: nn.Module) -> tuple[nn.Module, Run]:
     return model, _with_loss(model)
 
 
-def _compiled(training: Training, model: nn.Module) -> tuple[nn.Module, Run]:
-    _eager(training, model)
+def _make_compiled(training: Training, model: nn.Module) -> tuple[nn.Module, Run]:
+    _make_eager(training, model)
     return model, _with_loss(torch.compile(model))
 
 
@@ -255,12 +255,12 @@ def _fsdp2_compiled(training: Training, model: nn.Module) -> tuple[nn.Module, Ru
     return _fsdp2(training, model)
 
 
-def _ddp(training: Training, model: nn.Module) -> tuple[nn.Module, Run]:
+def _make_ddp(training: Training, model: nn.Module) -> tuple[nn.Module, Run]:
     replicated = DistributedDataParallel(model.to(training.device), gradient_as_bucket_view=True)
     return replicated, _in_autocast(training, torch.compile(replicated))
 
 
-def _unsharded(training: Training, model: nn.Module) -> tuple[nn.Module, Run]:
+def _make_unsharded(training: Training, model: nn.Module) -> tuple[nn.Module, Run]:
     return model.to(training.device), _in_autocast(training, torch.compile(model))
 
 
@@ -274,13 +274,13 @@ def _in_autocast(training: Training, run: Run) -> Run:
 
 FSDP2 = {"runtime": "fsdp2"}
 SYSTEMS = {
-    "eager": System("fully_shard(model)", _eager, {"compiled": False}),
-    "compiled": System("torch.compile(fully_shard(model))", _compiled),
-    "step": System("compile_step(fully_shard(model), optimizer)", _eager, {"compile_step": True}),
+    "eager": System("fully_shard(model)", _make_eager, {"compiled": False}),
+    "compiled": System("torch.compile(fully_shard(model))", _make_compiled),
+    "step": System("compile_step(fully_shard(model), optimizer)", _make_eager, {"compile_step": True}),
     "fsdp2": System("torch's fully_shard of each block, and of the model", _fsdp2, {**FSDP2, "compiled": False}),
     "fsdp2-compiled": System("the same, each block compiled", _fsdp2_compiled, FSDP2),
-    "ddp": System("torch.compile(DistributedDataParallel(model))", _ddp, {**FSDP2, "strategy": "NO_SHARD"}),
-    "unsharded": System("torch.compile(model): each rank for itself", _unsharded, {"world_size": 1}, shares=False),
+    "ddp": System("torch.compile(DistributedDataParallel(model))", _make_ddp, {**FSDP2, "strategy": "NO_SHARD"}),
+    "unsharded": System("torch.compile(model): each rank for itself", _make_unsharded, {"world_size": 1}, shares=False),
 }
 OURS = ("eager", "compiled", "step")
 """Those of this package."""

@@ -22,7 +22,7 @@ from fsdp_compile.tools.files import load_factory
 JOINING = timedelta(seconds=300)
 
 
-def _join(spec: Spec, device: torch.device) -> None:
+def _join_group(spec: Spec, device: torch.device) -> None:
     store = dist.TCPStore(spec.host, spec.port, is_master=False, timeout=JOINING)
     backend, on = "gloo", None
     if device.type == "cuda":
@@ -45,7 +45,7 @@ def main() -> None:
     spec = Spec(**{**told, "task": Task(**told["task"])})
     device = torch.device(spec.task.device)
     try:
-        _join(spec, device)
+        _join_group(spec, device)
         training = Training(spec.system, *load_factory(spec.factory), spec.task)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0

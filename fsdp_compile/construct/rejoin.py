@@ -35,16 +35,16 @@ def join_divided(model: nn.Module, mixin: type) -> None:
     for module in divided:
         settings = module._fsdp_runtime.settings
         ignored = Ignored(module._fsdp.ignored_modules, module._fsdp.ignored_params)
-        _undo(module)
+        _unshard_below(module)
         settings = replace(settings, param_init_fn=None, sync_module_states=False, shard_placement_fn=None)
         for prepared in prepare_units(module, {module: settings}, ignored):
             make_unit(module, prepared, ignored, mixin)
 
 
-def _undo(module: nn.Module) -> None:
+def _unshard_below(module: nn.Module) -> None:
     """Give `module` and all below full parameters and their own classes."""
     for unit in units_gathered_below(module):
-        full = [_full(param) for param in unit.params]
+        full = [_full_parameter(param) for param in unit.params]
         for flat in unit.flats:
             flat.release()
         for param, values in zip(unit.params, full, strict=True):
@@ -61,7 +61,7 @@ def _undo(module: nn.Module) -> None:
     put_back(module)
 
 
-def _full(param: nn.Parameter) -> nn.Parameter:
+def _full_parameter(param: nn.Parameter) -> nn.Parameter:
     """A parameter of its own memory with all elements of `param`, or of the local tensor where it was a DTensor."""
     spec = param.spec  # type: ignore[attr-defined]  # of a unit
     values = (

@@ -180,7 +180,7 @@ def materialize(
                     for tensor in absent.values():
                         empty = torch.empty_like(tensor, device=device)
                         is_param = isinstance(tensor, nn.Parameter)
-                        _become(tensor, nn.Parameter(empty, tensor.requires_grad) if is_param else empty)
+                        _turn_into(tensor, nn.Parameter(empty, tensor.requires_grad) if is_param else empty)
                     module.reset_parameters()  # type: ignore[operator]  # must_stay_on_meta has found it
         except Exception as error:
             warn_caller(
@@ -208,15 +208,15 @@ def _stand_ins(module: nn.Module, absent: dict[str, Tensor]) -> Iterator[None]:
             copy = nn.Parameter(copy, tensor.requires_grad)
             marks = vars(tensor).items()  # that an initialiser may look at
             vars(copy).update((name, mark) for name, mark in marks if name not in ATTRIBUTES)
-        _registry(module, name)[name] = copy
+        _registry_of(module, name)[name] = copy
     try:
         yield
     finally:
         for name, tensor in present.items():
-            _registry(module, name)[name] = tensor
+            _registry_of(module, name)[name] = tensor
 
 
-def _registry(module: nn.Module, name: str) -> dict[str, Any]:
+def _registry_of(module: nn.Module, name: str) -> dict[str, Any]:
     return module._parameters if name in module._parameters else module._buffers
 
 
@@ -249,11 +249,11 @@ def _keep_identity(path: str, module: nn.Module, name: str, tensor: Tensor, devi
     if initialized is not tensor:
         if isinstance(initialized, nn.Parameter):
             initialized.requires_grad_(tensor.requires_grad)
-        _become(tensor, initialized)
-        _registry(module, name)[name] = tensor
+        _turn_into(tensor, initialized)
+        _registry_of(module, name)[name] = tensor
 
 
-def _become(tensor: Tensor, other: Tensor) -> None:
+def _turn_into(tensor: Tensor, other: Tensor) -> None:
     """Make `tensor` what `other` is: a meta tensor cannot be given another device's data in place."""
     for key, value in vars(tensor).items():
         vars(other).setdefault(key, value)

@@ -37,11 +37,11 @@ def chosen_wires(
         return []
     units = list(units)
     named = [(unit, f"{unit.path}.{name}".lstrip("."), param) for unit in units for name, param in unit.params]
-    choose = _chooser(wire, [name for _, name, _ in named])
-    found = [(unit, name, param, _wire(choose(name), open_wire)) for unit, name, param in named]
+    choose = _choice_by_name(wire, [name for _, name, _ in named])
+    found = [(unit, name, param, _checked_choice(choose(name), open_wire)) for unit, name, param in named]
     for unit, name, param, chosen in found:
         if chosen is not None:
-            _check(unit, name, param, chosen)
+            _check_sendable(unit, name, param, chosen)
     return [(param, chosen) for _, _, param, chosen in found]
 
 
@@ -61,7 +61,7 @@ def set_wires(wires: Iterable[tuple[nn.Parameter, AnyWire]]) -> None:
         set_wire(param, wire)
 
 
-def _chooser(wire: WireArgument, names: list[str]) -> Callable[[str], Choice]:
+def _choice_by_name(wire: WireArgument, names: list[str]) -> Callable[[str], Choice]:
     if isinstance(wire, Mapping):
         patterns = dict(wire)
         for pattern in patterns:
@@ -76,7 +76,7 @@ def _chooser(wire: WireArgument, names: list[str]) -> Callable[[str], Choice]:
     return lambda _: wire
 
 
-def _wire(choice: Any, open_wire: OpenWire) -> AnyWire:
+def _checked_choice(choice: Any, open_wire: OpenWire) -> AnyWire:
     if choice is None or isinstance(choice, Wire):
         return choice
     if isinstance(choice, str):
@@ -84,7 +84,7 @@ def _wire(choice: Any, open_wire: OpenWire) -> AnyWire:
     raise TypeError(f"wire: expected a format, a Wire or None, found a {type(choice).__name__}")
 
 
-def _check(unit: PreparedUnit, name: str, param: nn.Parameter, wire: Wire | OpenWire) -> None:
+def _check_sendable(unit: PreparedUnit, name: str, param: nn.Parameter, wire: Wire | OpenWire) -> None:
     """Raise ValueError if `param`, called `name`, cannot be sent as `wire` says."""
     settings, precision = unit.settings, unit.settings.precision
     computed = precision.param_dtype or param.dtype

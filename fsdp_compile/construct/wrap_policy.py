@@ -37,8 +37,8 @@ def collect_ignored(
         raise ValueError(f"module: torch has sharded this {type(model).__name__} already; shard it once")
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError("ignored_modules and ignored_states: pass only one of them; ignored_states takes both kinds")
-    modules = _listed("ignored_modules", ignored_modules)
-    states = _listed("ignored_states", ignored_states)
+    modules = _as_list("ignored_modules", ignored_modules)
+    states = _as_list("ignored_states", ignored_states)
     has_params = any(isinstance(state, nn.Parameter) for state in states)
     _check_all("ignored_modules", modules, nn.Module, "modules")
     _check_all("ignored_states", states, nn.Parameter if has_params else nn.Module, "modules only or parameters only")
@@ -64,7 +64,7 @@ def collect_ignored(
     )
 
 
-def _listed(name: str, values: Any) -> list[Any]:
+def _as_list(name: str, values: Any) -> list[Any]:
     try:
         return list(() if values is None else values)
     except TypeError:

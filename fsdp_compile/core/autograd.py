@@ -241,9 +241,9 @@ class ShardBinding:
 
     def record(self) -> None:
         """Record where the parameters lie now."""
-        self._where = self._now()
+        self._where = self._local_tensors()
 
-    def _now(self) -> list[Any]:  # at every forward: no more than one attribute for each parameter
+    def _local_tensors(self) -> list[Any]:  # at every forward: no more than one attribute for each parameter
         return list(map(_LOCAL, self.params))
 
     def is_bound(self) -> bool:
@@ -252,7 +252,7 @@ class ShardBinding:
 
     def unbound(self) -> list[int]:
         """Indices of the parameters that no longer lie in the shard."""
-        pairs = enumerate(zip(self._now(), self._where, strict=True))
+        pairs = enumerate(zip(self._local_tensors(), self._where, strict=True))
         return [index for index, (now, before) in pairs if now is not before]
 
     def check_bound(self) -> None:
@@ -309,7 +309,7 @@ class ShardBinding:
                 earlier = self.reduction.flat_gradient  # of a backward pass within this one
                 self.reduction.flat_gradient = grad if earlier is None else earlier.add_(grad)
                 return [None] * len(self.params)
-            grads = self._sharded(grad)
+            grads = self._split_gradient(grad)
             if not passes_by:
                 chosen = map(operator.and_, wanted, trains)
                 return [each if own else None for each, own in zip(grads, chosen, strict=True)]
@@ -322,10 +322,10 @@ class ShardBinding:
         """Turn the flat gradient that the reduction has kept into gradients of the parameters."""
         grad, self.reduction.flat_gradient = self.reduction.flat_gradient, None
         if grad is not None:
-            for param, each in zip(self.params, self._sharded(grad), strict=True):
+            for param, each in zip(self.params, self._split_gradient(grad), strict=True):
                 param.grad = each
 
-    def _sharded(self, grad: Tensor) -> list[ShardedTensor]:
+    def _split_gradient(self, grad: Tensor) -> list[ShardedTensor]:
         return ShardedTensor.of_each(FlatGradient(grad, self._specs, self.splitter.split_stored))
 
     def has_gradients(self) -> bool:

@@ -49,7 +49,7 @@ class BackwardPass:
         """Call what was left to the end, and what that leaves to it."""
         while self._last:
             self._last.popleft()[0]()
-        self._forget()
+        self._forget_results()
 
     def fail(self) -> None:
         """Undo what was left to an end that does not come."""
@@ -57,9 +57,9 @@ class BackwardPass:
             _, if_failed = self._last.popleft()
             if if_failed is not None:
                 if_failed()
-        self._forget()
+        self._forget_results()
 
-    def _forget(self) -> None:  # others may keep this object, to compare it
+    def _forget_results(self) -> None:  # others may keep this object, to compare it
         self.begun.clear()
         self.results.clear()
         self._asked_once.clear()
@@ -76,7 +76,7 @@ def running_backward() -> BackwardPass | None:
     running = _running.get(number)
     if running is None:
         running = _running[number] = BackwardPass()
-        call_after_backward(partial(_end, number), if_failed=partial(_fail, number))
+        call_after_backward(partial(_end_pass, number), if_failed=partial(_fail_pass, number))
     return running
 
 
@@ -88,16 +88,16 @@ def at_end_of_backward(call: Callable[[], Any]) -> None:
     backward.at_end(call)
 
 
-def _end(number: int) -> None:
+def _end_pass(number: int) -> None:
     try:
         _running[number].end()
     except BaseException:
-        _fail(number)
+        _fail_pass(number)
         raise
     del _running[number]
 
 
-def _fail(number: int) -> None:
+def _fail_pass(number: int) -> None:
     running = _running.pop(number, None)
     if running is not None:
         running.fail()

@@ -108,7 +108,7 @@ class FlatParam:
         return views
 
     @cached_property
-    def _windows(self) -> tuple[list[int], list[tuple[int, tuple[int, ...] | None]]]:
+    def _view_windows(self) -> tuple[list[int], list[tuple[int, tuple[int, ...] | None]]]:
         """The sizes of all segments; and for each parameter with elements its segment, and its shape if not 1-D."""
         segments, shapes = self.layout.segments, self.layout.shapes
         at = [(place, shapes[each.parameter]) for place, each in enumerate(segments) if each.parameter is not None]
@@ -116,7 +116,7 @@ class FlatParam:
 
     def views(self, full: Tensor) -> list[Tensor]:
         """As `view_parameters`, with as few operators as there can be: at every forward."""
-        sizes, windows = self._windows
+        sizes, windows = self._view_windows
         if len(windows) < len(self.params):  # some are without elements
             return view_parameters(full, self.layout.text)
         cut = full.split_with_sizes(sizes)
@@ -130,7 +130,7 @@ class FlatParam:
             parts = [zeros(n) if part is None else part for n, part in zip(sizes, parts, strict=True)]
             parts = [part.to_dense() if part.is_sparse else part for part in parts]
         segments = self.layout.segments
-        if not len(segments) == len(self._windows[1]) == len(parts):
+        if not len(segments) == len(self._view_windows[1]) == len(parts):
             if (dtype, device) not in self._paddings:  # made once: their only reader is the stream that first packs
                 numels = [each.numel for each in segments if each.parameter is None]
                 self._paddings[dtype, device] = [torch.zeros(n, dtype=dtype, device=device) for n in numels]

@@ -137,7 +137,7 @@ def take_apart(model: nn.Module, inner: Mapping[nn.Parameter, InnerParams]) -> N
     for module in model.modules() if inner else ():
         for name, param in list(module._parameters.items()):
             if param is not None and param in inner:
-                _replace(module, {name: inner[param].named(name)})
+                _replace_parameters(module, {name: inner[param].named(name)})
                 module.__dict__["_fsdp_recipes"] = {**recipes_of(module), name: inner[param].recipe}
 
 
@@ -151,11 +151,11 @@ def put_back(model: nn.Module) -> None:
             if params not in made:
                 together = recipe.put_together(iter(each.detach() for each in params if each is not None))
                 made[params] = nn.Parameter(together, requires_grad=False)
-            _replace(module, {names[0]: [(name, made[params])], **{each: [] for each in names[1:]}})
+            _replace_parameters(module, {names[0]: [(name, made[params])], **{each: [] for each in names[1:]}})
         module.__dict__.pop("_fsdp_recipes", None)
 
 
-def _replace(module: nn.Module, new: Mapping[str, Sequence[tuple[str, nn.Parameter]]]) -> None:
+def _replace_parameters(module: nn.Module, new: Mapping[str, Sequence[tuple[str, nn.Parameter]]]) -> None:
     # The order of the module's parameters stays.
     held = list(module._parameters.items())
     module._parameters.clear()

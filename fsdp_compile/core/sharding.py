@@ -164,7 +164,7 @@ def add_lookups(module: nn.Module, params: dict[str, tuple[Unit, int]], mixin: t
         unit.locations.add(index, module, stored_parameters(module), name)
     module.__dict__["_fsdp_units"] = tuple(units)
     constants = getattr(type(module), "_fsdp_traced_constants", ())
-    _swap(module, tuple(lookups), getattr(type(module), "_fsdp_mixin", mixin), constants)
+    _swap_class(module, tuple(lookups), getattr(type(module), "_fsdp_mixin", mixin), constants)
 
 
 def swap_class(module: nn.Module, mixin: Any) -> None:
@@ -172,12 +172,12 @@ def swap_class(module: nn.Module, mixin: Any) -> None:
     If `mixin` has `wrap_forward`, that wraps the original forward, and `wrap_call` the call of hooks and forward.
     """
     constants = tuple(text for unit in units_gathered_below(module) for text in unit.traced_constants)
-    _swap(module, getattr(type(module), "_fsdp_lookups", ()), mixin, constants)
+    _swap_class(module, getattr(type(module), "_fsdp_lookups", ()), mixin, constants)
     mark_as_sharded(module)
     mixin.on_swap(module)
 
 
-def _swap(module: nn.Module, lookups: tuple[Lookup, ...], mixin: type, constants: tuple[str, ...]) -> None:
+def _swap_class(module: nn.Module, lookups: tuple[Lookup, ...], mixin: type, constants: tuple[str, ...]) -> None:
     names = tuple((name, tuple(inner_names(name, recipe))) for name, recipe in recipes_of(module).items())
     found = _names_in_units(module, lookups)
     stored = (
@@ -210,7 +210,7 @@ def _look_up_again(module: nn.Module) -> None:
     """Let `module` find in units what it stores now, after parameters were removed or put back."""
     cls: Any = type(module)
     if _names_in_units(module, cls._fsdp_lookups) != cls._fsdp_found:
-        _swap(module, cls._fsdp_lookups, cls._fsdp_mixin, cls._fsdp_traced_constants)
+        _swap_class(module, cls._fsdp_lookups, cls._fsdp_mixin, cls._fsdp_traced_constants)
 
 
 @functools.cache
@@ -238,7 +238,7 @@ def _swapped_class(
         namespace |= RNN_WITHOUT_LIST
     namespace |= {"_fsdp_original": original, "_fsdp_lookups": lookups, "_fsdp_found": found}
     namespace |= {"_fsdp_mixin": mixin, "_fsdp_traced_constants": constants}
-    namespace |= {"__new__": staticmethod(functools.partial(_new, original)), "__doc__": original.__doc__}
+    namespace |= {"__new__": staticmethod(functools.partial(_make_original, original)), "__doc__": original.__doc__}
     namespace |= {"__module__": original.__module__, "__qualname__": original.__qualname__}
     if not hasattr(mixin, "wrap_forward"):
         return type(original.__name__, (mixin, original), namespace)
@@ -247,7 +247,7 @@ def _swapped_class(
     return type("FSDP" + original.__name__, (mixin, original), namespace)
 
 
-def _new(original: Any, cls: type[nn.Module], *args: Any, **kwargs: Any) -> Any:
+def _make_original(original: Any, cls: type[nn.Module], *args: Any, **kwargs: Any) -> Any:
     """What calling a swapped class makes: an instance of the original one, as when a sharded `Sequential` is sliced.
     Copying and unpickling call this without arguments.
     """
@@ -378,7 +378,7 @@ def get_parameter(module: nn.Module, target: str) -> Any:
     return nn.Module.get_parameter(module, target) if shown is None else shown
 
 
-def _readable(unit: Unit) -> list[Tensor] | None:
+def _readable_params(unit: Unit) -> list[Tensor] | None:
     """The unsharded parameters of `unit` if its forward or backward runs; None in hooks behind accumulated gradients,
     which look for the parameters that have them.
     """
@@ -400,7 +400,7 @@ def _shown_parameters(lookups: tuple[Lookup, ...], found: frozenset[str]) -> pro
         code += f"    if views is not None:\n        shown = (shown or {{}}) | {{{items}}}\n"
     code += "    stored = module._fsdp_parameters\n    if shown is None:\n        return stored\n"
     code += "    return Shown(module, {name: shown[name] if name in shown else stored[name] for name in stored})\n"
-    scope: dict[str, Any] = {"readable": _readable, "Shown": ShownParameters}
+    scope: dict[str, Any] = {"readable": _readable_params, "Shown": ShownParameters}
     exec(code, scope)
     return property(scope["show"], _store_parameters)
 

@@ -100,7 +100,7 @@ def check_read(tracing: Any) -> None:
 
 def note_read(tracing: Any) -> None:
     """Note what the graph has gathered for that: the flat parameters of the local variable `unit`."""
-    for node in _unshards(graph_so_far())[-len(traced_variable(tracing, "unit").value.flats) :]:
+    for node in _unshard_nodes(graph_so_far())[-len(traced_variable(tracing, "unit").value.flats) :]:
         node.meta[_READ_AT] = reading_place(tracing)
 
 
@@ -118,7 +118,7 @@ def check_finished_graph(tracing: Any) -> None:
             f"forward changes parameter {unit.written} of its own unit, so it runs eagerly; leave out fullgraph=True, "
             f"change the parameter outside of forward, use a buffer instead, or name it in ignored_params"
         )
-    for node, flat in zip(_unshards(graph_so_far())[-len(unit.flats) :], unit.flats, strict=True):
+    for node, flat in zip(_unshard_nodes(graph_so_far())[-len(unit.flats) :], unit.flats, strict=True):
         node.meta[_FLAT] = unit, flat
     call_with_graph(_check_gathered)
     call_with_graph(set_inductor)
@@ -137,7 +137,7 @@ def _check_gathered(graph: torch.fx.GraphModule) -> None:
         written.setdefault(_storage(each), int(plain_within(each).storage_offset()))
     leaving = set(map(_storage, _fakes(graph.graph.output_node().all_input_nodes)))
     again = False
-    for node in _unshards(nodes):
+    for node in _unshard_nodes(nodes):
         storage, gathered = _storage(node.meta["example_value"]), node.meta.pop(_FLAT, None)  # the graph outlives units
         if _READ_AT in node.meta and (storage in written or storage in leaving):
             code, instruction = node.meta[_READ_AT]
@@ -151,7 +151,7 @@ def _check_gathered(graph: torch.fx.GraphModule) -> None:
         trace_again("a sharded parameter is changed, or was read and leaves the graph")
 
 
-def _unshards(nodes: Iterable[torch.fx.Node]) -> list[torch.fx.Node]:
+def _unshard_nodes(nodes: Iterable[torch.fx.Node]) -> list[torch.fx.Node]:
     return [node for node in nodes if node.target is torch.ops.fsdp_flat.unshard.default]
 
 

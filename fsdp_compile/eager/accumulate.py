@@ -104,7 +104,7 @@ class AccumulatedGradient:
             elif shown is None or not param.requires_grad:
                 continue
             if grad is None:
-                self._clear(flat, index)
+                self._clear_parameter(flat, index)
                 self.shown[index], self.unused = None, self.unused | {index}
             elif grad is not shown:
                 if type(grad) is ShardedTensor:
@@ -118,11 +118,11 @@ class AccumulatedGradient:
             elif grad._version != self.versions[index]:
                 self.versions[index] = grad._version
                 if (self.hidden[index] is not None or self.sums is not None) and not grad.any():
-                    self._clear(flat, index)
+                    self._clear_parameter(flat, index)
                 else:
                     self._check_assignable(flat, index)
 
-    def _clear(self, flat: FlatParam, index: int) -> None:
+    def _clear_parameter(self, flat: FlatParam, index: int) -> None:
         for part in [self.total] if self.sums is None else self.sums.parts():
             view_parameters(part, flat.layout.text)[index].zero_()
         self.hidden[index] = None
@@ -149,7 +149,7 @@ def accumulate(unit: Unit, flat: FlatParam, packed: Tensor) -> None:
     RuntimeError in `torch.autograd.grad` of a parameter.
     """
     _leave_out_unasked(flat, packed)
-    leaf = _microbatch(unit) if unit.settings.same_bits else 0
+    leaf = _microbatch_index(unit) if unit.settings.same_bits else 0
     if flat.accumulated is not None:
         flat.accumulated.add(flat, packed, leaf)
         return
@@ -203,7 +203,7 @@ def _leave_out_unasked(flat: FlatParam, packed: Tensor) -> None:
 
 def join_accumulated(unit: Unit, flat: FlatParam, packed: Tensor) -> Tensor:
     """The sum of `packed`, which may be overwritten, and the accumulated gradients, 1-D, to be reduced now."""
-    leaf = _microbatch(unit) if unit.settings.same_bits else 0
+    leaf = _microbatch_index(unit) if unit.settings.same_bits else 0
     if unit.settings.same_bits:
         _check_tree(leaf + 1)
     accumulated = take_accumulated(flat)
@@ -238,7 +238,7 @@ def take_accumulated(flat: FlatParam) -> AccumulatedGradient | None:
     return accumulated
 
 
-def _microbatch(unit: Unit) -> int:
+def _microbatch_index(unit: Unit) -> int:
     """Which microbatch of its step the running backward pass is. A step begins where nothing is accumulated."""
     queue = unit.reduces_in_flight
     queue.microbatches = queue.microbatches or Microbatches()

@@ -33,7 +33,7 @@ def use_error_feedback(units: Iterable[Unit]) -> None:
     """Let those of `units` whose wires ask for it keep residuals from now on."""
     for unit in units:
         if any(map(_keeps_residual, unit.flats)):
-            unit.set_comm_hook((None, _reduce), _reduce_by, compresses=False)
+            unit.set_comm_hook((None, _reduce_with_residual), _reduce_by, compresses=False)
 
 
 def _keeps_residual(flat: FlatParam) -> bool:
@@ -55,7 +55,7 @@ def _reduce_by(unit: Unit, flat: FlatParam, _state: Any, reduce: Any, packed: Te
     return mean if unit.divisor is None else mean.mul_(unit.group_size * replicas / unit.divisor)
 
 
-def _reduce(unit: Unit, flat: FlatParam, packed: Tensor) -> Tensor:
+def _reduce_with_residual(unit: Unit, flat: FlatParam, packed: Tensor) -> Tensor:
     ((hop,), _), ranks = hops_of(flat.wire, unit.stages), unit.group_size
     values = packed.float() if packed.dtype != torch.float32 else packed
     if flat.residual is not None:

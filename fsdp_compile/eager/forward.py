@@ -61,7 +61,7 @@ def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwarg
             return eager_forward(module, forward, args, kwargs, _UNTRACED)
         if not module._fsdp.in_hooked_call:
             args, kwargs = prepare_inputs(module, args, kwargs)
-            return cast_outputs(module, _traced(module, forward, args, kwargs))
+            return cast_outputs(module, _run_traced(module, forward, args, kwargs))
         return cast_outputs(module, forward(module, *args, **kwargs))
     finally:
         pass
@@ -92,7 +92,7 @@ def eager_forward(
             if split := steps.split_flats(module):
                 return _run_with_flats(module, split, run, args, kwargs)
         if steps.in_backward():
-            return _recomputed(module, run, args, kwargs, compiled)
+            return _run_again(module, run, args, kwargs, compiled)
         if sharding.is_root and steps.is_inside_itself(module):
             return run(*args, **kwargs)
         opened: list[UnshardedUnit] = []
@@ -174,7 +174,7 @@ class CheckParams:
             # Written out, not a method: this function is not traced, but Dynamo would compile what it calls.
             gathers_itself = self._compiled_call_impl is not None and self._fsdp.is_root
             if gathers_itself or dynamo_is_active():  # else the eager runtime gathers, which checks too
-                _prepare(self)
+                _prepare_forward(self)
             own = vars(self).get("forward")
             if own is not None and not hasattr(own, "gathers"):
                 gather_around_own_forward(self)
@@ -222,7 +222,7 @@ def gather_around_own_forward(module: nn.Module) -> None:
 
 
 @torch.compiler.disable
-def _prepare(module: Any) -> None:
+def _prepare_forward(module: Any) -> None:
     """Apply what users did to parameters; free what was gathered for an eager forward. Raises as `refresh` does."""
     if in_backward():  # a forward that is recomputed: what the first one found is in force
         return
@@ -253,12 +253,12 @@ def _check_before_runs(tracing: Any) -> None:
 
 def _is_prepared(module: Any) -> bool:
     """Prepare `module` for a compiled forward; whether graphs from before still hold: the same parameters train."""
-    trained = _trained(module)
-    _prepare(module)
-    return trained == _trained(module)
+    trained = _which_train(module)
+    _prepare_forward(module)
+    return trained == _which_train(module)
 
 
-def _trained(module: Any) -> list[bool]:
+def _which_train(module: Any) -> list[bool]:
     return [flat.trains for unit in module._fsdp.units_below for flat in unit.flats]
 
 
@@ -300,7 +300,7 @@ def _computes_summoned(unit: Unit, full_precision: bool) -> bool:
     return all(unit.compute_dtype(flat, full_precision) == flat.shard.dtype for flat in unit.flats)
 
 
-def _hide(module: Any, opened: list[UnshardedUnit], error: BaseException | None = None) -> None:
+def _hide_units(module: Any, opened: list[UnshardedUnit], error: BaseException | None = None) -> None:
     """Hide the units from module code: the forward has ended, or failed with `error`."""
     runtime: Runtime = module._fsdp_runtime
     try:
@@ -330,7 +330,7 @@ def _post_forward(module: Any, opened: list[UnshardedUnit], inputs: tuple, outpu
             gathered.hold()
         with outside_of_transforms():
             return _post_forward(module, opened, (), None)  # the transform's own tensors take no hooks
-    _hide(module, opened)
+    _hide_units(module, opened)
     heard = module._fsdp_runtime.heard
     for gathered in opened:
         with profiled("post", gathered.unit.path):
@@ -368,11 +368,11 @@ def _split_flats(module: Any) -> list[Unit]:
     return units
 
 
-_DIRECT = _Steps(in_backward, _split_flats, _is_inside_itself, _pre_forward, _post_forward, _hide)
+_DIRECT = _Steps(in_backward, _split_flats, _is_inside_itself, _pre_forward, _post_forward, _hide_units)
 _UNTRACED = _Steps(*map(torch.compiler.disable, _DIRECT))
 
 
-def _recomputed(
+def _run_again(
     module: Any, run: Callable[..., Any], args: tuple, kwargs: Any, compiled: Callable[..., Any] | None
 ) -> Any:
     """Run the forward again within backward, with all units unsharded."""
@@ -440,7 +440,7 @@ def _run_with_flats(module: Any, units: list[Unit], run: Callable[..., Any], arg
             unit.unsharded_params = None
 
 
-def _traced(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run_traced(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     while_tracing(_gather_around_own_forwards)
     units = []
     for unit in module._fsdp.traced_units:

@@ -112,14 +112,14 @@ class NextForward:
         try:
             with direct.offered(gathers) as offer:
                 yield
-            self._note(offer)
+            self._note_gathers(offer)
         finally:
             for answer in answers:
                 answer()  # where the forward took nothing, it has not waited for it
             for each in started:
                 each.drop()
 
-    def _note(self, offer: direct.Offer) -> None:
+    def _note_gathers(self, offer: direct.Offer) -> None:
         """What the next forward will gather, if it is like the one that has ended."""
         self._gathered.clear()
         asked = list(offer.asked)

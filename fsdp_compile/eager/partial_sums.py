@@ -69,16 +69,16 @@ class PartialSums:
     def _complete_leaf(self) -> None:
         if self._leaf is not None:
             (first, total), self._leaf = self._leaf, None
-            self._raise(before=first)
-            self._push(first, 0, total)
+            self._raise_subtrees(before=first)
+            self._push_subtree(first, 0, total)
 
-    def _raise(self, before: int) -> None:
+    def _raise_subtrees(self, before: int) -> None:
         """Let subtrees become their parents if these end before leaf `before`: their right siblings have no leaves."""
         while self._complete and (top := self._complete[-1])[0] + (2 << top[1]) <= before:
             first, height, total = self._complete.pop()
-            self._push(first, height + 1, total.add_(0.0))
+            self._push_subtree(first, height + 1, total.add_(0.0))
 
-    def _push(self, first: int, height: int, total: Tensor) -> None:
+    def _push_subtree(self, first: int, height: int, total: Tensor) -> None:
         """Add a subtree, and join it with the siblings to the left that it completes."""
         while first >> height & 1:
             first -= 1 << height
@@ -106,6 +106,6 @@ class PartialSums:
     def finish(self, leaves: int) -> Tensor:
         """The sum of the tree of so many leaves, 1-D."""
         self._complete_leaf()
-        self._raise(before=2 * leaves - 1)
+        self._raise_subtrees(before=2 * leaves - 1)
         [(_, _, total)] = self._complete
         return total

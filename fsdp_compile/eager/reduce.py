@@ -133,7 +133,7 @@ def reduce_or_accumulate(
         settle_after_backward(unit)
         packed = join_accumulated(unit, flat, packed)
     reduction, offload, options = flat.reduction, unit.settings.offload, unit.options
-    _begin(unit, flat)
+    _begin_reduction(unit, flat)
     reduction.wait()
     reduction.full_precision = full_precision
     if unit.comm_hook is not None or offload:  # else the collective holds `packed` until compute has waited
@@ -182,7 +182,7 @@ def reduce_or_accumulate(
     return result if update is None else None
 
 
-def _begin(unit: Unit, flat: FlatParam) -> None:
+def _begin_reduction(unit: Unit, flat: FlatParam) -> None:
     """Note that the running backward pass reduces; RuntimeError if it has before and sums have an order."""
     if flat.reduction.begin_in_backward() and unit.settings.same_bits:
         raise RuntimeError(
@@ -284,7 +284,7 @@ def abandon_gradients(unit: Unit) -> None:
 # counts.
 
 
-def _living(flat_param_id: Tensor) -> tuple[Unit, FlatParam]:
+def _living_flat(flat_param_id: Tensor) -> tuple[Unit, FlatParam]:
     flat = find_flat_param(flat_param_id)
     managed = unit_of(flat.params[0]) if flat is not None else None
     if flat is None or managed is None:
@@ -297,7 +297,7 @@ def _defer_reduce(
     packed: Tensor, flat_param_id: Tensor, layout: str, owned: bool = False, *, unused: Sequence[int] = ()
 ) -> Tensor:
     """Accumulate or reduce `packed`; if `owned`, nothing else reads or writes it from now on."""
-    unit, flat = _living(flat_param_id)
+    unit, flat = _living_flat(flat_param_id)
     full_precision = packed.dtype != unit.sent_dtype(flat)
     mine = packed if owned else packed.clone()
     note_unused(flat, unused)
@@ -309,7 +309,7 @@ def _defer_reduce(
 @torch.library.impl("fsdp_flat::update_shard", "default")
 def _update_shard(grad: Tensor, flat_param_id: Tensor, at_once: bool = False) -> Tensor:
     """Update the parameters now if `at_once`: a pass says that nothing in the graph reads them any more."""
-    reduction = _living(flat_param_id)[1].reduction
+    reduction = _living_flat(flat_param_id)[1].reduction
     if at_once and reduction.update is not None:
         reduction.update(grad)
     else:
@@ -337,5 +337,5 @@ def _join_accumulated_by_id(packed: Tensor, flat_param_id: Tensor) -> Tensor:
     unit = managed[0]
     flat.reduction.awaits_reduce &= not unit.syncs
     settle_after_backward(unit)
-    _begin(unit, flat)
+    _begin_reduction(unit, flat)
     return join_accumulated(unit, flat, packed)

@@ -202,7 +202,7 @@ class UnshardedBuffer:
             self.storage.resize_(self.nbytes)
             self.is_free = False
         if not self.is_sharded:
-            self.full.copy_(self._shard())
+            self.full.copy_(self._cast_shard())
             self.filling = True
             return
         *first, last = self._hops
@@ -214,7 +214,7 @@ class UnshardedBuffer:
                 sent = self.slice
             self._gather = take(sent, full.dtype, group.name)  # Note [Where a prefetched buffer is taken]
             if self._gather is None:
-                sent = sent if sent is self.slice else self._shard()
+                sent = sent if sent is self.slice else self._cast_shard()
                 if group.gather:
                     self._gather = hops.start_gather(full, sent, group)
                 else:
@@ -223,14 +223,14 @@ class UnshardedBuffer:
                 full.set_(self._gather.full.untyped_storage(), 0, full.shape, (1,))
             if full is not self.full:
                 with collectives.waiting_for("all-gather", self.unit.path):
-                    self._wait()
+                    self._wait_for_gather()
         self.storage = self.full.untyped_storage()
         self.filling = True
 
-    def _shard(self) -> Tensor:
+    def _cast_shard(self) -> Tensor:
         return self.flat.shard.to(device=self.full.device, dtype=self.full.dtype, non_blocking=True)
 
-    def _wait(self) -> None:
+    def _wait_for_gather(self) -> None:
         if self._gather is None:  # copied
             return
         try:
@@ -242,7 +242,7 @@ class UnshardedBuffer:
 
     def finish(self) -> None:
         """Order the current stream after the fill."""
-        self._wait()
+        self._wait_for_gather()
         self.filling = False
         self.allow_reads()
 

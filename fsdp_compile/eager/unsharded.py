@@ -354,7 +354,7 @@ class UnshardedUnit:
         if not torch.is_grad_enabled():  # nothing was saved: the buffers go with their last views
             self.enter(State.ENDED)
             if self.unit.keep_unsharded:  # an earlier backward pass has left them
-                self._keep()
+                self._keep_unsharded()
             return None
         self.enter(State.WAITING)
         self.unit.awaiting_backward[self] = None
@@ -388,7 +388,7 @@ class UnshardedUnit:
                     self.lifetime = Lifetime.WHILE_HELD
             if leaf.grad_fn is None:  # an autograd leaf is an input passed through
                 continue
-            hooked[id(leaf)] = self._hook(leaf)
+            hooked[id(leaf)] = self._register_hook(leaf)
             # If a view is then changed in place, autograd drops its node and keeps that of its base. If the base is an
             # input, that node belongs to another unit.
             node = None if leaf._base is None else leaf._base.grad_fn
@@ -396,11 +396,11 @@ class UnshardedUnit:
                 node.register_prehook(self._before_backward)
         for each in (*kept, *given):
             if id(each) not in hooked and node_number(each) >= self.opened.first_node:
-                hooked[id(each)] = self._hook(each)
+                hooked[id(each)] = self._register_hook(each)
         last = self.last_exit = max(hooked.values(), key=operator.itemgetter(0), default=None)
         return Exits(opaque, next_node_number() > (self.opened.first_node if last is None else last[0] + 1))
 
-    def _hook(self, tensor: Tensor) -> Exit:
+    def _register_hook(self, tensor: Tensor) -> Exit:
         hooks = register_first_hook(tensor, self._before_backward)  # before those that forward has registered
         return node_number(tensor), hooks, weakref.ref(tensor)
 
@@ -447,7 +447,7 @@ class UnshardedUnit:
         self.readers.discard(Reader.OWN_RECOMPUTED_FORWARD)
         if any(buffer.is_shard for buffer in self.buffers):
             self._check_unchanged()  # else backward would compute with values that forward did not have
-        backward.at_end(self.post_backward, if_failed=self._fail)
+        backward.at_end(self.post_backward, if_failed=self._fail_backward)
         for listen in root.heard.before_backward:
             listen(self, backward, was_prefetched)
         if any(buffer.is_free for buffer in self.buffers):
@@ -463,7 +463,7 @@ class UnshardedUnit:
         for listen in root.heard.in_backward:
             listen(self, backward)
 
-    def _fail(self) -> None:
+    def _fail_backward(self) -> None:
         if self.state in (State.BACKWARD, State.LENT):
             self.enter(State.WAITING)
         self.hide()
@@ -555,14 +555,14 @@ class UnshardedUnit:
         if self.lifetime is Lifetime.WHILE_HELD:
             return
         if unit.keep_unsharded and not (unit.reshard_after_backward or any(buffer.is_free for buffer in self.buffers)):
-            self._keep()
+            self._keep_unsharded()
             return
         if unit.kept is not None:
             self._free(unit.kept.buffers)
             unit.kept = None
         self.free()
 
-    def _keep(self) -> None:
+    def _keep_unsharded(self) -> None:
         if (earlier := self.unit.kept) is not None and earlier.buffers is not self.buffers:
             self._free(earlier.buffers)
         self.unit.kept = KeptUnsharded(self.buffers, self.values)

@@ -74,7 +74,7 @@ class OwnWrites(Listener):
                 raise RuntimeError(changed_in_forward(written.names))
             written.keep()
         elif before is not None:
-            _restore(gathered)
+            _restore_replaced(gathered)
             after = _checksums(gathered)
             changed = [name for name, value in after.items() if value != before[name]]
             if changed:
@@ -114,11 +114,11 @@ class _Written:
     """
 
     def __init__(self, gathered: UnshardedUnit, changed: Sequence[str] | None = None) -> None:
-        _restore(gathered)
+        _restore_replaced(gathered)
         self.unit, self.checksums = gathered.unit, _checksums(gathered)
         self.names = gathered.find_changed() if changed is None else changed
         buffers = [buffer for buffer in gathered.buffers if not buffer.is_shard]
-        self.parts = [(buffer.flat, _part(buffer).clone()) for buffer in buffers] if self.names else []
+        self.parts = [(buffer.flat, _stored_part(buffer).clone()) for buffer in buffers] if self.names else []
 
     def check_equal(self) -> None:
         """RuntimeError on all ranks if they hold different values."""
@@ -151,7 +151,7 @@ def _checksums(gathered: UnshardedUnit) -> _Sums:
     return dict(zip(names, checksums([next(inner_tensors(view)) for view in views]), strict=True))
 
 
-def _restore(gathered: UnshardedUnit) -> None:
+def _restore_replaced(gathered: UnshardedUnit) -> None:
     """Write what has replaced the data of unsharded parameters into their memory; RuntimeError if it does not fit."""
     if not _has_replaced(gathered):
         return
@@ -181,7 +181,7 @@ def _has_replaced(gathered: UnshardedUnit) -> bool:
     return any(part.untyped_storage().data_ptr() not in memory for part in inner)
 
 
-def _part(buffer: UnshardedBuffer) -> Tensor:
+def _stored_part(buffer: UnshardedBuffer) -> Tensor:
     """What this rank stores of an unsharded flat parameter, 1-D `[shard_numel]`."""
     numel = buffer.flat.layout.shard_numel
     return buffer.full.narrow(0, buffer.flat.rank * numel if buffer.is_sharded else 0, numel)

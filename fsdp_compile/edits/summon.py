@@ -197,7 +197,7 @@ class Summoned:
             if param.grad is None:
                 self.saved[index] = None
             elif saved is not None:
-                into = _stored(saved)
+                into = _stored_gradient(saved)
                 into.copy_(_local_part(param.grad, spec).view_as(into))
 
     def restore(self) -> None:
@@ -265,7 +265,7 @@ def full_gradients(unit: Unit) -> list[Tensor | None]:
             with torch.no_grad():
                 for param, part in zip(flat.params, flat.split(packed), strict=True):
                     if part is not None and param.grad is not None:
-                        part.copy_(_stored(param.grad))
+                        part.copy_(_stored_gradient(param.grad))
             views = flat.full_views(_all_gather(unit, packed))
             grads += [view if exists else None for view, exists in zip(views, exist, strict=True)]
         else:
@@ -293,6 +293,6 @@ def _has_gradient_anywhere(unit: Unit) -> list[bool]:
     return anywhere
 
 
-def _stored(grad: Tensor) -> Tensor:
+def _stored_gradient(grad: Tensor) -> Tensor:
     """What this rank stores of a gradient: all of a plain one."""
     return grad.to_local() if isinstance(grad, ShardedTensor) else grad

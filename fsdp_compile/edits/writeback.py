@@ -54,8 +54,10 @@ def refresh(unit: Unit) -> bool:
     on_meta = unit.flats[0].shard.is_meta
     if on_meta and any(param.is_meta for param in now):
         return False  # shards get memory when all parameters have values
-    changed = [_changed(flat, params) for flat, params in unit.by_flat(now)]  # checks all before anything changes
-    _warn(unit, changed)
+    changed = [
+        _changed_values(flat, params) for flat, params in unit.by_flat(now)
+    ]  # checks all before anything changes
+    _warn_of_copies(unit, changed)
     adopt_objects(unit, new)
     if on_meta:
         restore_objects(unit)  # in all places
@@ -128,7 +130,7 @@ def set_grads(params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) ->
             set_grad(param, grad)
 
 
-def _changed(flat: FlatParam, params: Sequence[nn.Parameter]) -> dict[int, Tensor]:
+def _changed_values(flat: FlatParam, params: Sequence[nn.Parameter]) -> dict[int, Tensor]:
     """The values to write into the shard, by index in `flat`; RuntimeError if they do not fit."""
     unbound = flat.binding.unbound()
     changed = {i: p.detach() for i, p in enumerate(params) if i in unbound or p is not flat.params[i]}
@@ -165,7 +167,7 @@ def write_to_shard(flat: FlatParam, values: Mapping[int, Tensor], shard: Tensor)
             into.copy_(local)
 
 
-def _warn(unit: Unit, changed: Sequence[Mapping[int, Tensor]]) -> None:
+def _warn_of_copies(unit: Unit, changed: Sequence[Mapping[int, Tensor]]) -> None:
     """Warn of what is written into shards, at TORCH_DISTRIBUTED_DEBUG=INFO (E-WB-8)."""
     if dist.get_debug_level() == dist.DebugLevel.OFF:
         return

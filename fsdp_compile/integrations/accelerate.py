@@ -92,13 +92,13 @@ class Accelerator(accelerate.Accelerator):
 
     def _save_sharded(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         weights.clear()
-        checkpoint.save(self._state(models), Path(folder) / _FOLDER, step=0)
+        checkpoint.save(self._state_to_save(models), Path(folder) / _FOLDER, step=0)
 
     def _load_sharded(self, models: list[nn.Module], folder: str) -> None:
-        checkpoint.load(self._state(models), path_in(Path(folder), _FOLDER))
+        checkpoint.load(self._state_to_save(models), path_in(Path(folder), _FOLDER))
         models.clear()
 
-    def _state(self, models: list[nn.Module]) -> dict[str, Any]:
+    def _state_to_save(self, models: list[nn.Module]) -> dict[str, Any]:
         state: dict[str, Any] = {}
         for index, model in enumerate(models):
             inner = self.unwrap_model(model, keep_torch_compile=False)

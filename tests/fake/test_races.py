@@ -289,7 +289,7 @@ def _wait_for_large(started: collectives.WaitTensor) -> None:
 
 _running: list[Streams] = []
 _packed: dict[int, Tensor] = {}
-refresh, pack, cast_shard = writeback.refresh, FlatParam.pack, UnshardedBuffer._shard
+refresh, pack, cast_shard = writeback.refresh, FlatParam.pack, UnshardedBuffer._cast_shard
 start_reduce_scatter, start_average = collectives.start_reduce_scatter, reduce.start_average
 on = mock.patch.object
 
@@ -348,7 +348,7 @@ FAULTS: list[Fault] = [
     ("gradients are dropped when the second stage starts", TWO_STAGES, _train,
      lambda: on(reduce, "start_average", _start_without_hold), (REDUCE, "given to")),
     ("shards are cast in another stream", {"mixed_precision": LOW}, _train,
-     lambda: on(UnshardedBuffer, "_shard", _cast_in_compute), (GATHER, "_to_copy")),
+     lambda: on(UnshardedBuffer, "_cast_shard", _cast_in_compute), (GATHER, "_to_copy")),
 ]  # fmt: skip
 
 

@@ -173,7 +173,7 @@ def test_memory_that_is_kept_or_needed(hook: Any, found: str) -> None:
 
 def _frozen(training: Any, model: Any) -> Any:
     model.blocks.requires_grad_(False)
-    return systems._eager(training, model)
+    return systems._make_eager(training, model)
 
 
 def _raises(training: Any, model: Any) -> Any:

@@ -120,7 +120,7 @@ def parallelize(
         ac_config.build(dump_folder=dump_folder).apply(model)
     if compiles and not whole:
         apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
-    _shard(model, parallel_dims, training, parallelism, typed)
+    _shard_model(model, parallel_dims, training, parallelism, typed)
     if whole:
         model.compile(backend=compile_config.backend, fullgraph=True)
     return model
@@ -133,7 +133,7 @@ def _compiles_whole_models() -> bool:
     return text == "1"
 
 
-def _shard(model: Any, parallel_dims: Any, training: Any, parallelism: Any, typed: bool) -> None:
+def _shard_model(model: Any, parallel_dims: Any, training: Any, parallelism: Any, typed: bool) -> None:
     """Make torchtitan's units, whose gradients are sums over ranks: its trainer divides losses by all tokens."""
     if typed:
         mesh, dims = resolve_fsdp_mesh(parallel_dims)
