@@ -44,7 +44,7 @@ class Child:
             warnings.simplefilter("ignore", DeprecationWarning)  # of copies of processes with threads, from 3.12 on
             self._pid = os.fork()
         if not self._pid:
-            _do(work, parent, self._place)
+            _run_in_copy(work, parent, self._place)
         self._until = time.monotonic() + LIMIT
         self._status: int | None = None
         atexit.register(self.stop)
@@ -81,7 +81,7 @@ class Child:
             atexit.unregister(self.stop)
 
 
-def _do(work: Callable[[], str], parent: int, place: str) -> None:
+def _run_in_copy(work: Callable[[], str], parent: int, place: str) -> None:
     try:
         gc.disable()  # nothing that owns a socket may find its number taken by a file
         with suppress(OSError, AttributeError):

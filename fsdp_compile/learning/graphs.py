@@ -154,7 +154,7 @@ class LearnedGraph:
         if plan:  # as it was compiled when it was learned, so that the caches have it
             self.compile(plan)
         else:
-            self._runs[plan] = self._compile(traced, inputs, self.learning.config, self._noting(plan))
+            self._runs[plan] = self._compile(traced, inputs, self.learning.config, self._note_pass(plan))
         self.learning.graphs.add(self)
         return self
 
@@ -175,13 +175,13 @@ class LearnedGraph:
     def _compile_again(self, plan: str) -> Run:
         with self._around.restored(), compiling_backward_at_once():
             return self._compile(
-                copied(self._traced), self._inputs, self.learning.config_with(plan), self._noting(plan)
+                copied(self._traced), self._inputs, self.learning.config_with(plan), self._note_pass(plan)
             )
 
-    def _noting(self, plan: str) -> Callable[[GraphContext], None]:
+    def _note_pass(self, plan: str) -> Callable[[GraphContext], None]:
         def note(context: GraphContext) -> None:
             noted = self._notes[plan, context.direction] = note_of(context)
-            agreement.keep(self._place(plan, context.direction), noted.to_text())
+            agreement.keep(self._key_of_note(plan, context.direction), noted.to_text())
 
         return note
 
@@ -190,13 +190,13 @@ class LearnedGraph:
         for direction in DIRECTIONS:
             if (plan, direction) not in self._notes:  # the graph was found in the compiler's caches
                 try:
-                    text = agreement.kept(self._place(plan, direction)) or ""
+                    text = agreement.kept(self._key_of_note(plan, direction)) or ""
                     self._notes[plan, direction] = Noted.from_text(text)
                 except (ValueError, TypeError, KeyError, AttributeError):
                     return None
         return {direction: self._notes[plan, direction] for direction in DIRECTIONS}
 
-    def _place(self, plan: str, direction: str) -> str:
+    def _key_of_note(self, plan: str, direction: str) -> str:
         return f"learning/noted/{self._key}/{direction}/{hashlib.sha256(plan.encode()).hexdigest()}"
 
 
@@ -227,10 +227,10 @@ class Learning:
         self.in_force, self.calls = "", 0
         self.graphs: WeakSet[LearnedGraph] = WeakSet()
         self.history: list[str] = []
-        self.under_way = _coming(schedule.first)
+        self.under_way = _calls_to_record(schedule.first)
         self.rejected: list[str] = []
         self._meeting: Meeting | None = None
-        self._next: tuple[int, _Act] = schedule.first, self._record  # what is done at which call
+        self._next: tuple[int, _Act] = schedule.first, self._record_call  # what is done at which call
         self._round, self._changes = 0, 0
         self._recorded: list[tuple[LearnedGraph, StepClock]] = []
         self._priced: dict[str, Any] = {}  # by which the plan was looked at last
@@ -253,36 +253,36 @@ class Learning:
             return self._trial.begin_call(self.calls, self.device)
         return self.in_force, clock
 
-    def _record(self, graph: LearnedGraph) -> StepClock:
+    def _record_call(self, graph: LearnedGraph) -> StepClock:
         clock = StepClock(self.device)
         self._recorded.append((graph, clock))
         if len(self._recorded) < schedule.records:
-            self._next = self.calls + 1, self._record
+            self._next = self.calls + 1, self._record_call
         else:
             self._go_on(schedule.meet, self._compare_records, "recorded, ranks compare what it took")
         return clock
 
     def _compare_records(self, _graph: LearnedGraph) -> None:
-        records, (graph, _) = self._records(), self._recorded[-1]
+        records, (graph, _) = self._median_records(), self._recorded[-1]
         self._recorded.clear()
-        merged = self._meet("records", json.dumps(records), _merged)
+        merged = self._meet_ranks("records", json.dumps(records), _merged_records)
         if merged is None:
-            return self._end()
+            return self._end_learning()
         prices = json.loads(merged)
         if _WHY in prices:
-            return self._settle(f"nothing is learned, as a rank has not recorded a step: {prices[_WHY]}")
+            return self._end_round(f"nothing is learned, as a rank has not recorded a step: {prices[_WHY]}")
         noted = graph.noted(self.in_force)
         assert noted is not None  # else this rank has left no record
         self._step = sum(each["step"] for each in prices.values())
         if _are_alike(prices, self._priced):
-            return self._settle(f"recorded {self._step * 1e3:.1f} ms, {_AS_BEFORE}")
+            return self._end_round(f"recorded {self._step * 1e3:.1f} ms, {_AS_BEFORE}")
         self._priced = prices
         if is_first(None):
-            self._child = _beside(lambda: json.dumps(self._planned(noted, prices)))
+            self._child = _start_child(lambda: json.dumps(self._plan_by_records(noted, prices)))
         self._go_on(schedule.poll, self._take_plan, f"recorded {self._step * 1e3:.1f} ms, another plan is searched")
         return None
 
-    def _records(self) -> dict[str, Any]:
+    def _median_records(self) -> dict[str, Any]:
         """Medians of what this rank has recorded, by direction; or, under `_WHY`, why nothing was."""
         latest, _ = self._recorded[-1]
         noted = latest.noted(self.in_force)
@@ -299,7 +299,7 @@ class Learning:
         except Unlike as reason:
             return {_WHY: str(reason)}
 
-    def _planned(self, noted: Mapping[str, Noted], prices: Mapping[str, Any]) -> dict[str, Any]:
+    def _plan_by_records(self, noted: Mapping[str, Noted], prices: Mapping[str, Any]) -> dict[str, Any]:
         """The plan by recorded prices, empty if none is worth it, what to say about it, and if it saves memory."""
         records = {name: Record.from_json(prices[name], len(each.products)) for name, each in noted.items()}
         graphs = {name: Graph(each.workload, each.plan) for name, each in noted.items()}
@@ -324,18 +324,18 @@ class Learning:
         if child is None or child.status != "compiling":
             failed = {"plan": "", "words": "not planned: the first rank's process could not be copied", "saves": False}
             mine = (child.result if child is not None else "") or json.dumps(failed)
-        answer = self._meet("planned", mine, lambda messages: messages[0])
+        answer = self._meet_ranks("planned", mine, lambda messages: messages[0])
         if answer is None:
-            return self._end()
+            return self._end_learning()
         outcome = json.loads(answer)
         if outcome is None:
             self._next = self.calls + schedule.poll, self._take_plan
             return None
         self._new, self._words, self._saves = outcome["plan"], outcome["words"], outcome["saves"]
         if not self._new:
-            return self._settle(self._words)
+            return self._end_round(self._words)
         if self.device.type == "cpu" and caches_graphs():  # what it compiles is found here, in the caches
-            self._child = _beside(self._compile_all)
+            self._child = _start_child(self._compile_all)
         self._go_on(schedule.poll, self._wait_for_children, f"{self._words}: compiled beside the training")
         return None
 
@@ -346,23 +346,23 @@ class Learning:
 
     def _wait_for_children(self, _graph: LearnedGraph) -> None:
         status = "ready" if self._child is None else self._child.status
-        outcome = self._meet("ready", status, _least)
+        outcome = self._meet_ranks("ready", status, _least_ready)
         if outcome == "compiling":
             self._next = self.calls + schedule.poll, self._wait_for_children
             return None
         if outcome == "ready":
-            outcome = self._meet("compiled", self._compile_here(), _least, self.config.check_ranks_timeout)
+            outcome = self._meet_ranks("compiled", self._compile_here(), _least_ready, self.config.check_ranks_timeout)
         if outcome is None:
-            return self._end()
+            return self._end_learning()
         if outcome != "ready":
             self.rejected.append(self._new)
-            return self._settle(f"{self._words}; a rank could not compile it")
+            return self._end_round(f"{self._words}; a rank could not compile it")
         begin = self.calls + 1  # this call has loaded the code, and is slow
         self._trial = Trial(begin, self._new, self.in_force, schedule.block)
-        self._go_on(1 + self._turns(), self._judge, f"{self._words}; takes turns with the old plan")
+        self._go_on(1 + self._calls_of_trial(), self._judge_trial, f"{self._words}; takes turns with the old plan")
         return None
 
-    def _turns(self) -> int:
+    def _calls_of_trial(self) -> int:
         """For how many calls plans take turns before they are compared, or are compared again."""
         pairs = ceil(schedule.trial / (2 * schedule.block * self._step or 1.0))
         least, most = _BLOCKS
@@ -378,29 +378,31 @@ class Learning:
         self._words += f"; compiled in {time.monotonic() - begin:.2g} s"
         return "ready"
 
-    def _judge(self, _graph: LearnedGraph) -> None:
+    def _judge_trial(self, _graph: LearnedGraph) -> None:
         trial = self._trial
         assert trial is not None
-        answer = self._meet("tried", json.dumps(trial.compared()), _medians)
+        answer = self._meet_ranks("tried", json.dumps(trial.compared()), _comparison_of_ranks)
         figures = json.loads(answer) if answer is not None else None
         turns = self.calls - trial.begin
         if figures is not None:
             found = Comparison(*figures)
             if not found.is_sure(self._saves) and turns < _BLOCKS[1] * schedule.block:
-                return self._go_on(self._turns(), self._judge, f"{self._words}; {found}, which may be chance")
+                return self._go_on(
+                    self._calls_of_trial(), self._judge_trial, f"{self._words}; {found}, which may be chance"
+                )
         self._trial = None
         if answer is None:
-            return self._end()
+            return self._end_learning()
         if figures is None:
-            return self._settle(f"{self._words}; not compared, as nothing was timed")
+            return self._end_round(f"{self._words}; not compared, as nothing was timed")
         is_kept = found.pays(self._saves)
         if is_kept:
             self.in_force, self._changes, self._priced = trial.new, self._changes + 1, {}
         else:
             self.rejected.append(trial.new)
         came = f"{found} came in {turns} calls, {'kept' if is_kept else 'taken back'}"
-        self._settle(f"{self._words}; {came}", soon=is_kept and self._changes < _SOON)
-        return self._keep()
+        self._end_round(f"{self._words}; {came}", soon=is_kept and self._changes < _SOON)
+        return self._keep_result()
 
     def _go_on(self, calls: int, do: _Act, what: str) -> None:
         """Say what is under way, and `do` the next thing so many calls later."""
@@ -408,7 +410,7 @@ class Learning:
         log.info("learn: call %d of a graph of %d units: %s", self.calls, self.key.count("\n"), what)
         self._next = self.calls + calls, do
 
-    def _settle(self, what: str, soon: bool = False) -> None:
+    def _end_round(self, what: str, soon: bool = False) -> None:
         """Note what has come of a record, and look again later."""
         if self.history and what.endswith(_AS_BEFORE) and self.history[-1].endswith(_AS_BEFORE):
             self.history.pop()
@@ -419,15 +421,15 @@ class Learning:
         self._child = None
         self._recorded.clear()
         self._round += 1
-        self._next = self.calls + (schedule.first if soon else schedule.every), self._record
-        self.under_way = _coming(self._next[0])
+        self._next = self.calls + (schedule.first if soon else schedule.every), self._record_call
+        self.under_way = _calls_to_record(self._next[0])
 
-    def _end(self) -> None:
+    def _end_learning(self) -> None:
         """Learn nothing any more: ranks do not call graphs alike, or one has ended or takes its time. All give up."""
-        self._settle(f"ends, as a rank has not come within {PATIENCE:g} s")
-        self._next, self.under_way = (sys.maxsize, self._record), "nothing more is learned"
+        self._end_round(f"ends, as a rank has not come within {PATIENCE:g} s")
+        self._next, self.under_way = (sys.maxsize, self._record_call), "nothing more is learned"
 
-    def _meet(
+    def _meet_ranks(
         self, what: str, message: str, answer: Callable[[Sequence[str]], str], patience: float | None = None
     ) -> str | None:
         if self._meeting is None:
@@ -437,7 +439,7 @@ class Learning:
 
     # --- kept for later runs ---
 
-    def _keep(self) -> None:
+    def _keep_result(self) -> None:
         table = {"plan": self.in_force, "link": self.config.link, "device": self.config.device,
                  "rejected": self.rejected, "history": self.history}  # fmt: skip
         agreement.keep(f"learning/{self.key}", json.dumps(table))
@@ -449,14 +451,14 @@ class Learning:
             raise TypeError("expected texts of plans")
         self.in_force, self.rejected = table["plan"], list(table["rejected"])
         self.history = [*table["history"], "kept for this run"]
-        self._next, self.under_way = (schedule.every, self._record), _coming(schedule.every)
+        self._next, self.under_way = (schedule.every, self._record_call), _calls_to_record(schedule.every)
 
 
-def _coming(call: int) -> str:
+def _calls_to_record(call: int) -> str:
     return f"calls {call} to {call + schedule.records - 1} will be recorded"
 
 
-def _beside(work: Callable[[], str]) -> Child | None:
+def _start_child(work: Callable[[], str]) -> Child | None:
     """A copy of this process that does `work`; None where there can be none."""
     try:
         return Child(work)
@@ -481,7 +483,7 @@ def _file_of(plan: str) -> str:
     return str(path)
 
 
-def _merged(messages: Sequence[str]) -> str:
+def _merged_records(messages: Sequence[str]) -> str:
     tables = [json.loads(each) for each in messages]
     for table in tables:
         if _WHY in table:
@@ -500,10 +502,10 @@ def _are_alike(prices: dict[str, Any], before: dict[str, Any]) -> bool:
     return bool(pairs) and all(max(pair) <= _CHANGED * min(pair) for pair in figures)
 
 
-def _least(messages: Sequence[str]) -> str:
+def _least_ready(messages: Sequence[str]) -> str:
     return next((each for each in ("failed", "compiling") if each in messages), "ready")
 
 
-def _medians(messages: Sequence[str]) -> str:
+def _comparison_of_ranks(messages: Sequence[str]) -> str:
     timed = [Comparison(*figures) for each in messages if (figures := json.loads(each)) is not None]
     return json.dumps(of_ranks(timed) if timed else None)

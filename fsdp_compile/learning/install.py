@@ -32,7 +32,7 @@ _begun: Counter[str] = Counter()
 def install() -> None:
     """Let graphs of sharded models learn: those of plain `torch.compile`, and those of `backend="fsdp_compile"`."""
     set_inductor_settings(partial(_plain_backend, CompileConfig.from_environment()))
-    inductor.compilers[1:] = [_compile]
+    inductor.compilers[1:] = [_compile_learning]
 
 
 def explain() -> str:
@@ -47,7 +47,7 @@ def explain() -> str:
     return "\n\n".join(parts) or "no graph learns"
 
 
-def _compile(
+def _compile_learning(
     traced: fx.GraphModule, inputs: Sequence[Any], passes: tuple[Pass, ...], config: CompileConfig
 ) -> Callable[..., Any]:
     """As `compile_with`, for `backend="fsdp_compile"`."""
@@ -57,10 +57,10 @@ def _compile(
     ) -> Callable[..., Any]:
         return inductor.compile_with(graph, given, _with_note(passes, note), chosen)
 
-    found = _learning(traced, config) if any(each.name == _BEHIND for each in passes) else None
+    found = _learning_of(traced, config) if any(each.name == _BEHIND for each in passes) else None
     if found is None:
         return inductor.compile_with(traced, inputs, passes, config)
-    return _start(found, traced, inputs, compile)
+    return _start_graph(found, traced, inputs, compile)
 
 
 class _Backend(InductorWrapper):
@@ -79,9 +79,9 @@ class _Backend(InductorWrapper):
             ours = inductor.graph_settings(chosen, copy.copy(self.plain), graph.graph, passes)
             return ours(graph, given, **kwargs)
 
-        found = _learning(traced, self.config_of_ours)
+        found = _learning_of(traced, self.config_of_ours)
         if found is not None:
-            return _start(found, traced, inputs, compile)
+            return _start_graph(found, traced, inputs, compile)
         plain = inductor.graph_settings(self.config_of_ours, copy.copy(self.plain), traced.graph)
         return plain(traced, inputs, **kwargs)
 
@@ -101,18 +101,18 @@ def _with_note(passes: tuple[Pass, ...], note: Callable[[GraphContext], None]) -
     return *passes[:at], Pass("note_plan", "post_grad", note, needs=(_BEHIND,), version="1"), *passes[at:]
 
 
-def _start(learning: Learning, traced: fx.GraphModule, inputs: Sequence[Any], compile: Any) -> Callable[..., Any]:
-    key = hashlib.sha256(f"{_sizes(traced)}\n{learning.config}".encode()).hexdigest()
+def _start_graph(learning: Learning, traced: fx.GraphModule, inputs: Sequence[Any], compile: Any) -> Callable[..., Any]:
+    key = hashlib.sha256(f"{_sizes_text(traced)}\n{learning.config}".encode()).hexdigest()
     graph = LearnedGraph(learning, f"{learning.key}\n{key}", copied(traced), fake_inputs(traced), compile)
     return graph.start(traced, inputs)
 
 
-def _learning(traced: fx.GraphModule, config: CompileConfig) -> Learning | None:
+def _learning_of(traced: fx.GraphModule, config: CompileConfig) -> Learning | None:
     """What graphs of the structure of `traced` share; None if nothing can be learned of it."""
     device = _device_of(traced, config)
     if device is None:
         return None
-    key = _structure(traced, config, device)
+    key = _structure_text(traced, config, device)
     if key not in learned:
         _begun[key] += 1
         number, kept = _begun[key], agreement.kept(f"learning/{key}") or "null"
@@ -153,7 +153,7 @@ def _device_of(traced: fx.GraphModule, config: CompileConfig) -> torch.device | 
     return device
 
 
-def _structure(traced: fx.GraphModule, config: CompileConfig, device: torch.device) -> str:
+def _structure_text(traced: fx.GraphModule, config: CompileConfig, device: torch.device) -> str:
     """What graphs have in common that differ in the sizes of batches alone: a line for each unit, and one for the rest.
 
     It has nothing that depends on the rank.
@@ -163,19 +163,19 @@ def _structure(traced: fx.GraphModule, config: CompileConfig, device: torch.devi
         if node.target is UNSHARD:
             units.append(str(node.args[-1]))
         else:
-            others.append(f"{node.op} {_name(node.target) if node.op == 'call_function' else ''}")
+            others.append(f"{node.op} {_target_name(node.target) if node.op == 'call_function' else ''}")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     rest = f"{name}, {dist.get_world_size()} ranks, torch {torch.__version__}, {hash_of_sources()}, {config}"
     return "\n".join([*units, _digest("\n".join([*others, rest]))])
 
 
-def _name(target: Any) -> str:
+def _target_name(target: Any) -> str:
     """Of what a node calls; a function's text has an address."""
     module, name = getattr(target, "__module__", ""), getattr(target, "__qualname__", "")
     return f"{module}.{name}" if name else torch.typename(target) if "0x" in str(target) else str(target)
 
 
-def _sizes(traced: fx.GraphModule) -> str:
+def _sizes_text(traced: fx.GraphModule) -> str:
     values = (node.meta.get("example_value") for node in traced.graph.nodes)
     return " ".join(f"{each.dtype}{tuple(each.shape)}" for each in values if isinstance(each, Tensor))
 

@@ -112,12 +112,14 @@ def records_of(calls: Mapping[str, Called]) -> dict[str, Record]:
     seconds, waits = dict[str, list[float]](), dict[str, list[float]]()
     for direction, (workload, plan, products, marks) in calls.items():
         took = seconds[direction] = [0.0] * len(workload.tasks)
-        for tasks, together in _gaps(workload, plan, products, marks):
+        for tasks, together in _seconds_between_marks(workload, plan, products, marks):
             priced = sum(workload.tasks[task].seconds for task in tasks)
             for task in tasks:
                 took[task] += together * (workload.tasks[task].seconds / priced if priced else 1 / len(tasks))
         waits[direction] = [mark.end - mark.begin for mark in marks if mark.kind in WAITS]
-    link = _link([(priced_by(each.workload, seconds[name]), each.plan, waits[name]) for name, each in calls.items()])
+    link = _link_ratio(
+        [(priced_by(each.workload, seconds[name]), each.plan, waits[name]) for name, each in calls.items()]
+    )
     return {
         name: Record(tuple(seconds[name]), link, sum(waits[name]), each.marks[-1].end - each.marks[0].begin)
         for name, each in calls.items()
@@ -152,14 +154,14 @@ def of_all_ranks(records: Sequence[Record]) -> Record:
     return replace(median_of(records), link=min(record.link for record in records))
 
 
-def _gaps(
+def _seconds_between_marks(
     workload: Workload, plan: Plan, products: Sequence[bool], marks: Sequence[Mark]
 ) -> list[tuple[list[int], float]]:
     """The tasks between two marks, and the seconds that they share; see Note [What a record holds]."""
     stretches = _between_collectives(marks)
     gaps: list[tuple[list[int], float]] = []
     left = 0.0  # seconds between marks without a task, which those that follow take
-    for tasks, expected in _planned(workload, plan):
+    for tasks, expected in _planned_calls(workload, plan):
         begin, between, end = next(stretches, (0.0, [], Mark("end", 0.0, 0.0)))
         if end.kind != expected:
             raise Unlike(f"marks: expected a {expected} by the plan, found {end.kind}")
@@ -194,7 +196,7 @@ def _between_collectives(marks: Sequence[Mark]) -> Iterator[tuple[float, list[Ma
         begin, between = (mark.end if mark.kind.startswith("wait") else mark.begin), []
 
 
-def _planned(workload: Workload, plan: Plan) -> Iterator[tuple[list[int], str]]:
+def _planned_calls(workload: Workload, plan: Plan) -> Iterator[tuple[list[int], str]]:
     """What generated code calls by the plan, each with the tasks since the call before; "end" last."""
     tasks, done = list[int](), 0
     for at, steps in groupby((step for step in plan.steps if step.kind != "free"), key=lambda step: step.at):
@@ -208,7 +210,7 @@ def _planned(workload: Workload, plan: Plan) -> Iterator[tuple[list[int], str]]:
     yield [*tasks, *range(done, len(workload.tasks))], "end"
 
 
-def _link(graphs: Sequence[tuple[Workload, Plan, Sequence[float]]]) -> float:
+def _link_ratio(graphs: Sequence[tuple[Workload, Plan, Sequence[float]]]) -> float:
     """How many times as long the link takes as priced; see Note [How the link is priced].
 
     Args:
@@ -223,7 +225,7 @@ def _link(graphs: Sequence[tuple[Workload, Plan, Sequence[float]]]) -> float:
         found = 0.0
         for (workload, plan, _), those in zip(graphs, recorded, strict=True):
             on_link = priced_by(workload, [task.seconds for task in workload.tasks], ratio)
-            found += sum(abs(one - other) for one, other in zip(_waits(on_link, plan), those, strict=True))
+            found += sum(abs(one - other) for one, other in zip(_predicted_waits(on_link, plan), those, strict=True))
         return found
 
     ratios = [1.0]
@@ -241,7 +243,7 @@ def _link(graphs: Sequence[tuple[Workload, Plan, Sequence[float]]]) -> float:
     return best if unlike(best) <= min(as_priced - _SAYS[0] * step, _SAYS[1] * as_priced) else 1.0
 
 
-def _waits(workload: Workload, plan: Plan) -> list[float]:
+def _predicted_waits(workload: Workload, plan: Plan) -> list[float]:
     """Seconds for which each wait of the plan holds up the tasks, by the simulator's machine."""
     machine, waits, tasks = Machine(workload, held_units(workload, plan)), list[float](), 0
     for step in plan.steps:

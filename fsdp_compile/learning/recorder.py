@@ -45,15 +45,15 @@ class StepClock:
 
     def run(self, call: Callable[..., Any], args: Sequence[Any]) -> Any:
         """`call(*args)`, timed; its backward will be."""
-        with self._direction("forward"):
+        with self._record_direction("forward"):
             outputs = call(*args)
-        node = next(filter(None, map(_graph_node, _tensors(outputs))), None)
+        node = next(filter(None, map(_graph_node, _tensors_in(outputs))), None)
         if node is not None:
             stack = ExitStack()
 
             def begin(_grads: Any) -> None:
                 prehook.remove()
-                stack.enter_context(self._direction("backward"))
+                stack.enter_context(self._record_direction("backward"))
 
             def end(_inputs: Any, _outputs: Any) -> None:
                 hook.remove()
@@ -68,17 +68,19 @@ class StepClock:
             return None
         marks = [mark for direction in DIRECTIONS for mark in self.marks(direction)]
         waits = sum(mark.end - mark.begin for mark in marks if mark.kind in WAITS)
-        return sum(_seconds(begin, end) for begin, end in self.spans.values()), waits
+        return sum(_seconds_between(begin, end) for begin, end in self.spans.values()), waits
 
     def marks(self, direction: str) -> list[Mark]:
         """What the graph of that direction has called, in seconds from its beginning."""
         origin, last = self.spans[direction]
-        _finish(last)
+        _wait_for_moment(last)
         noted = [("begin", origin, origin), *self._noted[direction], ("end", last, last)]
-        return [Mark(kind, _seconds(origin, begin), _seconds(origin, end)) for kind, begin, end in noted]
+        return [
+            Mark(kind, _seconds_between(origin, begin), _seconds_between(origin, end)) for kind, begin, end in noted
+        ]
 
     @contextmanager
-    def _direction(self, direction: str) -> Iterator[None]:
+    def _record_direction(self, direction: str) -> Iterator[None]:
         noted = self._noted[direction] = []
         with ExitStack() as stack:
             watch = _Watch(self.now, noted)
@@ -104,11 +106,11 @@ class _Watch(TorchDispatchMode):
     def __init__(self, now: Callable[[], Moment], noted: list[tuple[str, Moment, Moment]]) -> None:
         super().__init__()
         self.now, self.noted = now, noted
-        self.range = self._range  # one object, to be found again
+        self.range = self._note_range  # one object, to be found again
         self._in_flight: dict[int, str] = {}  # what was launched by torch's operators, by address of its result
 
     @contextmanager
-    def _range(self, phase: str) -> Iterator[None]:
+    def _note_range(self, phase: str) -> Iterator[None]:
         begin = self.now()
         yield
         if phase in _RANGES:
@@ -116,18 +118,18 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "_c10d_functional":
-            return self._collective(func, args, kwargs or {})
+            return self._note_collective(func, args, kwargs or {})
         if func.overloadpacket in flop_registry:
             begin = self.now()
             self.noted.append(("product", begin, begin))
         return func(*args, **(kwargs or {}))
 
-    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _note_collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         name, begin = func.overloadpacket.__name__, self.now()
         result = func(*args, **kwargs)
         kind = next((kind for prefix, kind in _LAUNCHES.items() if name.startswith(prefix)), None)
         if kind is not None:
-            self._in_flight.update((tensor.data_ptr(), kind) for tensor in _tensors(result))
+            self._in_flight.update((tensor.data_ptr(), kind) for tensor in _tensors_in(result))
         elif name == "wait_tensor" and (launched := self._in_flight.pop(args[0].data_ptr(), None)) is not None:
             kind = "wait" if launched == "gather" else "wait_reduce"
         if kind is not None:
@@ -135,7 +137,7 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-def _tensors(outputs: Any) -> list[Tensor]:
+def _tensors_in(outputs: Any) -> list[Tensor]:
     several = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
     return [each for each in several if isinstance(each, Tensor)]
 
@@ -151,13 +153,13 @@ def _graph_node(output: Tensor) -> Any:
     return None
 
 
-def _seconds(begin: Moment, end: Moment) -> float:
+def _seconds_between(begin: Moment, end: Moment) -> float:
     if isinstance(begin, float):
         return float(end) - begin
-    _finish(end)
+    _wait_for_moment(end)
     return float(begin.elapsed_time(end)) / 1e3
 
 
-def _finish(moment: Moment) -> None:
+def _wait_for_moment(moment: Moment) -> None:
     if not isinstance(moment, float):
         moment.synchronize()

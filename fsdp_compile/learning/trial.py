@@ -80,11 +80,11 @@ def compared(new: Sequence[Timed], old: Sequence[Timed]) -> Comparison | None:
     waits = [[each.waits for each in steps] for steps in (new, old)]
     computing = [[each.step - each.waits for each in steps] for steps in (new, old)]
     differences = (statistics.median(ours) - statistics.median(theirs) for ours, theirs in (waits, computing))
-    noises = (_LIKELY * sqrt(sum(_error(each) ** 2 for each in both)) for both in (waits, computing))
+    noises = (_LIKELY * sqrt(sum(_error_of_median(each) ** 2 for each in both)) for both in (waits, computing))
     return Comparison(*(each / step for each in (*differences, *noises))) if step > 0 else None
 
 
-def _error(values: Sequence[float]) -> float:
+def _error_of_median(values: Sequence[float]) -> float:
     """The standard error of their median, which outliers hardly change."""
     middle = statistics.median(values)
     return _OF_MEDIAN * statistics.median(abs(each - middle) for each in values) / sqrt(len(values))

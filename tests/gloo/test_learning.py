@@ -50,13 +50,13 @@ def _block() -> nn.Module:
 def _soon() -> Iterator[None]:
     """Everything happens within few calls, from nothing learned on; other plans than the one that runs are worth it."""
     before, graphs.schedule = graphs.schedule, SOON
-    beside, graphs._beside = graphs._beside, _AtOnce  # type: ignore[assignment]  # it is used alike
+    beside, graphs._start_child = graphs._start_child, _AtOnce  # type: ignore[assignment]  # it is used alike
     install.learned.clear()
     torch._dynamo.reset()
     try:
         yield
     finally:
-        graphs.schedule, graphs._beside = before, beside
+        graphs.schedule, graphs._start_child = before, beside
         for key in install.learned:
             agreement.forget(f"learning/{key}")
         install.learned.clear()
@@ -163,7 +163,7 @@ def _again(rank: int) -> tuple[list[str], str]:
         learning, kept = _learned(), _learned().in_force
         assert kept
     dist.barrier()  # both have forgotten it
-    learning._keep()
+    learning._keep_result()
     with _soon():
         asked, compiled = list[Any](), counters["inductor"]["fxgraph_cache_miss"]
         with pytest.MonkeyPatch.context() as patch:

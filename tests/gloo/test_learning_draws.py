@@ -49,7 +49,7 @@ def link() -> Iterator[None]:
         patch.setattr(LINK, "uncounted", 0.0)
         patch.setattr(recorder, "clock", LINK.clock)
         patch.setattr(graphs, "schedule", SOON)
-        patch.setattr(graphs, "_beside", _AtOnce)
+        patch.setattr(graphs, "_start_child", _AtOnce)
         patch.setattr(extern_kernels, "mm", _multiply)
         yield
         dist.destroy_process_group()
