@@ -62,7 +62,7 @@ class Artifacts(NamedTuple):
         """Collect what this process has compiled or loaded so far for `device`, "cpu" or "cuda"."""
         saved = torch.compiler.save_cache_artifacts()
         root = cache_folder()
-        libraries = {path.relative_to(root).as_posix(): path.read_bytes() for path in _libraries(root)}
+        libraries = {path.relative_to(root).as_posix(): path.read_bytes() for path in _list_libraries(root)}
         return cls(saved[0] if saved is not None else b"", libraries, origin_of_this_process(device))
 
     def load(self) -> None:
@@ -105,7 +105,7 @@ def origin_of_this_process(device: str) -> dict[str, Any]:
     }
 
 
-def _libraries(root: Path) -> list[Path]:
+def _list_libraries(root: Path) -> list[Path]:
     """List the libraries in the cache folder that this process has built or loaded."""
     young = {path for path in root.glob("*/*.so") if path.stat().st_mtime >= _BEGUN}
     try:
@@ -159,7 +159,7 @@ class ArtifactSharing:
         if self.is_first:
             self.board.post(f"{self.count}/begun")
         else:
-            self._load()
+            self._load_artifacts()
 
     def end(self) -> None:
         """Call when Dynamo has ended a compilation, successful or not."""
@@ -168,14 +168,14 @@ class ArtifactSharing:
         self._compiling.close()
         self._compiling = None
         if self.is_first:
-            self._write()
+            self._post_artifacts()
         elif cache_hits() == self.hits:
             log.warning(
                 "share_artifacts: this rank has compiled for itself, as what the first rank compiled did not fit: they "
                 "differ in versions, devices, groups or shapes, or the compiler's caches are off"
             )
 
-    def _write(self) -> None:
+    def _post_artifacts(self) -> None:
         header: tuple[str, int] | None = None
         try:
             content = pickle.dumps(Artifacts.of_this_process())
@@ -183,14 +183,14 @@ class ArtifactSharing:
             for index, chunk in enumerate(chunks):
                 self.board.post(f"{self.count}/{index}", chunk)
             header = hashlib.sha256(content).hexdigest(), len(chunks)
-            _marker(header[0]).touch()
+            _marker_path(header[0]).touch()
         except OSError as error:  # of the cache folder
             log.warning(
                 "share_artifacts: the other ranks compile for themselves, as reading the caches failed: %s", error
             )
         self.board.post(f"{self.count}/ended", json.dumps(header))
 
-    def _load(self) -> None:
+    def _load_artifacts(self) -> None:
         for event, limit in (("begun", min(BEGIN_LIMIT, self.limit)), ("ended", self.limit)):
             message = self.board.read(f"{self.count}/{event}", limit)
             if message is None:
@@ -198,17 +198,17 @@ class ArtifactSharing:
                             "for itself", event, self.count, limit)  # fmt: skip
                 return
         header = json.loads(message or b"null")
-        if header is None or _marker(header[0]).exists():
+        if header is None or _marker_path(header[0]).exists():
             return
         content = b"".join(self.board.read(f"{self.count}/{index}") or b"" for index in range(header[1]))
         try:
             pickle.loads(content).load()
-            _marker(header[0]).touch()
+            _marker_path(header[0]).touch()
         except (OSError, ValueError) as error:
             log.warning("share_artifacts: this rank compiles for itself: %s", error)
 
 
-def _marker(digest: str) -> Path:
+def _marker_path(digest: str) -> Path:
     """Return the file that marks artifacts as loaded into a cache folder, which ranks of one host may share."""
     folder = cache_folder() / "fsdp_compile"
     folder.mkdir(parents=True, exist_ok=True)
@@ -227,10 +227,10 @@ def share_artifacts(limit: float) -> None:
         sharings = ArtifactSharing.by_group
         if group not in sharings:
             sharings[group] = ArtifactSharing(group, limit)
-        call_after_compiling(_end)
+        call_after_compiling(_end_sharing)
         sharings[group].begin()
 
 
-def _end(_: object) -> None:
+def _end_sharing(_: object) -> None:
     for sharing in list(ArtifactSharing.by_group.values()):
         sharing.end()

@@ -222,7 +222,7 @@ def for_graph(config: CompileConfig, graph: fx.Graph) -> CompileConfig:
         try:
             link_here, device_here = None, None
             if _needs_link(config, graph):
-                link_here, device_here = _measured(sent, config.device, limit)
+                link_here, device_here = _measured_costs(sent, config.device, limit)
             if link_here is not None and not are_ours:
                 link_here += f";={link_here.split(';')[0].partition('=')[2]}"  # for a group that nobody has seen
             config = replace(config, link=link_here, device=device_here)
@@ -243,7 +243,7 @@ def _of_units(graph: fx.Graph) -> Iterator[Sent]:
                 yield Sent(named.name, shard.device, nbytes)
 
 
-def _measured(sent: Sequence[Sent], device_named: str | None, limit: float) -> tuple[str | None, str | None]:
+def _measured_costs(sent: Sequence[Sent], device_named: str | None, limit: float) -> tuple[str | None, str | None]:
     """Link and device as ranks have measured them; None where nothing can be measured or a device has a file."""
     largest = max(sent, key=lambda each: each.nbytes, default=None)
     if largest is None or not largest.nbytes or largest.device.type not in ("cpu", "cuda"):

@@ -34,7 +34,10 @@ TIMEOUT = {
     "aot_eager": 10,
     "inductor": 20,
 }  # seconds, by what runs the model: more than it compiles
-SHARING = {"compilation": "_write", "waiting for a compilation": "_load"}  # by stage, what of ArtifactSharing fails
+SHARING = {
+    "compilation": "_post_artifacts",
+    "waiting for a compilation": "_load_artifacts",
+}  # by stage, what of ArtifactSharing fails
 
 
 def fail(scenario: str) -> None:

@@ -246,7 +246,7 @@ MORE: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def _train(name: str, **options: Any) -> tuple[list[Tensor], str]:
     """Local parameters after three steps, and what was printed."""
     torch._dynamo.reset()
-    foreign._say.cache_clear()
+    foreign._print_once.cache_clear()
     torch.manual_seed(0)
     model = {**MODELS, **MORE}[name][0]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -123,15 +123,15 @@ def analyze(graph: fx.Graph, costs: Costs = FREE, joint: bool = False, stored: S
             read.
         stored: nodes whose value is stored, whoever reads it.
     """
-    names = _names(graph)
+    names = _start_names(graph)
     prologue = with_ancestors(tagged(graph, "maximum"))
     starts: dict[str, list[fx.Node]] = {}
     for start in tagged(graph, "gather"):
         if start in names:
             starts.setdefault(names[start], []).append(start)
-    gathers = {name: _gather(of_unit, prologue) for name, of_unit in starts.items()}
-    reduces = {names[start]: _reduce(start) for start in tagged(graph, "reduce") if start in names}
-    computing, tail = _computing(graph, prologue, gathers, reduces)
+    gathers = {name: _make_gather(of_unit, prologue) for name, of_unit in starts.items()}
+    reduces = {names[start]: _make_reduce(start) for start in tagged(graph, "reduce") if start in names}
+    computing, tail = _fixed_nodes(graph, prologue, gathers, reduces)
     position = {node: index for index, node in enumerate(computing)}
     backward = 0
     if joint:  # backward begins with the first node that is computed from the gradient of an output
@@ -139,7 +139,7 @@ def analyze(graph: fx.Graph, costs: Costs = FREE, joint: bool = False, stored: S
         backward = next(from_gradients, len(computing))
     reads = {name: _spans(gather.readers, position, backward) for name, gather in gathers.items()}
     writes = {name: _writes(name, reduce, reads, position) for name, reduce in reduces.items()}
-    cuts = _cuts(computing, [*reads.values(), *writes.values()], backward)
+    cuts = _task_starts(computing, [*reads.values(), *writes.values()], backward)
     tasks = [computing[begin:end] for begin, end in pairwise((*cuts, len(computing)))]
     units = list(dict.fromkeys([*gathers, *reduces]))
     first = next((name for name, gather in gathers.items() if gather.inputs & {*prologue}), None)
@@ -147,7 +147,7 @@ def analyze(graph: fx.Graph, costs: Costs = FREE, joint: bool = False, stored: S
     has_bytes = costs.counts_bytes
     alive = _alive_beside_plan(graph, computing, reduces, ready, gathers.keys(), joint, stored) if has_bytes else []
     memory = live_bytes(alive, len(computing))
-    touched = zip(cuts, tasks, _touched(reads, units, cuts), _touched(writes, units, cuts), strict=True)
+    touched = zip(cuts, tasks, _units_by_task(reads, units, cuts), _units_by_task(writes, units, cuts), strict=True)
     workload = Workload(
         tasks=tuple(
             Task(
@@ -161,7 +161,7 @@ def analyze(graph: fx.Graph, costs: Costs = FREE, joint: bool = False, stored: S
         ),
         backward=cuts.index(backward) if backward < len(computing) else len(tasks),
         units=tuple(
-            _unit(name, gathers.get(name), reduces.get(name), costs, prologue if name == first else ())
+            _unit_cost(name, gathers.get(name), reduces.get(name), costs, prologue if name == first else ())
             for name in units
         ),
         latency=costs.latency,
@@ -171,7 +171,7 @@ def analyze(graph: fx.Graph, costs: Costs = FREE, joint: bool = False, stored: S
     return GraphInfo(workload, tasks, gathers, reduces, prologue, tail, alive)
 
 
-def _names(graph: fx.Graph) -> dict[fx.Node, str]:
+def _start_names(graph: fx.Graph) -> dict[fx.Node, str]:
     """A name for each start of a gather or a reduce: the unit's path, with a suffix if several units have that path.
 
     Suffixes count as in the joint graph, so that forward and backward use the same names. Of a gather in stages the
@@ -199,7 +199,7 @@ def _names(graph: fx.Graph) -> dict[fx.Node, str]:
 # --- what a plan moves ------------------------------------------------------------------------------------------------
 
 
-def _gather(starts: Sequence[fx.Node], prologue: Sequence[fx.Node]) -> Gather:
+def _make_gather(starts: Sequence[fx.Node], prologue: Sequence[fx.Node]) -> Gather:
     waits = [user for start in starts for user in start.users if user.target is WAIT]
     both = [readers(wait) for wait in waits]
     views = sorted({view for each, _ in both for view in each})
@@ -222,7 +222,7 @@ def with_ancestors(nodes: Sequence[fx.Node], without: Sequence[fx.Node] = ()) ->
     return sorted(ancestors)
 
 
-def _reduce(start: fx.Node) -> Reduce:
+def _make_reduce(start: fx.Node) -> Reduce:
     chain = with_preparation(start)
     packs = chain[0].target is PACK_GRADS
     gradients = gradients_of(chain[0]) if packs else chain[0].all_input_nodes
@@ -232,7 +232,7 @@ def _reduce(start: fx.Node) -> Reduce:
     while following is not None:
         (wait,) = (user for user in following.users if user.target is WAIT)
         following = next((user for user in wait.users if user.target in STARTS), None)
-        stages.append([wait, following] if following is not None else [wait, *_finishing(wait)])
+        stages.append([wait, following] if following is not None else [wait, *_nodes_after(wait)])
     return Reduce(gradients, reused, chain, stages[0], [node for stage in stages[1:] for node in stage])
 
 
@@ -246,7 +246,7 @@ def with_preparation(start: fx.Node) -> list[fx.Node]:
     return nodes
 
 
-def _finishing(wait: fx.Node) -> list[fx.Node]:
+def _nodes_after(wait: fx.Node) -> list[fx.Node]:
     """What follows a reduce: the rest of a division, a cast to the shard's dtype, an update of the unit."""
     scales = [user for user in wait.users if (tag := get_tag(user)) is not None and tag.kind == "scale"]
     casts = [user for each in (wait, *scales) for user in each.users if user.target is CAST]
@@ -283,7 +283,7 @@ def can_coalesce(starts: Sequence[fx.Node]) -> bool:
 # --- tasks ------------------------------------------------------------------------------------------------------------
 
 
-def _computing(
+def _fixed_nodes(
     graph: fx.Graph, prologue: Sequence[fx.Node], gathers: Mapping[str, Gather], reduces: Mapping[str, Reduce]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
     """The nodes that no plan moves, in order: those that compute, and those that read what was reduced."""
@@ -319,7 +319,7 @@ def _writes(name: str, reduce: Reduce, reads: Mapping[str, list[Span]], position
     return [(min(free, last), last) for _, last in spans]
 
 
-def _cuts(computing: list[fx.Node], touched: Iterable[list[Span]], backward: int) -> list[int]:
+def _task_starts(computing: list[fx.Node], touched: Iterable[list[Span]], backward: int) -> list[int]:
     """The nodes at which tasks begin (see the module's docstring)."""
     spans = [span for spans in touched for span in spans]
     cuts = {0, backward, *(first for first, _ in spans), *(last + 1 for _, last in spans)}
@@ -327,7 +327,7 @@ def _cuts(computing: list[fx.Node], touched: Iterable[list[Span]], backward: int
     return sorted(cut for cut in cuts if cut < len(computing))
 
 
-def _touched(spans: Mapping[str, list[Span]], units: list[str], cuts: list[int]) -> list[list[int]]:
+def _units_by_task(spans: Mapping[str, list[Span]], units: list[str], cuts: list[int]) -> list[list[int]]:
     """For each task, which begin at `cuts`, the indices of the units with a span that overlaps it."""
     touched: list[list[int]] = [[] for _ in cuts]
     for index, unit in enumerate(units):
@@ -344,7 +344,7 @@ def _task_name(nodes: list[fx.Node]) -> str:
     return " ".join([*paths[:1], *product[:1]]) or nodes[0].name
 
 
-def _unit(
+def _unit_cost(
     name: str, gather: Gather | None, reduce: Reduce | None, costs: Costs, prologue: Sequence[fx.Node]
 ) -> UnitCost:
     """The first gather that reads the `prologue` waits for it, and has its seconds too."""

@@ -281,10 +281,10 @@ def read_blocks(graph: fx.Graph, prices: Prices | None) -> Blocks:
     info = prices.read(graph, "joint") if prices else analyze(graph, joint=True)
     split = sum(map(len, info.tasks[: info.workload.backward]))
     position = _positions(info)
-    spans = _spans(list(position)[:split] if split < len(position) else [])
+    spans = _block_nodes(list(position)[:split] if split < len(position) else [])
     block_of = {node: name for name, nodes in spans.items() for node in nodes}
     blocks: dict[str, dict[str, Recomputed]] = {}
-    found = Blocks(graph, prices, info, position, split, _crossing(graph, block_of, position, split), blocks)
+    found = Blocks(graph, prices, info, position, split, _values_crossing(graph, block_of, position, split), blocks)
     begins: dict[str, fx.Node] = {}  # by block, the first tensor of its backward
     for node in sorted(backward_nodes(graph)):
         path = block_path(node)
@@ -296,7 +296,7 @@ def read_blocks(graph: fx.Graph, prices: Prices | None) -> Blocks:
         saved = [node for node in nodes if not is_pure(node) and not is_scalar(node)]
         products = [node for node in nodes if flop_formula(node) is not None]
         for policy, left_out in ((RECOMPUTE, saved), (PRODUCTS, [*saved, *products])):
-            again = _needed(found, nodes, found.stored | {*left_out})
+            again = _needed_nodes(found, nodes, found.stored | {*left_out})
             if again:
                 blocks.setdefault(name, {})[policy] = Recomputed(again, left_out)
             if policy == PRODUCTS and again and has_host and name in neighbors:
@@ -311,7 +311,7 @@ def read_blocks(graph: fx.Graph, prices: Prices | None) -> Blocks:
     return found
 
 
-def _spans(forward: Sequence[fx.Node]) -> dict[str, list[fx.Node]]:
+def _block_nodes(forward: Sequence[fx.Node]) -> dict[str, list[fx.Node]]:
     """By name, the nodes of each block that may be recomputed, from its first to its last one."""
     positions: dict[str, list[int]] = {}
     for index, node in enumerate(forward):
@@ -323,7 +323,7 @@ def _spans(forward: Sequence[fx.Node]) -> dict[str, list[fx.Node]]:
     return {name: nodes for name, nodes in blocks.items() if not any("recompute" in node.meta for node in nodes)}
 
 
-def _crossing(
+def _values_crossing(
     graph: fx.Graph, block_of: Mapping[fx.Node, str], position: Mapping[fx.Node, int], split: int
 ) -> set[fx.Node]:
     """Find what forward computes in one block, or outside of all, and reads in another, or returns."""
@@ -342,7 +342,7 @@ def _crossing(
     return crossing
 
 
-def _needed(of: Blocks, nodes: Sequence[fx.Node], stored: Set[fx.Node]) -> list[fx.Node]:
+def _needed_nodes(of: Blocks, nodes: Sequence[fx.Node], stored: Set[fx.Node]) -> list[fx.Node]:
     """Choose the `nodes` of a block that backward needs, directly or to compute these, up to what is `stored`."""
     needed: set[fx.Node] = set()
     for node in reversed(nodes):
@@ -373,7 +373,7 @@ class _Policies:
         first = min((at for at in reads if at >= self.split), default=None)
         if first is None:
             return None
-        at = self._task(first)
+        at = self._task_at(first)
         back = self.starts[at]
         changes: list[tuple[int, int]] = []
         returns = held = 0
@@ -391,19 +391,19 @@ class _Policies:
         copies = []
         if block.next is not None and self.prices.device.host_bandwidth is not None:
             for node in block.copied:
-                made, left, returned = (self._task(self.position[each]) for each in (node, *block.next))
+                made, left, returned = (self._task_at(self.position[each]) for each in (node, *block.next))
                 size = self.alive[node].size
                 copies.append(Copy(made, left, returned, at, size, size / self.prices.device.host_bandwidth))
                 freed = max(self.position[block.next.last], self.last_in_forward[node]) + 1
                 changes += [(freed, -size), (self.position[block.next.first], size)]
         if not returns or any(copy.back >= at for copy in copies) or (name == OFFLOAD and not copies):
             return None
-        return Policy(name, at, tuple(changes), tuple(self._repeats(block.nodes, held)), returns, tuple(copies))
+        return Policy(name, at, tuple(changes), tuple(self._repeated_tasks(block.nodes, held)), returns, tuple(copies))
 
-    def _task(self, position: int) -> int:
+    def _task_at(self, position: int) -> int:
         return bisect_right(self.starts, position) - 1
 
-    def _repeats(self, nodes: Sequence[fx.Node], held: int) -> Iterator[Repeat]:
+    def _repeated_tasks(self, nodes: Sequence[fx.Node], held: int) -> Iterator[Repeat]:
         """The tasks of forward to which `nodes` belong, beside `held` bytes."""
         begin, end = self.position[nodes[0]], self.position[nodes[-1]]
         moved = [
@@ -414,7 +414,7 @@ class _Policies:
         live = live_bytes(moved, end - begin + 1)
         by_task: dict[int, list[fx.Node]] = {}
         for node in nodes:
-            by_task.setdefault(self._task(self.position[node]), []).append(node)
+            by_task.setdefault(self._task_at(self.position[node]), []).append(node)
         for task, members in by_task.items():
             seconds = sum(map(self.prices.node, self.info.tasks[task]))
             part = sum(map(self.prices.node, members)) / seconds if seconds else 0.0

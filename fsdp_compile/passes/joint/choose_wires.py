@@ -47,18 +47,18 @@ def choose_wires(context: GraphContext) -> None:
     if slots:
         allowed = {slot: ("", *allowed_formats(tag_of(starts[0]).wire)) for slot, starts in slots.items()}
         prices = prices_of(graph, context.config)
-        chosen = dict.fromkeys(slots, "") if prices is None else _decided(context, prices, slots, allowed)
+        chosen = dict.fromkeys(slots, "") if prices is None else _agreed_formats(context, prices, slots, allowed)
         for slot, starts in slots.items():
-            _set(starts, chosen[slot])
-    _name(graph)
-    _tell(graph)
+            _set_format(starts, chosen[slot])
+    _name_by_format(graph)
+    _log_formats(graph)
 
 
 # Note [Names say the format]
 # Compilers keep code by the text of graphs, which has names but no tags, and what is sent in a format is rewritten
 # behind that (post_grad/messages.py). So names differ where formats do: else a model would run with the code of another
 # one, or of a run before, that has other formats. Without this pass nothing is sent in a format.
-def _name(graph: fx.Graph) -> None:
+def _name_by_format(graph: fx.Graph) -> None:
     """See Note [Names say the format]."""
     names = {node.name for node in graph.nodes}
     for start in tagged(graph, "gather", "reduce"):
@@ -75,12 +75,12 @@ def _slot_of(start: fx.Node) -> Slot:
     return ("gather" if tag.kind == "gather" else "reduce"), tag.unit
 
 
-def _set(starts: Sequence[fx.Node], wire: str) -> None:
+def _set_format(starts: Sequence[fx.Node], wire: str) -> None:
     for start in starts:
         set_tag(start, replace(tag_of(start), wire=wire))
 
 
-def _decided(
+def _agreed_formats(
     context: GraphContext,
     prices: Prices,
     slots: Mapping[Slot, Sequence[fx.Node]],
@@ -119,7 +119,7 @@ class _Step:
         self.by_format: dict[str, Workload] = {}
         for format in dict.fromkeys(each for formats in allowed.values() for each in formats):
             for slot, starts in slots.items():
-                _set(starts, format if format in allowed[slot] else "")
+                _set_format(starts, format if format in allowed[slot] else "")
             info = prices.read(graph, "joint")
             self.by_format[format] = info.workload
             for name, gather in info.gathers.items():
@@ -210,7 +210,7 @@ def _widen(chosen: dict[Slot, str], allowed: Mapping[Slot, Sequence[str]], is_sh
         widen([slot for slot, formats in allowed.items() if level < formats.index(chosen[slot])], level)
 
 
-def _tell(graph: fx.Graph) -> None:
+def _log_formats(graph: fx.Graph) -> None:
     """Log which formats the graph has, and how many bytes they leave."""
     counted: Counter[tuple[str, str]] = Counter()
     full: Counter[tuple[str, str]] = Counter()

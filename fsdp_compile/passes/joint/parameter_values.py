@@ -175,9 +175,9 @@ class ParameterValues:
 
     def _program(self, node: fx.Node) -> str:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda each: self.first(each).name)
-        return self._short(f"{node.target}{args}{kwargs}")
+        return self._short_name(f"{node.target}{args}{kwargs}")
 
-    def _short(self, program: str) -> str:
+    def _short_name(self, program: str) -> str:
         return self._programs.setdefault(program, f"p{len(self._programs)}")
 
     def _further_scales(self, node: fx.Node, of_blocks: list[Scales], level: int) -> Scales | None:
@@ -204,7 +204,7 @@ class ParameterValues:
         asked = set(node.args[1]) if len(node.args) > 1 else set()  # type: ignore[arg-type]  # likewise
         dims = {dim % len(of.size) for dim in asked} or set(range(len(of.size)))
         smallest = MAXIMA[node.target]  # type: ignore[index]  # it is one of them
-        program = self._short(f"{'min' if smallest else 'max'}{sorted(dims)} of {self.first(source).name}")
+        program = self._short_name(f"{'min' if smallest else 'max'}{sorted(dims)} of {self.first(source).name}")
         if node.meta["val"].numel() == 1:
             return Scales(program, of.level + 1)
         block = math.prod(of.size[dim] for dim in dims)
@@ -233,7 +233,7 @@ class ParameterValues:
             return f"{value.program} {indices}" if isinstance(value, Elements) else f"scale {indices}"
 
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), text)
-        program = self._short(f"{node.target}{args}{kwargs}")
+        program = self._short_name(f"{node.target}{args}{kwargs}")
         levels = [each.level for each in map(self.of, node.all_input_nodes) if each is not None]
         return Elements(like.root, like.size, like.stride, program, tuple(taken), max(levels))
 

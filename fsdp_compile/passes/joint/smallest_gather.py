@@ -89,14 +89,14 @@ class GatheredUnit:
 def smallest_gather(context: GraphContext) -> None:
     """Compute on shards what makes all-gathers smaller, and gather the results."""
     graph = context.graph
-    units = _units(graph, context.specs)
+    units = _rewritable_units(graph, context.specs)
     values = ParameterValues(graph, [root for unit in units for root in unit.roots])
     regions: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node, value in values.values.items():
         if isinstance(value, Elements):
             regions[value.root].append(node)
     cuts = {root: _minimum_cut(root, regions[root], values) for unit in units for root in unit.roots}
-    choices = [(unit, items) for unit in units if (items := _choose(unit, cuts, values))]
+    choices = [(unit, items) for unit in units if (items := _choose_items(unit, cuts, values))]
     if choices:
         local = {node for unit, _ in choices for root in unit.roots for node in cuts[root].local}
         work = list(local)
@@ -113,7 +113,7 @@ def smallest_gather(context: GraphContext) -> None:
         edit.replace_nodes([unit for unit, _ in choices])
 
 
-def _units(graph: fx.Graph, specs: Mapping[int, UnshardSpec]) -> list[GatheredUnit]:
+def _rewritable_units(graph: fx.Graph, specs: Mapping[int, UnshardSpec]) -> list[GatheredUnit]:
     """Find the units whose gathered buffer is read only through views of parameters, and sent as it is."""
     units: list[GatheredUnit] = []
     for start in tagged(graph, "gather"):
@@ -176,7 +176,7 @@ def _minimum_cut(root: fx.Node, region: list[fx.Node], values: ParameterValues) 
     return _Cut([node for node in local if (node, "out") not in near], [*local, *(n for n in scales if n in near)])
 
 
-def _choose(unit: GatheredUnit, cuts: Mapping[fx.Node, _Cut], values: ParameterValues) -> list[Items]:
+def _choose_items(unit: GatheredUnit, cuts: Mapping[fx.Node, _Cut], values: ParameterValues) -> list[Items]:
     """Choose the items of a unit's first gather, then those that travel as segments; empty: gather the parameters."""
     classes: dict[tuple[str, torch.dtype], list[tuple[int, fx.Node]]] = defaultdict(list)
     for root, param in unit.roots.items():
@@ -269,7 +269,7 @@ class _LocalPrograms:
                 known, value = self.values.of(node), node.meta["val"]
                 if isinstance(known, Scales) and known.root is not None:
                     run = emit("maximum", aten.slice.Tensor, values, 0, begin, begin + value.numel())
-                    new = _shaped(run, known.size, known.stride, "maximum", emit)
+                    new = _give_shape(run, known.size, known.stride, "maximum", emit)
                 else:
                     new = emit("maximum", aten.select.int, values, 0, begin)
                     new = emit("maximum", aten.view.default, new, list(value.shape)) if value.dim() else new
@@ -289,7 +289,7 @@ class _LocalPrograms:
         eliminate_dead_code(self.graph)
 
 
-def _shaped(run: fx.Node, size: Sequence[int], stride: Sequence[int], kind: Kind, emit: Emit) -> fx.Node:
+def _give_shape(run: fx.Node, size: Sequence[int], stride: Sequence[int], kind: Kind, emit: Emit) -> fx.Node:
     """Give a 1-D tensor that shape and those strides, a permutation of a contiguous shape."""
     order = sorted(range(len(size)), key=lambda dim: (-stride[dim], size[dim] == 1, dim))
     shaped = emit(kind, aten.view.default, run, [size[dim] for dim in order])
@@ -322,8 +322,8 @@ class _UnitPrograms:
         groups, taken = self.unit.groups, []
         for items in rest:
             params = [param for param, _ in items]
-            taken.append(emit("local", PACK_SEGMENTS, self._sendable(items), layout.text, groups, params, wire))
-        in_place = self._sendable(main)
+            taken.append(emit("local", PACK_SEGMENTS, self._sendable_values(items), layout.text, groups, params, wire))
+        in_place = self._sendable_values(main)
         dtype = in_place.meta["val"].dtype
         sent = [in_place if dtype == wire else emit("local", aten.view.dtype, in_place, wire)]
         if taken:
@@ -339,20 +339,20 @@ class _UnitPrograms:
         for param, node in main:
             begin = layout.offsets[param]
             run = emit("view", aten.slice.Tensor, full, 0, begin, begin + layout.numels[param])
-            self.edit.new[node] = self._as(node, run)
+            self.edit.new[node] = self._shaped_as(node, run)
         begin = 0  # of the items in a rank's row, in elements on the wire
         for items, segment in zip(rest, taken, strict=True):
-            self._join(items, rows[0], row, begin)
+            self._join_parameters(items, rows[0], row, begin)
             begin += segment.meta["val"].numel()
 
     def evaluate(self, items: Items) -> fx.Node:
         """Evaluate the common program of `items` on the whole shard, 1-D."""
-        key = tuple((param, self._computed(node)) for param, node in items)
+        key = tuple((param, self._source_of(node)) for param, node in items)
         if key not in self._evaluated:
             self._evaluated[key] = self._evaluate(key)
         return self._evaluated[key]
 
-    def _computed(self, node: fx.Node) -> fx.Node:
+    def _source_of(self, node: fx.Node) -> fx.Node:
         """Strip views and copies: order does not matter on the shard."""
         node = self.values.first(node)
         while isinstance(self.values.of(node), Elements) and (keeps_values(node) or node.target is aten.clone.default):
@@ -387,7 +387,7 @@ class _UnitPrograms:
         values = self.emit("local", aten.cat.default, flat)
         return self.emit("local", EXPAND_SCALES, values, self.unit.spec.layout.text, self.unit.groups, counts)
 
-    def _join(self, items: Items, full: fx.Node, row: int, begin: int) -> None:
+    def _join_parameters(self, items: Items, full: fx.Node, row: int, begin: int) -> None:
         """Join parameters from their segments in the ranks' rows of `full`; `row` and `begin` count its elements."""
         wire = full.meta["val"].dtype
         params, dtype = tuple(param for param, _ in items), items[0][1].meta["val"].dtype
@@ -403,16 +403,16 @@ class _UnitPrograms:
             run = shares[0] if len(shares) == 1 else self.emit("view", aten.cat.default, shares)
             if wire not in (dtype, _SENT_AS.get(dtype)):
                 run = self.emit("view", aten.view.dtype, run, dtype)
-            self.edit.new[node] = self._as(node, run)
+            self.edit.new[node] = self._shaped_as(node, run)
 
-    def _sendable(self, items: Items) -> fx.Node:
+    def _sendable_values(self, items: Items) -> fx.Node:
         """Evaluate `items` in a dtype that can be sent."""
         local = self.evaluate(items)
         sent_as = _SENT_AS.get(local.meta["val"].dtype)
         return local if sent_as is None else self.emit("local", CAST, local, sent_as)
 
-    def _as(self, node: fx.Node, run: fx.Node) -> fx.Node:
+    def _shaped_as(self, node: fx.Node, run: fx.Node) -> fx.Node:
         """Give the 1-D elements of a parameter the shape, strides and dtype of `node`."""
         value, dtype = self.values.elements(node), node.meta["val"].dtype
-        shaped = _shaped(run, value.size, value.stride, "view", self.emit)
+        shaped = _give_shape(run, value.size, value.stride, "view", self.emit)
         return self.emit("view", CAST, shaped, dtype) if dtype in _SENT_AS else shaped

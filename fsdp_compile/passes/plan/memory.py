@@ -148,7 +148,7 @@ def _with_policies(options: Options, active: Sequence[Policy]) -> Workload:
             repeated = Task(f"{task.name} again", task.seconds * repeat.part, beside + repeat.memory, task.reads)
             again.setdefault(policy.at, []).append(repeated)
     tasks: list[Task] = []
-    waits = _waits(stored, active)
+    waits = _waits_for_copies(stored, active)
     ends = [*options.starts[1:], len(live)]
     for index, (task, begin, end) in enumerate(zip(stored.tasks, options.starts, ends, strict=True)):
         seconds = task.seconds + waits.get(index, 0.0)
@@ -165,7 +165,7 @@ def _live(options: Options, active: Sequence[Policy]) -> list[int]:
     return [size + change for size, change in zip(options.live, moved, strict=True)]
 
 
-def _waits(step: Workload, active: Sequence[Policy]) -> dict[int, float]:
+def _waits_for_copies(step: Workload, active: Sequence[Policy]) -> dict[int, float]:
     """Seconds that tasks wait for copies, one after the other on the host's link, if nothing else delays them."""
     copies = [copy for policy in active for copy in policy.copies]
     waits: dict[int, float] = {}
@@ -215,7 +215,7 @@ def choose(options: Options, budget: int | None) -> Result:
         active = [policy for policy in policies if policy is not None]
         if budget is None or not active or max(_live(options, active)) <= budget:  # what is computed again comes on top
             again = sum(_repeated_seconds(options, policy) for policy in active)
-            waits = sum(_waits(options.stored, active).values())
+            waits = sum(_waits_for_copies(options.stored, active).values())
             computing[policies] = sum(task.seconds for task in options.plain.tasks) + again + waits
     for policies in sorted(computing, key=computing.__getitem__):
         most = best.seconds * (1 - TOLERANCE) if best is not None else inf

@@ -59,10 +59,10 @@ class Plan:
     @classmethod
     def parse(cls, text: str) -> "Plan":
         """Read the text that `str` gives. PlanError, with the number of the line, if it cannot be read."""
-        return cls(tuple(_parsed(text)))
+        return cls(tuple(_parsed_steps(text)))
 
 
-def _parsed(text: str) -> Iterator[Step]:
+def _parsed_steps(text: str) -> Iterator[Step]:
     for count, line in enumerate(text.splitlines(), 1):
         words = line.split("#")[0].split()
         if not words:

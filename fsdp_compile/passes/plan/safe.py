@@ -135,16 +135,16 @@ class _Choice:
 
     def made(self) -> PlannedStep:
         """The plan that is taken."""
-        best = self._taken()
+        best = self._chosen_plan()
         names = tuple(self.workload.units[unit].name for unit in sorted(best.keep))
         return replace(self.found, plan=best.plan, keep_unsharded=names, seconds=best.seconds[0], peak=best.peak)
 
     def is_allowed(self, plan: Plan) -> bool:
         """Whether a plan exposes no more than it may beside the references."""
         seconds = tuple(simulate(priced, plan).makespan for priced in self.priced.values())
-        return self._over(_Judged(plan, frozenset(), 0, seconds)) <= TOLERANCE
+        return self._excess_exposed(_Judged(plan, frozenset(), 0, seconds)) <= TOLERANCE
 
-    def _taken(self) -> _Judged:
+    def _chosen_plan(self) -> _Judged:
         self.look(self.limits[-1], inf)
         enough = self._regret(self._least_hurt()) + _ALIKE
         for limit in self.limits[:-1]:
@@ -185,8 +185,8 @@ class _Choice:
 
     def _least_hurt(self) -> _Judged:
         """Of plans that expose no more than they may, if there are any, with little regret, the one in least memory."""
-        allowed = _lowest(self.known.values(), self._over, TOLERANCE)
-        alike = _lowest(allowed, self._regret, _ALIKE)
+        allowed = _near_lowest(self.known.values(), self._excess_exposed, TOLERANCE)
+        alike = _near_lowest(allowed, self._regret, _ALIKE)
         smallest = min(each.peak for each in alike)
         return min((each for each in alike if each.peak <= smallest * (1 + TOLERANCE)), key=self._regret)
 
@@ -194,7 +194,7 @@ class _Choice:
         pairs = compress(zip(plan.seconds, self.least, strict=True), self.counts)
         return max(seconds / (least or 1.0) for seconds, least in pairs) - 1
 
-    def _over(self, plan: _Judged) -> float:
+    def _excess_exposed(self, plan: _Judged) -> float:
         """How much of the step a plan exposes more than it may, where that is the most."""
         over = [0.0]
         for ratio, seconds, usual in zip(RATIOS, plan.seconds, self.references, strict=False):
@@ -203,7 +203,7 @@ class _Choice:
         return max(over)
 
 
-def _lowest(plans: Iterable[_Judged], of: Callable[[_Judged], float], above: float) -> list[_Judged]:
+def _near_lowest(plans: Iterable[_Judged], of: Callable[[_Judged], float], above: float) -> list[_Judged]:
     """Those for which `of` is at most so much above the lowest."""
     found = {each: of(each) for each in plans}
     least = min(found.values())

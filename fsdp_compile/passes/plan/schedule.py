@@ -2,7 +2,7 @@
 
     search_plan       the shortest plan within a budget
       plans_by_rules  plans by fixed rules
-      _within         for a limit on memory: which units to keep, and preferences, one after the other
+      _best_within    for a limit on memory: which units to keep, and preferences, one after the other
         Scheduler     a plan for them: before each task launch what is ready, gathers as early as memory allows
 
 This is list scheduling of one computing stream and one link. Tasks compute in a fixed order, gathers are launched in
@@ -77,7 +77,7 @@ def search_plan(workload: Workload, budget: int | None = None, *, coalesce: int 
                         f"when it is read and reduced when it is ready, found {budget}")  # fmt: skip
     coalesce = coalesce if workload.can_coalesce and workload.latency else 1
     bound = lower_bound(workload, coalesce)
-    best = _shortest(workload, budget, coalesce, bound)
+    best = _shortest_plan(workload, budget, coalesce, bound)
     names = tuple(workload.units[unit].name for unit in sorted(best.keep))
     return PlannedStep(best.plan, names, best.seconds, best.peak, bound)
 
@@ -126,15 +126,15 @@ class _Candidate(NamedTuple):
         return self.seconds, self.peak
 
 
-def _shortest(workload: Workload, budget: int | None, coalesce: int, bound: float) -> _Candidate:
+def _shortest_plan(workload: Workload, budget: int | None, coalesce: int, bound: float) -> _Candidate:
     """The shortest plan within the budget, see Note [Why more memory is never slower].
 
     Limits are tried from the smallest on, up to the first within which a plan is as short as within the last.
     """
     rules = list(plans_by_rules(workload))
     limits = limits_of(workload, {each.peak for each in rules})
-    most = _keeps(workload, limits[-1])[-1]
-    last = _within(workload, limits[-1], [most], coalesce, None, bound * (1 + TOLERANCE))
+    most = _sets_to_keep(workload, limits[-1])[-1]
+    last = _best_within(workload, limits[-1], [most], coalesce, None, bound * (1 + TOLERANCE))
     target = min(each.seconds for each in (last, *rules)) * (1 + TOLERANCE)
     best: _Candidate | None = None
     for limit in limits:
@@ -142,7 +142,7 @@ def _shortest(workload: Workload, budget: int | None, coalesce: int, bound: floa
             break
         known = [each for each in (best, *rules) if each is not None and each.peak <= limit]
         start = min(known, key=lambda each: each.cost, default=None)
-        best = _within(workload, limit, _keeps(workload, limit), coalesce, start, target)
+        best = _best_within(workload, limit, _sets_to_keep(workload, limit), coalesce, start, target)
     assert best is not None
     return best
 
@@ -172,7 +172,7 @@ def limits_of(workload: Workload, peaks: set[int]) -> list[int]:
     return sorted({least, *peaks, *far})
 
 
-def _within(
+def _best_within(
     workload: Workload,
     limit: int,
     keeps: list[frozenset[int]],
@@ -199,7 +199,7 @@ def _within(
     return best
 
 
-def _keeps(workload: Workload, limit: int) -> list[frozenset[int]]:
+def _sets_to_keep(workload: Workload, limit: int) -> list[frozenset[int]]:
     """Sets of units to keep unsharded: of those that backward reads first all that fit, or one; of up to four, any."""
     units = sorted(workload.may_keep, key=lambda unit: workload.reads_in_backward[unit])
     if len(units) <= 4:
@@ -251,9 +251,9 @@ class Scheduler:
         self.needed = [*accumulate(needed, max), len(place)]  # how many reduces have to be done before each task
         self.reads = [bisect_right(self.first, at) for at in range(self.count + 1)]  # likewise, gathers
         self.arrived = sum(units[unit].arrives is not None for unit, _, _ in gathers)  # launched before the step
-        self.opens, self.alone = self._openings(gathers)
+        self.opens, self.alone = self._launch_windows(gathers)
 
-    def _openings(self, gathers: list[_Gather]) -> tuple[list[int], list[int]]:
+    def _launch_windows(self, gathers: list[_Gather]) -> tuple[list[int], list[int]]:
         """From which task on each gather may be launched; and the task behind an update before which it may be, alone.
 
         Each task in between must have room for its own buffers and for the gathers that are launched early.
@@ -300,7 +300,7 @@ class Scheduler:
         if self.at == 0:
             for _ in range(self.arrived):
                 self._launch("gather", 1)
-        while (launch := self._preferred(preference)) is not None:
+        while (launch := self._next_launch(preference)) is not None:
             self._launch(*launch)
         while self.gathered < self.read:
             self._launch("gather", 1)
@@ -313,7 +313,7 @@ class Scheduler:
         if self.at < self.count:
             self._make_room(self.need[self.at])
 
-    def _preferred(self, preference: Preference) -> tuple[Kind, int] | None:
+    def _next_launch(self, preference: Preference) -> tuple[Kind, int] | None:
         """The next launch for which there is room; None if there is none, or the link is busy anyway."""
         lacks, idle = self.gathered < self.read, not self._is_busy()
         reduces = gathers = 0
@@ -415,12 +415,12 @@ def prefetch(workload: Workload, forward: int, backward: int, before_wait: bool,
     """
     gathers, reduces = workload.gathers(keep_by_rule(workload)), workload.reduces()
     split = sum(first < workload.backward for _, first, _ in gathers)
-    issued = _ahead(workload, gathers[:split], 0, 0, forward, before_wait)
-    issued += _ahead(workload, gathers[split:], split, workload.backward, backward, before_wait)
+    issued = _issue_positions(workload, gathers[:split], 0, 0, forward, before_wait)
+    issued += _issue_positions(workload, gathers[split:], split, workload.backward, backward, before_wait)
     # Each reduce is waited for before there would be more than `in_flight` under way, the rest at the end.
     waited: list[_Position] = [(ready + 1, 1, 2 * each) for each, (_, _, ready) in enumerate(reduces)][in_flight:]
     waited += [_at_the_end(workload, each) for each in range(len(waited), len(reduces))]
-    return _plan(workload, gathers, issued, waited)
+    return _plan_of(workload, gathers, issued, waited)
 
 
 def alternating(workload: Workload, keep: frozenset[int] | None = None) -> Plan:
@@ -437,8 +437,8 @@ def alternating(workload: Workload, keep: frozenset[int] | None = None) -> Plan:
     gathers, reduces = workload.gathers(keep_by_rule(workload) if keep is None else keep), workload.reduces()
     split = sum(first < workload.backward for _, first, _ in gathers)
     back = gathers[split:]
-    modules = _modules(workload, back)
-    issued = _ahead(workload, gathers[:split], 0, 0, 1, True)
+    modules = _by_module(workload, back)
+    issued = _issue_positions(workload, gathers[:split], 0, 0, 1, True)
     issued += [(workload.backward, 2, each - len(modules[0])) for each in modules[0]] if modules else []
     waits = {each: ready + 1 for each, (_, _, ready) in enumerate(reduces[1:])}  # at the latest: with the next one
     for module, following in pairwise(modules):
@@ -459,7 +459,7 @@ def alternating(workload: Workload, keep: frozenset[int] | None = None) -> Plan:
     waited = [
         (waits[each], 1, 2 * each + 4) if each in waits else _at_the_end(workload, each) for each in range(len(reduces))
     ]
-    return _plan(workload, gathers, issued, waited)
+    return _plan_of(workload, gathers, issued, waited)
 
 
 def keep_by_rule(workload: Workload) -> frozenset[int]:
@@ -468,13 +468,13 @@ def keep_by_rule(workload: Workload) -> frozenset[int]:
     return workload.must_keep | (set(forward[-1:]) & set(workload.may_keep))
 
 
-def _modules(workload: Workload, gathers: list[_Gather]) -> list[Sequence[int]]:
+def _by_module(workload: Workload, gathers: list[_Gather]) -> list[Sequence[int]]:
     """The positions in `gathers`, grouped by module."""
     names = [workload.units[unit].module or workload.units[unit].name for unit, _, _ in gathers]
     return [list(group) for _, group in groupby(range(len(gathers)), key=names.__getitem__)]
 
 
-def _ahead(
+def _issue_positions(
     workload: Workload, gathers: list[_Gather], offset: int, start: int, distance: int, before_wait: bool
 ) -> list[_Position]:
     """Where `gathers`, the first of which is number `offset`, are issued.
@@ -482,7 +482,7 @@ def _ahead(
     The first `distance` modules are gathered before task `start`, others beside the first wait of the module that is so
     many before.
     """
-    modules, positions = _modules(workload, gathers), list[_Position]()
+    modules, positions = _by_module(workload, gathers), list[_Position]()
     for index, module in enumerate(modules):
         if index < distance:
             positions += [(start, 2, each - len(gathers)) for each in module]
@@ -501,7 +501,7 @@ def _at_the_end(workload: Workload, index: int) -> _Position:
     return len(workload.tasks), 3, index
 
 
-def _plan(workload: Workload, gathers: list[_Gather], issued: list[_Position], waited: list[_Position]) -> Plan:
+def _plan_of(workload: Workload, gathers: list[_Gather], issued: list[_Position], waited: list[_Position]) -> Plan:
     """Wait for gathers at their first reader, free them after the last, issue reduces when they are ready.
 
     Args:

@@ -118,17 +118,17 @@ class Workload:
     @cached_property
     def reads_in_forward(self) -> dict[int, tuple[int, int]]:
         """First and last task of forward that read a unit."""
-        return _intervals((i, task.reads) for i, task in enumerate(self.tasks) if self.is_forward(i))
+        return _task_ranges((i, task.reads) for i, task in enumerate(self.tasks) if self.is_forward(i))
 
     @cached_property
     def reads_in_backward(self) -> dict[int, tuple[int, int]]:
         """First and last task of backward that read a unit."""
-        return _intervals((i, task.reads) for i, task in enumerate(self.tasks) if not self.is_forward(i))
+        return _task_ranges((i, task.reads) for i, task in enumerate(self.tasks) if not self.is_forward(i))
 
     @cached_property
     def writes(self) -> dict[int, tuple[int, int]]:
         """First and last task that write a unit's gradients; after the last they are ready to reduce."""
-        return _intervals((i, task.writes) for i, task in enumerate(self.tasks))
+        return _task_ranges((i, task.writes) for i, task in enumerate(self.tasks))
 
     @cached_property
     def updated(self) -> dict[int, int]:
@@ -192,7 +192,7 @@ class Workload:
         return [(unit, first, last) for last, unit, first in ready]
 
 
-def _intervals(tasks: Iterable[tuple[int, tuple[int, ...]]]) -> dict[int, tuple[int, int]]:
+def _task_ranges(tasks: Iterable[tuple[int, tuple[int, ...]]]) -> dict[int, tuple[int, int]]:
     spans: dict[int, tuple[int, int]] = {}
     for index, units in tasks:
         for unit in units:

@@ -19,7 +19,7 @@ def start_reduces(context: GraphContext) -> None:
     if _runs_apart():
         return
     graph, packs = context.graph, {tag_of(pack).unit: pack for pack in tagged(context.graph, "pack")}
-    for full, tag in _arriving(graph):
+    for full, tag in _arriving_inputs(graph):
         pack = packs.get(tag.unit)
         if pack is not None and any(user.op == "output" for user in pack.users):
             last = max(pack.all_input_nodes, default=pack)
@@ -37,7 +37,7 @@ def await_gathers(context: GraphContext) -> None:
     if _runs_apart():
         return
     graph = context.graph
-    for full, tag in _arriving(graph):
+    for full, tag in _arriving_inputs(graph):
         for view in sorted(readers(full)[0], reverse=True):
             if view.users:
                 min(view.users).prepend(view)
@@ -55,7 +55,7 @@ def _runs_apart() -> bool:
     return bool(inductor_config.triton.cudagraphs or inductor_config.cpp_wrapper)
 
 
-def _arriving(graph: fx.Graph) -> list[tuple[fx.Node, Tag]]:
+def _arriving_inputs(graph: fx.Graph) -> list[tuple[fx.Node, Tag]]:
     """The flat parameters that the eager runtime gathers, inputs of the graph."""
     inputs = [(node, get_tag(node)) for node in graph.find_nodes(op="placeholder")]
     return [(node, tag) for node, tag in inputs if tag is not None and tag.kind == "arriving"]

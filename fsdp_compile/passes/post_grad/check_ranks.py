@@ -41,13 +41,13 @@ def check_ranks(context: GraphContext) -> None:
     for start, name in zip(starts, names, strict=True):
         line = f"{start.target} of the model itself"  # of a size that ranks may choose, such as rows for experts
         if start in programs:
-            values = [sent.meta["val"] for sent in _sent(start)]
+            values = [sent.meta["val"] for sent in _sent_nodes(start)]
             sizes = " + ".join(str(value.numel() * value.element_size()) for value in values)
             line = f"{get_tag(start)}, {sizes} bytes of {str(values[0].dtype).removeprefix('torch.')}"
         lines.append(f"{line}, group {groups.index(name)}{programs.get(start, '')}")
-    first = _sent(planned[0])[0]
+    first = _sent_nodes(planned[0])[0]
     gathers = [start for start in planned if tag_of(start).kind == "gather"]
-    read = with_ancestors(_sent(gathers[0])) if gathers else ()
+    read = with_ancestors(_sent_nodes(gathers[0])) if gathers else ()
     inputs = chain.from_iterable((node, *node.all_input_nodes) for node in read)
     shards = [node for node in inputs if node.op == "placeholder"][:1]  # tells of which model the graph is
     arguments = (shards, "\n".join(lines), groups, context.config.check_ranks_timeout, first.meta["val"].device)
@@ -55,7 +55,7 @@ def check_ranks(context: GraphContext) -> None:
         add_call(graph, ops.CHECK_RANKS, arguments, mode=first.meta["val"].fake_mode, name="check_ranks")
 
 
-def _sent(start: fx.Node) -> list[fx.Node]:
+def _sent_nodes(start: fx.Node) -> list[fx.Node]:
     """What a collective sends: one tensor, or several if it is coalesced."""
     sent = start.args[0]
     return [sent] if isinstance(sent, fx.Node) else list(sent)  # type: ignore[arg-type]  # fx arguments are untyped
@@ -67,7 +67,7 @@ def _local_programs(starts: list[fx.Node]) -> list[str]:
     texts: list[str] = []
     for start in starts:
         lines = []
-        for node in with_ancestors(_sent(start)) if tag_of(start).kind != "reduce" else ():
+        for node in with_ancestors(_sent_nodes(start)) if tag_of(start).kind != "reduce" else ():
             if (tag := get_tag(node)) is not None and tag.kind in ("local", "maximum") and node.target not in STARTS:
                 numbers[node] = len(numbers)
                 known = [

@@ -41,10 +41,10 @@ def tag_collectives(graph: fx.Graph, link: str | None = None) -> int | None:
     starts = [node for node in graph.nodes if getattr(node.target, "namespace", "") == OPERATORS.name]
     starts = [node for node in starts if node.target is not WAIT]
     if unknown := [str(node.target).split(".")[1] for node in starts if node.target not in STARTS]:
-        _say(f"{direction()} graph of another sharding: it has {unknown[0]}, so it is left as it is")
+        _print_once(f"{direction()} graph of another sharding: it has {unknown[0]}, so it is left as it is")
         return None
     if not starts:
-        _say(f"{direction()} graph without collectives: there is nothing to order")
+        _print_once(f"{direction()} graph without collectives: there is nothing to order")
         return None
     gathers = [start for start in starts if start.target is ALL_GATHER and _sends_an_input(start)]
     reduces = [start for start in starts if start.target in (REDUCE_SCATTER, ALL_REDUCE) and _ends_in_outputs(start)]
@@ -61,13 +61,13 @@ def tag_collectives(graph: fx.Graph, link: str | None = None) -> int | None:
             set_tag(node, Tag(kind, unit, path, reshard))  # type: ignore[arg-type]  # a literal
     found = f"{len(gathers)} all-gathers of parameters, {len(reduces)} reduces of gradients"
     how = f"ordered for {link.partition(';=')[0]}" if link else "ordered by a rule"
-    _say(f"{direction()} graph of another sharding: {found}: {how if of_blocks else 'nothing to order'}; "
-         f"{len(starts) - len(gathers) - len(reduces)} other collectives: left in place")  # fmt: skip
+    _print_once(f"{direction()} graph of another sharding: {found}: {how if of_blocks else 'nothing to order'}; "
+                f"{len(starts) - len(gathers) - len(reduces)} other collectives: left in place")  # fmt: skip
     return max(1, 2 * max(of_blocks.values())) if of_blocks else None
 
 
 @cache
-def _say(text: str) -> None:
+def _print_once(text: str) -> None:
     if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:
         print(f"fsdp_compile: {text}", file=sys.stderr)
 
@@ -126,11 +126,11 @@ def _sends_an_input(start: fx.Node) -> bool:
     return (
         _has_one_wait(start)
         and all(is_pure(node) and not is_product(node) and moved.issuperset(node.users) for node in computed)
-        and not any(_writes(user) for each in inputs for user in each.users)
+        and not any(_is_mutable(user) for each in inputs for user in each.users)
     )
 
 
-def _writes(node: fx.Node) -> bool:
+def _is_mutable(node: fx.Node) -> bool:
     return getattr(node.target, "_schema", None) is not None and node.target._schema.is_mutable  # type: ignore[union-attr]  # an operator
 
 

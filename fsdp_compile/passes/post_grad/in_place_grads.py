@@ -68,7 +68,7 @@ def pack_in_place(context: GraphContext) -> None:
     """Rewrite the gradients of each pack into nodes that can write straight into the packed buffer."""
     graph = context.graph
     for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
-        pack.update_arg(0, [None if grad is None else _placeable(graph, grad) for grad in pack.args[0]])
+        pack.update_arg(0, [None if grad is None else _node_to_place(graph, grad) for grad in pack.args[0]])
         packed: fx.Node | None = pack
         while packed is not None and len(packed.users) == 1:  # its only reader may overwrite it
             (reader,) = packed.users
@@ -87,7 +87,7 @@ def pack_in_place(context: GraphContext) -> None:
                 pack.replace_input_with(grad, copy)
 
 
-def _placeable(graph: fx.Graph, grad: fx.Node) -> fx.Node:
+def _node_to_place(graph: fx.Graph, grad: fx.Node) -> fx.Node:
     """Strip views that keep the order of elements; rewrite a node whose output has another layout."""
     while grad.target in nodes.SAME_ORDER:
         grad = grad.args[0]  # type: ignore[assignment]  # fx arguments are untyped
@@ -173,7 +173,7 @@ def write_slice(grad: Any, segment: LayoutSegment, box: Any) -> Any:
     layout = ir.FixedLayout(box.get_device(), box.get_dtype(), size, stride, offset=offset)
     target = ir.ReinterpretView(data=box, layout=layout)
     if grad is None:
-        return _fill(target)
+        return _fill_zeros(target)
     product: Any = getattr(grad.data, "data", None)
     fixed = product.layout if isinstance(product, ir.ExternKernelOut) else None
     if isinstance(fixed, ir.FixedLayout) and fixed.offset == 0 and list(fixed.stride) == list(layout.stride):
@@ -184,7 +184,7 @@ def write_slice(grad: Any, segment: LayoutSegment, box: Any) -> Any:
     return ir.ConcatKernel.realize_into(grad, target)
 
 
-def _fill(target: Any) -> Any:
+def _fill_zeros(target: Any) -> Any:
     """Write zeros for padding and parameters without a gradient, as what is sent must be finite.
 
     A library call does it: the C++ compiler would take a second for a kernel for each number of zeros.

@@ -45,7 +45,9 @@ def send_messages(context: GraphContext) -> None:
         if nodes.tag_of(start).wire in FORMATS:
             (wait,) = (user for user in start.users if user.target is collectives.WAIT)
             values = (
-                _gather(graph, start, wait) if start.target is collectives.ALL_GATHER else _reduce(graph, start, wait)
+                _emit_gather(graph, start, wait)
+                if start.target is collectives.ALL_GATHER
+                else _emit_reduce(graph, start, wait)
             )
             values.meta = {**wait.meta, "val": values.meta["val"]}
             if nodes.tag_of(start).kind == "reduce":  # pinned behind the wait, as the mean of rows is in full
@@ -55,7 +57,7 @@ def send_messages(context: GraphContext) -> None:
             graph.erase_node(start)
 
 
-def _gather(graph: fx.Graph, start: fx.Node, wait: fx.Node) -> fx.Node:
+def _emit_gather(graph: fx.Graph, start: fx.Node, wait: fx.Node) -> fx.Node:
     """Emit a gather of messages; the result is a buffer, into which gradients may be packed."""
     format, full, mode = nodes.tag_of(start).wire, start.meta["val"], start.meta["val"].fake_mode
     shard, ranks, group = start.args
@@ -81,11 +83,11 @@ def _gather_messages(
     message = _inline(graph, start, lambda values: encode(values.view(1, -1), format, JOIN_BYTES).view(-1), shard)
     with graph.inserting_before(start):
         sent = nodes.add_call(graph, collectives.ALL_GATHER, (message, ranks, group), mode=mode, name=start.name)
-    _like(sent, start)
+    _copy_meta(sent, start)
     nodes.set_tag(sent, replace(nodes.tag_of(start), kind="gather"))
     with graph.inserting_before(wait):
         arrived = nodes.add_call(graph, collectives.WAIT, (sent,), mode=mode, name=wait.name)
-    _like(arrived, wait)
+    _copy_meta(arrived, wait)
     decoded = partial(_decode_rows, ranks=ranks, numel=numel, format=format, dtype=dtype)
     return _inline(graph, wait, decoded, arrived)
 
@@ -94,7 +96,7 @@ def _decode_rows(messages: Tensor, ranks: int, numel: int, format: str, dtype: t
     return decode(messages.view(ranks, -1), numel, format, dtype).reshape(-1)
 
 
-def _reduce(graph: fx.Graph, start: fx.Node, wait: fx.Node) -> fx.Node:
+def _emit_reduce(graph: fx.Graph, start: fx.Node, wait: fx.Node) -> fx.Node:
     """Emit an all-to-all of messages, and the sum of what it brings; of an all-reduce also the gather behind it."""
     packed: Any
     op: Any
@@ -112,10 +114,10 @@ def _reduce(graph: fx.Graph, start: fx.Node, wait: fx.Node) -> fx.Node:
     size = [message.meta["val"].numel() // ranks] * ranks
     with graph.inserting_before(start):
         sent = nodes.add_call(graph, collectives.ALL_TO_ALL, (message, size, size, group), mode=mode, name=start.name)
-    _like(sent, start)
+    _copy_meta(sent, start)
     with graph.inserting_before(wait):
         arrived = nodes.add_call(graph, collectives.WAIT, (sent,), mode=mode, name=wait.name)
-    _like(arrived, wait)
+    _copy_meta(arrived, wait)
     call_directly(sent)
 
     def total(received: Tensor) -> Tensor:
@@ -146,7 +148,7 @@ def _lower_join(parts: list[Any], dim: int) -> Any:
     return ir.TensorBox(box)
 
 
-def _like(node: fx.Node, replaced: fx.Node) -> None:
+def _copy_meta(node: fx.Node, replaced: fx.Node) -> None:
     node.meta = {**replaced.meta, "val": node.meta["val"]}
 
 

@@ -36,10 +36,10 @@ def read_graph(context: GraphContext) -> None:
         PlanError: the profile that the configuration names has no graph of this direction and as many products.
         ValueError: the configuration names a link or device that is unknown.
     """
-    context.info, context.workload = _read(context)
+    context.info, context.workload = _read_graph(context)
 
 
-def _read(context: GraphContext) -> tuple[GraphInfo, Workload]:
+def _read_graph(context: GraphContext) -> tuple[GraphInfo, Workload]:
     graph, config = context.graph, context.config
     prices = prices_of(graph, config)
     info = prices.read(graph, context.direction) if prices else analyze(graph, relative_costs(graph))
@@ -96,9 +96,9 @@ def _in_symbols(context: GraphContext, plan: Plan) -> str:
         timelines = []
         for value in values:
             with sizes_chosen({**{each: other.hint for each, other in symbols.items()}, symbol: value}):
-                timelines.append(simulate(_read(context)[1], plan))
+                timelines.append(simulate(_read_graph(context)[1], plan))
         seconds, size = (
-            _polynomial(symbol, values, results)
+            _polynomial_text(symbol, values, results)
             for results in ([each.makespan * 1e3 for each in timelines], [each.peak for each in timelines])
         )
         until = f"to {most}" if most else "or more"
@@ -106,7 +106,7 @@ def _in_symbols(context: GraphContext, plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _polynomial(symbol: object, values: Sequence[int], results: Sequence[float]) -> str:
+def _polynomial_text(symbol: object, values: Sequence[int], results: Sequence[float]) -> str:
     """The polynomial through these points, its coefficients rounded."""
     found = sympy.Poly(sympy.interpolate(list(zip(values, results, strict=True)), sympy.Symbol("x")), sympy.Symbol("x"))
     powers = {2: f"*{symbol}**2", 1: f"*{symbol}", 0: ""}

@@ -44,12 +44,12 @@ def reuse_gathered(context: GraphContext) -> None:
     waits = {nodes.tag_of(gather).unit: next(iter(gather.users)) for gather in nodes.tagged(graph, "gather")}
     for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
         wait = waits.get(nodes.tag_of(pack).unit)
-        if wait is not None and _fits(pack, wait) and _in_time(pack, wait):
+        if wait is not None and _may_reuse(pack, wait) and _in_time(pack, wait):
             _put_in_order(pack, wait)
             pack.args = (*pack.args, wait)
 
 
-def _fits(pack: fx.Node, wait: fx.Node) -> bool:
+def _may_reuse(pack: fx.Node, wait: fx.Node) -> bool:
     """Whether the buffers are alike, and nothing else reads the gradients or outlives the buffer."""
     packed, gathered = pack.meta["val"], wait.meta["val"]
     alike = all(getattr(packed, each) == getattr(gathered, each) for each in ("dtype", "shape", "device"))
@@ -135,10 +135,10 @@ def lower_pack_grads(grads: list[Any], layout: str, into: Any = None) -> Any:
     parsed = FlatParamLayout.parse(layout)
     contents = contents_of(grads, parsed)
     reads = None if into is None else _reads_before(into.get_name(), contents)
-    return pack_into_new_buffer(parsed.numel, contents) if reads is None else _overwrite(into, contents, reads)
+    return pack_into_new_buffer(parsed.numel, contents) if reads is None else _overwrite_gathered(into, contents, reads)
 
 
-def _overwrite(into: Any, contents: Contents, reads: "list[Read]") -> Any:
+def _overwrite_gathered(into: Any, contents: Contents, reads: "list[Read]") -> Any:
     """Write into the gathered buffer, each slice after its `reads`. Padding stays zero there."""
     contents = [(segment, grad) for segment, grad in contents if segment.parameter is not None]
     written = [write_slice(grad, segment, into.data) for segment, grad in contents]
