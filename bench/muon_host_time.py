@@ -34,7 +34,7 @@ from fsdp_compile.step import CompiledStep
 
 BLOCKS, RANKS, ROUNDS = 16, 8, 40
 TIMED = {
-    "all": [(CompiledStep, "_step")],
+    "all": [(CompiledStep, "_update_parameters")],
     "Newton-Schulz": [(MatrixProgram, "run_whole")],
     "link": [
         (LinkWork, "wait"), (LinkWork, "is_completed"),
@@ -44,7 +44,7 @@ TIMED = {
 
 
 class Clock:
-    """CPU seconds within `_step`, by the functions of `TIMED`; "all" has what is in none of them too."""
+    """CPU seconds within `_update_parameters`, by the functions of `TIMED`; "all" has what is in none of them too."""
 
     def __init__(self) -> None:
         self.spent = dict.fromkeys(TIMED, 0.0)

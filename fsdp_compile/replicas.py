@@ -154,7 +154,7 @@ class Replicas:
                     f"{type(value).__name__}"
                 )
         self._model, self._optimizers, self._others, self.step = models[0], optimizers, list(others.values()), step
-        self._settle(self._membership.join(at_least, join_timeout))
+        self._enter_or_regroup(self._membership.join(at_least, join_timeout))
 
     def run(self, backward: Callable[[], T]) -> T:
         """Run a step's forward and backward until all ranks of all replicas have done it; then take the step.
@@ -215,12 +215,12 @@ class Replicas:
         self._joining = ()
         self._membership.announce(last.generation_id + 1, self.step if self._has_state else None)
         self._leave_groups()
-        return self._settle(self._membership.next_generation(last, joining))
+        return self._enter_or_regroup(self._membership.next_generation(last, joining))
 
-    def _settle(self, generation: Generation) -> Generation:
+    def _enter_or_regroup(self, generation: Generation) -> Generation:
         """Enter `generation`, or the first one after it that all of its ranks can enter."""
         try:
-            self._enter(generation)
+            self._enter_generation(generation)
         except RuntimeError as error:
             if isinstance(error, ReplicaLostError):
                 raise
@@ -229,7 +229,7 @@ class Replicas:
         self._generation, self._has_state = generation, True
         return generation
 
-    def _enter(self, generation: Generation) -> None:
+    def _enter_generation(self, generation: Generation) -> None:
         """Find the other ranks, and give the state to replicas that have none."""
         self._leave_groups()
         index = generation.names.index(self._name)

@@ -77,15 +77,15 @@ class Report:
         cells = [[row.name, "holds" if row.holds else "FAILS", f"{row.seconds:.1f}", row.found] for row in self.rows]
         pictures = [("Speed, all ranks", bars(self.speed.ran))] if self.speed is not None and self.speed.ran else []
         title = f"selfcheck: {'all hold' if self.holds else 'some fail'}"
-        return page(title, self._about, ["row", "", "seconds", "found"], cells, [], pictures)
+        return page(title, self._where_in_words, ["row", "", "seconds", "found"], cells, [], pictures)
 
     @property
-    def _about(self) -> str:
+    def _where_in_words(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self.where.items())
 
     def __str__(self) -> str:
         rows = [f"{'ok  ' if r.holds else 'FAIL'}  {r.name:10} {r.seconds:5.1f} s  {r.found}" for r in self.rows]
-        return "\n".join([self._about, *rows, "all hold" if self.holds else "some fail"])
+        return "\n".join([self._where_in_words, *rows, "all hold" if self.holds else "some fail"])
 
 
 def selfcheck(device: torch.device) -> Report:
@@ -96,23 +96,23 @@ def selfcheck(device: torch.device) -> Report:
     """
     where = {
         "fsdp_compile": __version__, "torch": torch.__version__, "python": platform.python_version(),
-        "machine": platform.machine(), "device": _name(device), "ranks": dist.get_world_size(),
+        "machine": platform.machine(), "device": _device_name(device), "ranks": dist.get_world_size(),
         "backend": dist.get_backend(),
     }  # fmt: skip
-    rows = [_row("names", _names, device)]
+    rows = [_row_of_check("names", _check_names, device)]
     for way, backend in WAYS.items():
-        rows.append(_row(way, partial(_trains_as_one_process, backend, device), device))
+        rows.append(_row_of_check(way, partial(_trains_as_one_process, backend, device), device))
     for name, look in LOOKS.items():
-        rows.append(_row(name, partial(look, device), device))
+        rows.append(_row_of_check(name, partial(look, device), device))
     compared: list[Comparison] = []
 
     def speed() -> str:
         compared.append(side_by_side(device))
-        return _speed(compared[0])
+        return _compared_speeds(compared[0])
 
-    rows.append(_row("speed", speed, device))
+    rows.append(_row_of_check("speed", speed, device))
     if compared:
-        rows.append(_row("predicted", partial(_predicted, compared[0]), device))
+        rows.append(_row_of_check("predicted", partial(_predicted_steps, compared[0]), device))
     return Report(where, rows, *compared)
 
 
@@ -131,11 +131,11 @@ def process_group(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _name(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _row(name: str, check: Callable[[], str], device: torch.device) -> Check:
+def _row_of_check(name: str, check: Callable[[], str], device: torch.device) -> Check:
     """A row that holds if `check` raises nothing on any rank."""
     if dist.get_rank() == 0 and sys.stderr.isatty():
         print(f"\r\x1b[K{name} ...\r", end="", file=sys.stderr, flush=True)
@@ -154,7 +154,7 @@ def _row(name: str, check: Callable[[], str], device: torch.device) -> Check:
     return Check(name, bool(everywhere), found, round(time.monotonic() - begun, 1))
 
 
-def _names() -> str:
+def _check_names() -> str:
     checked = check_all()
     faults = [f"{file}, {fault}" for file, names in checked.items() for fault in names.faults]
     if faults:
@@ -181,7 +181,7 @@ class _GPT(nn.Module):
         return self.head(x)
 
 
-def _make(device: torch.device) -> tuple[nn.Module, Tensor]:
+def _model_and_batches(device: torch.device) -> tuple[nn.Module, Tensor]:
     """The model, and the batches of all ranks, `(steps, ranks, 2, length)`; the same on all ranks."""
     torch.manual_seed(0)
     model = _GPT().to(device)
@@ -202,9 +202,9 @@ def _train(run: Callable[[Tensor], Tensor], model: nn.Module, batches: list[Tens
 
 def _trains_as_one_process(backend: str | None, device: torch.device) -> str:
     """Compare all parameters after a few steps; raise AssertionError with the first that differs."""
-    whole, batches = _make(device)
+    whole, batches = _model_and_batches(device)
     _train(whole, whole, [each.flatten(0, 1) for each in batches])
-    model, _ = _make(device)
+    model, _ = _model_and_batches(device)
     sharded: Any = fully_shard(model)
     run = sharded if backend is None else torch.compile(sharded, backend=backend)
     _train(run, sharded, [each[dist.get_rank()] for each in batches])
@@ -229,7 +229,7 @@ def _order_is_the_plan(device: torch.device) -> str:
     assert world is not None
     compared = state_of(world).agreed
     compared.clear()  # so that ranks compare the graphs of this check again, on all ranks
-    model, batches = _make(device)
+    model, batches = _model_and_batches(device)
     run = torch.compile(fully_shard(model))
     _loss(run, batches[0, dist.get_rank()]).backward()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
@@ -251,7 +251,7 @@ class _WithLoss(nn.Module):
         return _loss(self.model, tokens)
 
 
-def _memory(device: torch.device) -> str:
+def _check_memory(device: torch.device) -> str:
     """A steady step leaves nothing behind, and has no more bytes alive than planned; on one rank than unsharded.
 
     Activations are most of them, so that what a GPU's allocator rounds up, 512 bytes a tensor, is within 5 %. A plan is
@@ -292,12 +292,12 @@ def _memory(device: torch.device) -> str:
     return f"{peak:,} bytes alive at most, {words} {most:,}; {rest}"
 
 
-def _streams(device: torch.device) -> str:
+def _check_streams(device: torch.device) -> str:
     """The host issues a whole steady step, however it runs, without waiting for the device."""
     if device.type != "cuda":
         return "not looked at on a CPU, where collectives hold up the host"
     for system in OURS:
-        training = Training(system, _GPT, None, _task(device))
+        training = Training(system, _GPT, None, _small_task(device))
         for _ in range(WARM):
             training.step(training.batch())
         waits = steady.host_waits(partial(training.step, training.batch()))
@@ -308,13 +308,13 @@ def _streams(device: torch.device) -> str:
     return f"no wait of the host for the device in a step of {', '.join(OURS)}"
 
 
-LOOKS = {"order": _order_is_the_plan, "memory": _memory, "streams": _streams}
+LOOKS = {"order": _order_is_the_plan, "memory": _check_memory, "streams": _check_streams}
 
 
 # --- systems side by side ---------------------------------------------------------------------------------------------
 
 
-def _task(device: torch.device) -> Task:
+def _small_task(device: torch.device) -> Task:
     return Task(2, LENGTH, False, str(device))
 
 
@@ -327,7 +327,7 @@ def side_by_side(device: torch.device) -> Comparison:
         for system in SPEED:
             try:
                 if number == 0:
-                    trainings[system] = Training(system, _GPT, None, _task(device))
+                    trainings[system] = Training(system, _GPT, None, _small_task(device))
                 if system not in failed:
                     turns.setdefault(system, []).append(trainings[system].turn(STEPS, looks=False))
             except Exception as error:
@@ -335,13 +335,13 @@ def side_by_side(device: torch.device) -> Comparison:
                     raise
                 failed[system] = f"{type(error).__name__}: {error}"
     ran = [system for system in SPEED if system in turns]
-    found, note = predict(_GPT, None, _task(device), dist.get_world_size(), ran, partial(hardware_at, device))
+    found, note = predict(_GPT, None, _small_task(device), dist.get_world_size(), ran, partial(hardware_at, device))
     predicted = {name: each.step for name, each in found.items()}
     rows = tuple(Row.of(name, turns.get(name, []), failed.get(name), predicted.get(name), False) for name in SPEED)
     return Comparison({"model": "GPT", "ranks": dist.get_world_size(), "precision": "fp32"}, rows, note)
 
 
-def _speed(compared: Comparison) -> str:
+def _compared_speeds(compared: Comparison) -> str:
     """Losses of all systems agree; how fast they are is information."""
     differences = [*compared.differences()]
     if differences:
@@ -351,7 +351,7 @@ def _speed(compared: Comparison) -> str:
     return "; ".join([f"tokens/s: {', '.join(speeds)}", *failed])
 
 
-def _predicted(compared: Comparison) -> str:
+def _predicted_steps(compared: Comparison) -> str:
     """Information: what the prediction knows of this machine is no fault of an installation."""
     pairs = [f"{row.system} {1e3 * row.step:,.1f} ({1e3 * row.predicted:,.1f})"
              for row in compared.ran if row.predicted is not None]  # fmt: skip

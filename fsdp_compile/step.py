@@ -146,7 +146,7 @@ def compile_step(
     flats = [flat for unit in units for flat in unit.flats]
     in_backward = UpdateInBackward(update, flats) if update_in_backward else None
     planned = StepUpdate(
-        update_moves(max(map(_states, optimizers))), clip_norm is not None, prefetch, update_in_backward
+        update_moves(max(map(_count_states, optimizers))), clip_norm is not None, prefetch, update_in_backward
     )
     for unit in units:
         unit.set_may_update(update_in_backward)
@@ -159,7 +159,7 @@ def compile_step(
         options = {**chosen, "update": None if regional else planned, **(options or {})}
         records = options["record_profile"] and not regional
     if regional:
-        for block in _blocks(sharded, compiles):
+        for block in _blocks_to_compile(sharded, compiles):
             block.compile(backend=backend, options=options)
     elif compiles:
         run = torch.compile(model, backend=backend, options=options)
@@ -168,7 +168,7 @@ def compile_step(
     return CompiledStep(sharded, optimizer, run, update, in_backward, NextForward(units, first), step_options)
 
 
-def _blocks(model: FSDPModule, compiles: bool) -> list[nn.Module]:
+def _blocks_to_compile(model: FSDPModule, compiles: bool) -> list[nn.Module]:
     """The repeated blocks of `model` that are sharded and not compiled yet. ValueError if it has none, or `compiles`
     is False, as the model is compiled as a whole."""
     if not compiles:
@@ -182,7 +182,7 @@ def _blocks(model: FSDPModule, compiles: bool) -> list[nn.Module]:
     return [block for block in sharded if block._compiled_call_impl is None]
 
 
-def _states(optimizer: Optimizer) -> int:
+def _count_states(optimizer: Optimizer) -> int:
     """How many states of its shape a parameter has, if the optimizer is elementwise; others are taken for Adam."""
     group = optimizer.param_groups[0]
     states = {torch.optim.SGD: 0, torch.optim.Muon: 0, torch.optim.Adagrad: 1, torch.optim.RMSprop: 1}.get(
@@ -249,15 +249,15 @@ class CompiledStep:
             Exception: what was raised before the first update, such as by the model or the loss function. Gradients of
                 this step are dropped, parameters are those before it, and the next call is an ordinary step.
         """
-        self._check()
+        self._check_ready()
         batches = split_batch((args, kwargs, target), self._options.accumulate)
         losses = []
         try:
             for position, (own_args, own_kwargs, own_target) in enumerate(batches):
                 last = position == len(batches) - 1
                 with self._keeping_flat() if last else self.model.no_sync():
-                    losses.append(self._backward(own_args, own_kwargs, own_target, position == 0))
-            self._step()
+                    losses.append(self._forward_and_backward(own_args, own_kwargs, own_target, position == 0))
+            self._update_parameters()
             self._zero_grad()
         except BaseException as error:
             has_updated = self._updates or (self._in_backward is not None and bool(self._in_backward.updated))
@@ -270,7 +270,7 @@ class CompiledStep:
             raise
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
-    def _check(self) -> None:
+    def _check_ready(self) -> None:
         """Raise an error if no step can begin."""
         check_idle(self._units, "step")
         if any(unit.version_counters() == counters for unit, counters in self._broken.items()):
@@ -298,12 +298,12 @@ class CompiledStep:
             for flat in self._flats:
                 flat.reduction.keeps_flat = False
 
-    def _backward(self, args: Any, kwargs: Any, target: Any, is_first: bool) -> Tensor:
+    def _forward_and_backward(self, args: Any, kwargs: Any, target: Any, is_first: bool) -> Tensor:
         """Run forward and backward of one micro-batch, maybe the first one since the update; return its loss."""
         options = self._options
         with torch.enable_grad():
             if is_first:
-                self._record(len(self._flats) + 1, ends=True)
+                self._record_time(len(self._flats) + 1, ends=True)
             with self._next_forward.offered() if is_first else nullcontext():
                 output = self._run(*args, **kwargs)
             loss: Tensor = output
@@ -314,18 +314,18 @@ class CompiledStep:
                 (shared if options.scaler is None else options.scaler.scale(shared)).backward()
         return loss.detach()
 
-    def _step(self) -> None:
+    def _update_parameters(self) -> None:
         """Clip and update, unless the scaler skips it."""
-        self._record(0, ends=False)
+        self._record_time(0, ends=False)
         if (scaler := self._options.scaler) is None:
             self._clip_and_update()
             return
-        optimizer: Any = SimpleNamespace(param_groups=list(self._groups()), step=self._clip_and_update)
+        optimizer: Any = SimpleNamespace(param_groups=list(self._param_groups()), step=self._clip_and_update)
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
 
-    def _groups(self) -> Iterator[dict[str, Any]]:
+    def _param_groups(self) -> Iterator[dict[str, Any]]:
         """The parameter groups of all optimizers."""
         for optimizer in self._update.optimizers:
             yield from optimizer.param_groups
@@ -334,7 +334,7 @@ class CompiledStep:
         for optimizer in self._update.optimizers:
             optimizer.zero_grad()
 
-    def _record(self, stretch: int, ends: bool) -> None:
+    def _record_time(self, stretch: int, ends: bool) -> None:
         """Note the time for `TaskProfile`. Stretches: before the first update, each unit's, until the next step."""
         if self._options.records:
             name = f"update of {len(self._flats)} units"  # as passes/cost/roofline.py reads it
@@ -371,17 +371,17 @@ class CompiledStep:
         pending: dict[FlatParam, list[FlatUpdate]] = {}
         for update in updates:
             pending.setdefault(update.flat, []).append(update)
-        self._record(0, ends=True)
+        self._record_time(0, ends=True)
         stretch = 0
         for unit in self._next_forward.units:
             for flat in unit.flats:
                 stretch += 1
-                self._record(stretch, ends=False)
+                self._record_time(stretch, ends=False)
                 if flat not in pending and not self._update.has_pending(flat):
                     flat.binding.show_gradient()  # no parameter of it is the optimizer's
                 for flat_update in pending.pop(flat, ()):
                     flat_update.run(coefficient)
-                self._record(stretch, ends=True)
+                self._record_time(stretch, ends=True)
             self._start_next(unit)
         for update in (update for some in pending.values() for update in some):  # of another model
             update.run(coefficient)
@@ -390,7 +390,7 @@ class CompiledStep:
             if flat in units:
                 self._start_next(units[flat])
         self._next_forward.start_next_stages()
-        self._record(stretch + 1, ends=False)
+        self._record_time(stretch + 1, ends=False)
 
     def _start_next(self, unit: Unit) -> None:
         """Begin to gather `unit` for the next forward if all of it has been updated."""
@@ -400,7 +400,7 @@ class CompiledStep:
     def _clipped_params(self) -> list[nn.Parameter]:
         """The parameters whose gradients count: first those of the model in its order, which decides rounding."""
         params = dict.fromkeys(self.model.parameters())
-        params.update(dict.fromkeys(param for group in self._groups() for param in group["params"]))
+        params.update(dict.fromkeys(param for group in self._param_groups() for param in group["params"]))
         return list(params)
 
     def _drop_gradients(self) -> None:

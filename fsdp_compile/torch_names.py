@@ -57,19 +57,19 @@ def check_all() -> dict[str, Names]:
 def check(source: str) -> Names:
     """What a file with this text asks of torch."""
     found, tree = Names(), ast.parse(source)
-    imported = dict(_imported(tree, found))
+    imported = dict(_imported_names(tree, found))
     for scope in ast.walk(tree):
         if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
             _check_arguments(scope, imported, found)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            _resolve(node, imported, found)
+            _resolve_expression(node, imported, found)
         elif isinstance(node, ast.Call):
             _check_call(node, imported, found)
     return found
 
 
-def _imported(tree: ast.AST, found: Names) -> Iterator[tuple[str, Any]]:
+def _imported_names(tree: ast.AST, found: Names) -> Iterator[tuple[str, Any]]:
     """The local names that the file imports from torch, with what they are."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -99,13 +99,13 @@ def _member(of: Any, name: str) -> Any:
     return getattr(of, name)
 
 
-def _resolve(node: ast.expr, imported: dict[str, Any], found: Names) -> Any:
+def _resolve_expression(node: ast.expr, imported: dict[str, Any], found: Names) -> Any:
     """What an expression such as `torch._C.f` is; `_MISSING` if it starts with no imported name, or torch lacks it."""
     if isinstance(node, ast.Name):
         return imported.get(node.id, _MISSING)
     if not isinstance(node, ast.Attribute):
         return _MISSING
-    of = _resolve(node.value, imported, found)
+    of = _resolve_expression(node.value, imported, found)
     if of is _MISSING:
         return _MISSING
     name = f"{getattr(of, '__module__', '') or ''}.{getattr(of, '__qualname__', '')}".strip(".")
@@ -120,7 +120,7 @@ def _resolve(node: ast.expr, imported: dict[str, Any], found: Names) -> Any:
 
 
 def _check_call(call: ast.Call, imported: dict[str, Any], found: Names) -> None:
-    function = _resolve(call.func, imported, found)
+    function = _resolve_expression(call.func, imported, found)
     if function is _MISSING or not callable(function):
         return
     try:
@@ -149,7 +149,7 @@ def _check_arguments(scope: ast.AST, imported: dict[str, Any], found: Names) -> 
         return
     kinds = {}
     for each in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]:
-        kind = _resolve(each.annotation, imported, Names()) if each.annotation is not None else _MISSING
+        kind = _resolve_expression(each.annotation, imported, Names()) if each.annotation is not None else _MISSING
         if inspect.isclass(kind):
             kinds[each.arg] = kind
     for node in ast.walk(scope):
@@ -158,11 +158,11 @@ def _check_arguments(scope: ast.AST, imported: dict[str, Any], found: Names) -> 
             if kind is not None:
                 name = f"{kind.__module__}.{kind.__qualname__}.{node.attr}"
                 found.names.add(name)
-                if not _has(kind, node.attr):
+                if not _has_attribute(kind, node.attr):
                     found.faults.append(f"line {node.lineno}: {name} is missing")
 
 
-def _has(kind: type, name: str) -> bool:
+def _has_attribute(kind: type, name: str) -> bool:
     """Whether instances of `kind` have an attribute, as far as the class and its source say."""
     if hasattr(kind, name):
         return True

@@ -220,14 +220,14 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def _is_summoned(self) -> bool:
-        return any(unit.summoned is not None for unit in self._units)
+        return any(unit.summoned is not None for unit in self._managed_units)
 
     # --- settings, under the names that torch's wrapper has for them --------------------------------------------------
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
         """The strategy in force: NO_SHARD, whatever was asked for, where one rank has all parameters."""
-        if self._units and not self._units[0].is_sharded:
+        if self._managed_units and not self._own_units[0].is_sharded:
             return ShardingStrategy.NO_SHARD
         return self.sharded_module._fsdp.settings.strategy
 
@@ -239,12 +239,12 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def cpu_offload(self) -> CPUOffload:
         """Whether shards and gradients are stored on the CPU."""
-        return CPUOffload(offload_params=any(unit.settings.offload for unit in self._units))
+        return CPUOffload(offload_params=any(unit.settings.offload for unit in self._managed_units))
 
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The group that parameters are sharded over; under NO_SHARD, that gradients are averaged over."""
-        return self._units[0].group if self._units else dist.distributed_c10d._get_default_group()
+        return self._managed_units[0].group if self._own_units else dist.distributed_c10d._get_default_group()
 
     @property
     def rank(self) -> int:
@@ -259,7 +259,7 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def compute_device(self) -> torch.device:
         """Where forward and backward run."""
-        return self._units[0].device if self._units else self.sharded_module._fsdp.device
+        return self._managed_units[0].device if self._own_units else self.sharded_module._fsdp.device
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
@@ -281,7 +281,7 @@ class FullyShardedDataParallel(nn.Module):
         """SUMMON_FULL_PARAMS, FORWARD_BACKWARD or IDLE: what this wrapper's parameters are used for now."""
         if self._is_summoned:
             return TrainingState.SUMMON_FULL_PARAMS
-        is_running = any(unit.is_unsharded for unit in self._units)
+        is_running = any(unit.is_unsharded for unit in self._managed_units)
         return TrainingState.FORWARD_BACKWARD if is_running else TrainingState.IDLE
 
     @property
@@ -289,7 +289,7 @@ class FullyShardedDataParallel(nn.Module):
         return self.sharded_module._fsdp_runtime.settings
 
     @property
-    def _units(self) -> tuple[Unit, ...]:
+    def _managed_units(self) -> tuple[Unit, ...]:
         """The module's own units, or, if all its parameters are those of modules below, theirs."""
         sharding = self.sharded_module._fsdp
         return sharding.units or sharding.units_below

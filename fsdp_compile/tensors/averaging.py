@@ -32,7 +32,7 @@ def average_gradients(args: Iterable[Any]) -> None:
                         "breaks there; read module.name, which is gathered in the graph"
                     )
             elif arg.requires_grad and arg.is_leaf and "_averages" not in vars(arg):
-                vars(arg)["_averages"] = arg.register_hook(partial(_averaged, weakref.ref(arg)))
+                vars(arg)["_averages"] = arg.register_hook(partial(_average_gradient, weakref.ref(arg)))
         elif isinstance(arg, (list, tuple)):
             average_gradients(arg)
 
@@ -54,7 +54,7 @@ def _warn_once(param: Any) -> None:
 
 
 @never_compile
-def _averaged(param_ref: Callable[[], Any], gradient: Tensor | None) -> Tensor | None:
+def _average_gradient(param_ref: Callable[[], Any], gradient: Tensor | None) -> Tensor | None:
     """Hook: turn a plain gradient into the mean over ranks, sharded as the parameter is."""
     if gradient is None or type(gradient) is ShardedTensor:  # None: under no_sync nothing is reduced
         return None

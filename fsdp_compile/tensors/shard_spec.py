@@ -65,7 +65,7 @@ def chunks_of_range(shape: tuple[int, ...], first: int, numel: int) -> tuple[Chu
         raise ValueError(f"{numel} elements from {first} are not within shape {shape}")
     chunks: list[Chunk] = []
     start = 0
-    for offsets, sizes in _boxes(shape, first, first + numel) if numel else ():
+    for offsets, sizes in _boxes_between(shape, first, first + numel) if numel else ():
         chunks.append(Chunk(offsets, sizes, start))
         start += math.prod(sizes)
     return tuple(chunks)
@@ -74,7 +74,7 @@ def chunks_of_range(shape: tuple[int, ...], first: int, numel: int) -> tuple[Chu
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 
-def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+def _boxes_between(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """The boxes of elements `start` to `stop`, at least one: a row's end, rows, a row's beginning."""
     if not shape:
         yield (), ()
@@ -94,7 +94,7 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 
 
 def _boxes_in_row(index: int, rest: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    for offsets, sizes in _boxes(rest, start, stop):
+    for offsets, sizes in _boxes_between(rest, start, stop):
         yield (index, *offsets), (1, *sizes)
 
 
@@ -193,14 +193,14 @@ class ShardRanks:
         """The mesh that was given; or the ranks as a 1-D mesh of devices of that type, or of one that they can use."""
         if self.given is not None:
             return self.given
-        return self._once(device_type, lambda: mesh_of(self.group, self.size, self.rank, device_type))  # type: ignore[return-value]  # made
+        return self._mesh_once(device_type, lambda: mesh_of(self.group, self.size, self.rank, device_type))  # type: ignore[return-value]  # made
 
     def mesh_with(self, inner: DeviceMesh) -> DeviceMesh | None:
         """The mesh that was given and `inner` as one; None if none was given, or the two are not parts of one mesh."""
         given = self.given
-        return None if given is None else self._once(inner, lambda: joined_mesh(given, inner))
+        return None if given is None else self._mesh_once(inner, lambda: joined_mesh(given, inner))
 
-    def _once(self, key: object, make: Callable[[], DeviceMesh | None]) -> DeviceMesh | None:
+    def _mesh_once(self, key: object, make: Callable[[], DeviceMesh | None]) -> DeviceMesh | None:
         if key not in self._meshes:
             self._meshes[key] = make()
         return self._meshes[key]
@@ -299,7 +299,7 @@ class ShardSpec:
         return self.ranks.size == 1 and self.tensor_parallel is None
 
     @cached_property
-    def _row(self) -> int:  # elements of one index into the first dimension
+    def _row_numel(self) -> int:  # elements of one index into the first dimension
         return math.prod(self.split_shape[1:])
 
     @cached_property
@@ -312,7 +312,7 @@ class ShardSpec:
         """The half-open range of indices into the first dimension of which this rank stores some elements."""
         if not self.numel:
             return 0, 0
-        return self.first // self._row, -(-(self.first + self.numel) // self._row)
+        return self.first // self._row_numel, -(-(self.first + self.numel) // self._row_numel)
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -356,7 +356,7 @@ class ShardSpec:
         low, high = self.rows
         if full.dim() == len(shape) and full.shape[0] > 1:
             full = full[low:high]
-        start = self.first - low * self._row if self.numel else 0
+        start = self.first - low * self._row_numel if self.numel else 0
         return full.expand(high - low, *shape[1:]).reshape(-1)[start : start + self.numel]
 
     def rows_of(self, local: Tensor, fill: float) -> Tensor:
@@ -365,10 +365,10 @@ class ShardSpec:
         """
         low, high = self.rows
         shape = (high - low, *self.split_shape[1:])
-        if self.numel == (high - low) * self._row:
+        if self.numel == (high - low) * self._row_numel:
             return local.view(shape)
         rows = local.new_full(shape, fill)
-        start = self.first - low * self._row
+        start = self.first - low * self._row_numel
         rows.view(-1)[start : start + self.numel] = local
         return rows
 
@@ -403,7 +403,7 @@ class ShardSpec:
         rows, *rest = self.split_shape
         most = -(-rows // self.ranks.size)
         low, high = (min(each * most, rows) for each in (rank, rank + 1))
-        return low * self._row, torch.Size((high - low, *rest))
+        return low * self._row_numel, torch.Size((high - low, *rest))
 
     def all_reduce(self, value: Tensor, op: str) -> Tensor:
         """`value`, plain, reduced over the ranks by "sum", "avg", "max" or "min"; NaN on any rank is NaN on all.

@@ -45,7 +45,7 @@ def _of_sharded(rule: Rule) -> Rule:
     return of_any
 
 
-def _reduced(x: ShardedTensor, dims: Any, keepdim: bool, fill: Any, op: str, reduce: Reduction) -> Tensor:
+def _reduce_over_ranks(x: ShardedTensor, dims: Any, keepdim: bool, fill: Any, op: str, reduce: Reduction) -> Tensor:
     """Reduce over all ranks, plain. `fill` is the neutral element of `reduce`, `op` combines the ranks."""
     spec, ndim = x.spec, x.dim()
     if spec.ranks.same_bits and op == "sum" and x.dtype.is_floating_point and not _is_total(x, dims):
@@ -80,7 +80,7 @@ def _exact_sums(tensors: Sequence[ShardedTensor], addend: Callable[[Tensor], Ten
     return exact_sums([[each.local] for each in tensors], addend, first.device, first.spec.all_reduce)
 
 
-def _dims(args: Any, kwargs: Any, at: int = 1) -> tuple[Any, bool]:
+def _dims_and_keepdim(args: Any, kwargs: Any, at: int = 1) -> tuple[Any, bool]:
     dims = args[at] if len(args) > at else kwargs.get("dim")
     keepdim = args[at + 1] if len(args) > at + 1 else kwargs.get("keepdim", False)
     return ([dims] if isinstance(dims, int) else dims), keepdim
@@ -95,11 +95,11 @@ def _sum(func: Any, args: Any, kwargs: Any) -> Any:
     continuous = x.dtype.is_floating_point or x.dtype.is_complex
     wanted = kwargs.get("dtype") or (x.dtype if continuous else torch.int64)
     precise = torch.promote_types(wanted, torch.float32) if wanted.is_floating_point else wanted
-    dims, keepdim = _dims(args, kwargs)
+    dims, keepdim = _dims_and_keepdim(args, kwargs)
     if x.spec.ranks.same_bits and x.dtype.is_floating_point and wanted.is_floating_point and _is_total(x, dims):
         [total] = _exact_sums([x], lambda values: values)
         return total.to(wanted).view([1] * x.dim() if keepdim else [])
-    total = _reduced(x, dims, keepdim, 0, "sum", lambda x, dims, keep: x.sum(dims, keep, dtype=precise))
+    total = _reduce_over_ranks(x, dims, keepdim, 0, "sum", lambda x, dims, keep: x.sum(dims, keep, dtype=precise))
     return total.to(wanted)
 
 
@@ -125,13 +125,13 @@ def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
     else:
         fill = torch.iinfo(x.dtype).min if is_max else torch.iinfo(x.dtype).max
     op, reduce = ("max", torch.amax) if is_max else ("min", torch.amin)
-    return _reduced(x, *_dims(args, kwargs), fill, op, reduce)
+    return _reduce_over_ranks(x, *_dims_and_keepdim(args, kwargs), fill, op, reduce)
 
 
 def _any_or_all(func: Any, args: Any, kwargs: Any) -> Any:
     truth = ShardedTensor((args[0].local != 0).to(torch.uint8), args[0].spec)
     fill, op, reduce = (0, "max", torch.amax) if func.overloadpacket is aten.any else (1, "min", torch.amin)
-    return _reduced(truth, *_dims(args, kwargs), fill, op, reduce).bool()
+    return _reduce_over_ranks(truth, *_dims_and_keepdim(args, kwargs), fill, op, reduce).bool()
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def _any_or_all(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     x, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    [norm] = _norms([x], float(2 if order is None else order), *_dims(args, kwargs, 2))
+    [norm] = _norms([x], float(2 if order is None else order), *_dims_and_keepdim(args, kwargs, 2))
     return norm.to(kwargs.get("dtype") or x.dtype)
 
 
@@ -189,7 +189,7 @@ def _norms(tensors: Sequence[ShardedTensor], order: float, dims: Any = None, kee
         return power(torch.linalg.vector_norm(x, order, dims, keep, dtype=precise))
 
     if dims and len(dims) < first.dim():
-        return root(_reduced(first, dims, keepdim, fill, op, of_rows)).unsqueeze(0)
+        return root(_reduce_over_ranks(first, dims, keepdim, fill, op, of_rows)).unsqueeze(0)
     if first.spec.ranks.same_bits and op == "sum" and order >= 0:
         total = root(_exact_sums(tensors, partial(powers_of_norm, order=order))).to(precise)
         return total.view([-1, *[1] * first.dim()]) if keepdim else total

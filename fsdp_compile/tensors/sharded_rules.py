@@ -195,7 +195,7 @@ _ELEMENTWISE = ("copy_", "fill_", "zero_", "lerp", "lerp_", "masked_fill", "mask
 _REFUSED = ("set_", "resize_", "resize_as_", "set_data")
 
 
-def _choose(func: Any) -> Rule:
+def _choose_rule(func: Any) -> Rule:
     name = func._schema.name.removeprefix("aten::")
     if name in _REFUSED:
         return _refuse
@@ -284,11 +284,11 @@ def _foreach(func: Any, args: Any, kwargs: Any) -> Any:
     if set(map(type, targets)) != {ShardedTensor}:
         return _foreach_mixed(func, args, kwargs, targets)
     if func in _SCALING and (flats := FlatGradient.all_of(targets)):
-        _scale(func, flats, targets, *args[1:], **kwargs)
+        _scale_flats(func, flats, targets, *args[1:], **kwargs)
         return None
     specs = list(map(_spec_of, targets))
-    local = [_locals(arg, specs) for arg in args]
-    result = func(*local, **{key: _locals(value, specs) for key, value in kwargs.items()})
+    local = [_local_operands(arg, specs) for arg in args]
+    result = func(*local, **{key: _local_operands(value, specs) for key, value in kwargs.items()})
     if mutable:
         for position in written_arguments(func):
             if position < len(args) and args[position]:
@@ -298,7 +298,7 @@ def _foreach(func: Any, args: Any, kwargs: Any) -> Any:
     return list(map(ShardedTensor, result, specs))
 
 
-def _scale(func: Any, flats: Sequence[FlatGradient], grads: Any, *args: Any, **kwargs: Any) -> None:
+def _scale_flats(func: Any, flats: Sequence[FlatGradient], grads: Any, *args: Any, **kwargs: Any) -> None:
     of_flats = [flat.grad for flat in flats]
     func(of_flats, *args, **kwargs)
     bump_version(of_flats)
@@ -310,11 +310,11 @@ def multiply(grads: Sequence[Tensor], factor: Tensor) -> bool:
     flats = FlatGradient.all_of(grads)
     if not flats or any(flat.grad.device != factor.device for flat in flats):
         return False
-    _scale(aten._foreach_mul_.Tensor, flats, grads, factor)
+    _scale_flats(aten._foreach_mul_.Tensor, flats, grads, factor)
     return True
 
 
-def _locals(arg: Any, specs: list[ShardSpec]) -> Any:
+def _local_operands(arg: Any, specs: list[ShardSpec]) -> Any:
     if not isinstance(arg, (list, tuple)) or not arg or not isinstance(arg[0], Tensor):
         return arg
     if set(map(type, arg)) == {ShardedTensor} and list(map(_spec_of, arg)) == specs:
@@ -343,7 +343,9 @@ def _foreach_mixed(func: Any, args: Any, kwargs: Any, targets: Any) -> Any:
                 _foreach(func, some, kwargs)
                 continue
             of_chosen = [specs[i] for i in chosen]
-            made: Any = map(ShardedTensor, func(*[_locals(arg, of_chosen) for arg in some], **kwargs), of_chosen)
+            made: Any = map(
+                ShardedTensor, func(*[_local_operands(arg, of_chosen) for arg in some], **kwargs), of_chosen
+            )
         else:
             made = func(*[[*map(plain, arg)] if isinstance(arg, list) else arg for arg in some], **kwargs) or ()
         for i, each in zip(chosen, made, strict=False):
@@ -439,7 +441,7 @@ def _local_only(func: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0].local, *args[1:], **kwargs) if is_sharded(args[0]) else gather(func, args, kwargs)
 
 
-RULES.choose = _choose
+RULES.choose = _choose_rule
 for _rule, _operators in (
     (_same, (aten.detach.default, aten.lift_fresh.default, aten.alias.default)),
     (_like, (aten.clone.default, aten._to_copy.default, aten._pin_memory.default)),

@@ -62,7 +62,7 @@ class TensorParallel:
         """How `tensor` is distributed."""
         contiguous = torch.empty(tensor.shape, device="meta").stride()
         found = TensorParallel(tensor.device_mesh, tuple(tensor.placements), tensor.shape, contiguous, summed)
-        return replace(found, replicated=_replicated(found)) if summed else found
+        return replace(found, replicated=_replicated_function(found)) if summed else found
 
     def without(self, dims: tuple[int, ...]) -> "TensorParallel | None":
         """How it is distributed over the other dimensions of the mesh; None if there are no others."""
@@ -133,7 +133,7 @@ class _Replicated(torch.autograd.Function):
         return grad.redistribute(placements=wanted).to_local(), None
 
 
-def _replicated(parallel: TensorParallel) -> Callable[[Tensor], Tensor]:
+def _replicated_function(parallel: TensorParallel) -> Callable[[Tensor], Tensor]:
     """`_Replicated` of `parallel` as a function that Dynamo puts into its graph as a whole."""
 
     def distribute_replicated(local: Tensor) -> Tensor:

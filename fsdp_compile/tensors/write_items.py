@@ -38,7 +38,7 @@ def write_items(name: str, value: Any) -> list[WriteItem]:
     if save is not None:
         _warn_of_shared_group(save, value.local.device)
     if save is not None and not _keeps_chunks(save.writer):
-        _check(name, spec, save)
+        _check_writer(name, spec, save)
         if not spec.is_one_chunk_on_all_ranks:
             rows = exchange_rows([value.local.detach()], [spec])[0]
             setattr(value, _ROWS, rows)
@@ -96,7 +96,7 @@ def _warn_of_shared_group(save: Saving, device: torch.device) -> None:
         )
 
 
-def _check(name: str, spec: ShardSpec, save: Saving) -> None:
+def _check_writer(name: str, spec: ShardSpec, save: Saving) -> None:
     what = None
     if save.is_alone or not getattr(save.writer, "save_distributed", True):
         what = "writes what one rank has, which is a part of it"

@@ -96,8 +96,8 @@ def check(
         again = (lambda: pickled.subject().make()) if pickled is not None else (lambda: None)
         subject = subject_of(model, batches, parts, again)
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        return _check(subject, chosen, _Here(), device, **options)
-    return _check(Pickled(model, batches, parts), chosen, _Started(ranks), device, **options)
+        return _check_ways(subject, chosen, _Here(), device, **options)
+    return _check_ways(Pickled(model, batches, parts), chosen, _Started(ranks), device, **options)
 
 
 def assert_trains_alike(
@@ -122,13 +122,13 @@ def check_file(source: InFile, ways: Sequence[str], ranks: int, device: str, **o
     chosen = [Way.of(each) for each in ways]
     source.subject()  # a mistake in the file is said once, here
     if "RANK" not in os.environ:
-        return _check(source, chosen, _Started(ranks), device, **options)
+        return _check_ways(source, chosen, _Started(ranks), device, **options)
     backend = "nccl" if device == "cuda" else "gloo"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(backend)
     try:
-        return _check(source, chosen, _Here(), device, **options)
+        return _check_ways(source, chosen, _Here(), device, **options)
     finally:
         dist.destroy_process_group()
 
@@ -187,7 +187,7 @@ class _Started:
             yield made
 
 
-def _check(
+def _check_ways(
     source: Any, ways: Sequence[Way], ranks: _Here | _Started, device: str, *, steps: int, accumulate: int,
     resume_on: int | None, found: Callable[[Row], None] = lambda row: None,
 ) -> Report:  # fmt: skip
@@ -200,13 +200,13 @@ def _check(
     rows: list[Row] = []
     with ranks.folder() as folder:
         task = Task(device, counts, 0, folder, _backends(ways), resumes=False, saves=another > 0)
-        about = _part(source, task, ways, ranks, ranks.count, rows, found)
+        about = _compare_ways(source, task, ways, ranks, ranks.count, rows, found)
         if another:
             right = [way for way, row in zip(ways, rows, strict=True) if not row.is_fault and row.verdict != LEFT_OUT]
             later = replace(task, counts=(1,) * RESUMED_STEPS, start=sum(counts), resumes=True, saves=False,
                             backends=_backends(right))  # fmt: skip
             if right:
-                _part(source, later, right, ranks, another, rows, found)
+                _compare_ways(source, later, right, ranks, another, rows, found)
     where = {
         "model": about["model"], "parameters": f"{about['parameters']:,}", "ranks": ranks.count, "steps": steps,
         "micro-batches": list(counts), "loaded on": another or "none", "device": device, "torch": torch.__version__,
@@ -220,22 +220,22 @@ def _backends(ways: Iterable[Way]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(way.backend for way in ways if way.backend is not None))
 
 
-def _part(
+def _compare_ways(
     source: Any, task: Task, ways: Sequence[Way], ranks: _Here | _Started, count: int, rows: list[Row],
     found: Callable[[Row], None],
 ) -> dict[str, Any]:  # fmt: skip
     """The reference, and each way beside it, whose rows are added; what is said of the model."""
     answers = ranks.run(count, task.device, reference, source, task)
     if any(each.error for each in answers):
-        raise ValueError(f"the unsharded model cannot be trained: {_failure(answers)}")
+        raise ValueError(f"the unsharded model cannot be trained: {_failures_text(answers)}")
     about: dict[str, Any] = answers[0].value
     for way in ways:
-        rows.append(_row(source, task, way, ranks, count, about["absent"].get(way.backend)))
+        rows.append(_row_of_way(source, task, way, ranks, count, about["absent"].get(way.backend)))
         found(rows[-1])
     return about
 
 
-def _row(source: Any, task: Task, way: Way, ranks: _Here | _Started, count: int, absent: str | None) -> Row:
+def _row_of_way(source: Any, task: Task, way: Way, ranks: _Here | _Started, count: int, absent: str | None) -> Row:
     """One way beside the reference; `absent` says why its backend cannot compile the unsharded model."""
     row = Row(way.name, count, FAILED, task.resumes, compiled=way.how != "eager")
     if absent is not None:
@@ -243,12 +243,12 @@ def _row(source: Any, task: Task, way: Way, ranks: _Here | _Started, count: int,
     begun = time.monotonic()
     answers = ranks.run(count, task.device, compare_way, source, task, way)
     seconds = round(time.monotonic() - begun, 1)
-    why = _failure(answers)
+    why = _failures_text(answers)
     result: Row = replace(row, why=why, seconds=seconds) if why else answers[0].value
     return result
 
 
-def _failure(answers: Sequence[Answer]) -> str:
+def _failures_text(answers: Sequence[Answer]) -> str:
     """What the ranks that failed have raised, each text once."""
     texts: dict[str, list[int]] = {}
     for rank, each in enumerate(answers):

@@ -60,11 +60,11 @@ class Task:
         return torch.device(self.device, torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
 
 
-def _write(value: Any, path: Path) -> None:
+def _write_values(value: Any, path: Path) -> None:
     torch.save(value, path)
 
 
-def _read(path: Path) -> Any:
+def _read_values(path: Path) -> Any:
     return torch.load(path, weights_only=False)
 
 
@@ -78,10 +78,10 @@ def reference(source: Subject | Pickled | Any, task: Task) -> dict[str, Any]:
         The "model"'s type, its number of "parameters", and of backends that cannot compile it why: "absent".
     """
     subject = source if isinstance(source, Subject) else source.subject()
-    training = _unsharded(subject, task)
-    for number, values in enumerate(_steps(training, task), 1):
-        _write(values, task.values / str(number))
-    _save(training, task, _named())
+    training = _start_unsharded(subject, task)
+    for number, values in enumerate(_run_steps(training, task), 1):
+        _write_values(values, task.values / str(number))
+    _save_state(training, task, _name_of_unsharded())
     about: dict[str, Any] = {"model": type(training.model).__name__, "absent": {},
              "parameters": sum(each.numel() for each in training.model.parameters())}  # fmt: skip
     _write_deviations(subject, task, moved=True)
@@ -94,7 +94,7 @@ def reference(source: Subject | Pickled | Any, task: Task) -> dict[str, Any]:
     return about
 
 
-def _unsharded(
+def _start_unsharded(
     subject: Subject, task: Task, backend: str | None = None, moved: bool = False,
     hook: Callable[[nn.Module], None] | None = None,
 ) -> Unsharded:  # fmt: skip
@@ -102,36 +102,37 @@ def _unsharded(
     training = Unsharded(subject, task.where, backend, moved and not task.resumes, hook)
     training.micro_batches = task.start
     if task.resumes:
-        state = _read(Path(task.folder) / _named(backend, moved))
+        state = _read_values(Path(task.folder) / _name_of_unsharded(backend, moved))
         training.model.load_state_dict(state["model"])
         training.optimizer.load_state_dict(state["optimizer"])
     return training
 
 
-def _named(backend: str | None = None, moved: bool = False) -> str:
+def _name_of_unsharded(backend: str | None = None, moved: bool = False) -> str:
     """The file of the unsharded model that is compiled or moved."""
     return backend or ("moved" if moved else "unsharded")
 
 
-def _save(training: Unsharded, task: Task, name: str) -> None:
+def _save_state(training: Unsharded, task: Task, name: str) -> None:
     if task.saves and dist.get_rank() == 0:
         state = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
-        _write(state, Path(task.folder) / name)
+        _write_values(state, Path(task.folder) / name)
 
 
-def _steps(training: Training, task: Task) -> Iterator[Values]:
+def _run_steps(training: Training, task: Task) -> Iterator[Values]:
     for count in task.counts:
         yield training.step(count)
 
 
 def _write_deviations(subject: Subject, task: Task, backend: str | None = None, moved: bool = False) -> None:
     """By how much the values of each step differ from those that were kept."""
-    training, name = _unsharded(subject, task, backend, moved), _named(backend, moved)
+    training, name = _start_unsharded(subject, task, backend, moved), _name_of_unsharded(backend, moved)
     found: list[dict[Key, float]] = [
-        deviation(values, _read(task.values / str(number))) for number, values in enumerate(_steps(training, task), 1)
+        deviation(values, _read_values(task.values / str(number)))
+        for number, values in enumerate(_run_steps(training, task), 1)
     ]
-    _write(found, task.values / name)
-    _save(training, task, name)
+    _write_values(found, task.values / name)
+    _save_state(training, task, name)
 
 
 # --- a way ------------------------------------------------------------------------------------------------------------
@@ -144,27 +145,29 @@ def compare_way(source: Subject | Pickled | Any, task: Task, way: Way) -> Row:
     row = Row(way.name, dist.get_world_size(), EQUAL, task.resumes, compiled=way.how != "eager")
     torch.compiler.reset()
     try:
-        row = _compared(subject, task, way, row)
+        row = _compare_way(subject, task, way, row)
     except Absent as error:
         row = replace(row, verdict=LEFT_OUT, why=str(error))
     return replace(row, seconds=round(time.monotonic() - begun, 1))
 
 
-def _compared(subject: Subject, task: Task, way: Way, row: Row) -> Row:
-    training = _sharded(subject, task, way)
-    deviations = [_read(task.values / name) for name in ("moved", way.backend) if name is not None]
+def _compare_way(subject: Subject, task: Task, way: Way, row: Row) -> Row:
+    training = _start_sharded(subject, task, way)
+    deviations = [_read_values(task.values / name) for name in ("moved", way.backend) if name is not None]
     all_allowed = [largest(each) for each in zip(*deviations, strict=True)]
     small: list[tuple[float, str]] = []
     if task.resumes:
-        fault = _fault(0, Step({}, training.state()), Step({}, _read(_saved(task, way))), {}, training.model)
+        fault = _first_fault(
+            0, Step({}, training.state()), Step({}, _read_values(_path_of_saved(task, way))), {}, training.model
+        )
         if fault is not None:
             return replace(row, verdict=DIFFERS, fault=fault)
-    for number, values in enumerate(_steps(training, task), 1):
-        expected = _shown(_read(task.values / str(number)), way)
+    for number, values in enumerate(_run_steps(training, task), 1):
+        expected = _shown_values(_read_values(task.values / str(number)), way)
         allowed = all_allowed[number - 1]
         apart = differences(values, expected, allowed)
-        if _any(any(each.is_fault for each in apart)):
-            fault = _located(subject, task, way, number, Step({}, values), expected, allowed)
+        if _any_rank(any(each.is_fault for each in apart)):
+            fault = _locate_fault(subject, task, way, number, Step({}, values), expected, allowed)
             return replace(row, verdict=DIFFERS, fault=fault)
         small += [(each.error / each.allowed, f"{each.key}, step {number}: {each.error:.1e}, rounding explains "
                    f"{each.allowed:.1e}") for each in apart]  # fmt: skip
@@ -173,17 +176,17 @@ def _compared(subject: Subject, task: Task, way: Way, row: Row) -> Row:
         checkpoint.save(state, Path(task.folder) / "checkpoints" / way.name.replace(":", "_"), len(task.counts))
         values = training.state()
         if dist.get_rank() == 0:
-            _write(values, _saved(task, way))
+            _write_values(values, _path_of_saved(task, way))
     most = max((each for of_rank in _of_ranks(max(small, default=None)) if (each := of_rank)), default=None)
     return row if most is None else replace(row, verdict=ROUNDING, largest=f"most: {most[1]}")
 
 
-def _saved(task: Task, way: Way) -> Path:
+def _path_of_saved(task: Task, way: Way) -> Path:
     """The file of all values beside the checkpoint."""
     return Path(task.folder) / f"saved_{way.name.replace(':', '_')}"
 
 
-def _sharded(subject: Subject, task: Task, way: Way, hook: Callable[[nn.Module], None] | None = None) -> Sharded:
+def _start_sharded(subject: Subject, task: Task, way: Way, hook: Callable[[nn.Module], None] | None = None) -> Sharded:
     """The sharded model at the task's start."""
     training = Sharded(subject, task.where, way, hook)
     training.micro_batches = task.start
@@ -193,12 +196,12 @@ def _sharded(subject: Subject, task: Task, way: Way, hook: Callable[[nn.Module],
     return training
 
 
-def _shown(values: Values, way: Way) -> Values:
+def _shown_values(values: Values, way: Way) -> Values:
     """Those that the way shows."""
     return {key: value for key, value in values.items() if way.how != "step" or key.kind not in NOT_SHOWN}
 
 
-def _any(here: bool) -> bool:
+def _any_rank(here: bool) -> bool:
     """Whether it is so on any rank."""
     return any(_of_ranks(here))
 
@@ -213,7 +216,7 @@ def _of_ranks(value: Any) -> list[Any]:
 # --- where it differs -------------------------------------------------------------------------------------------------
 
 
-def _located(
+def _locate_fault(
     subject: Subject, task: Task, way: Way, number: int, seen: Step, wanted: Values, allowed: Allowed
 ) -> Fault | None:
     """Train again up to a step, and look at all modules in it.
@@ -222,23 +225,23 @@ def _located(
     model, tells where it is.
     """
     steps = replace(task, counts=task.counts[:number], saves=False)
-    expected = _watched(_unsharded(subject, steps, hook=watch), steps)
-    moved = _watched(_unsharded(subject, steps, moved=True, hook=watch), steps)
+    expected = _watch_last_step(_start_unsharded(subject, steps, hook=watch), steps)
+    moved = _watch_last_step(_start_unsharded(subject, steps, moved=True, hook=watch), steps)
     deviations = [deviation(moved.all, expected.all)]
     if way.backend is not None:
         torch.compiler.reset()
         with suppress(Exception):  # it is not needed where the compiler does not take the hooks
-            again = _watched(_unsharded(subject, steps, way.backend, hook=watch), steps)
+            again = _watch_last_step(_start_unsharded(subject, steps, way.backend, hook=watch), steps)
             deviations.append(deviation(again.all, expected.all))
     torch.compiler.reset()
-    training = _sharded(subject, steps, way, hook=watch)
-    found = _watched(training, steps)
-    values = _shown(expected.values, way)
-    located = _fault(number, found, Step(expected.events, values), largest(deviations), training.model)
-    return located or _fault(number, seen, Step(expected.events, wanted), allowed, training.model)
+    training = _start_sharded(subject, steps, way, hook=watch)
+    found = _watch_last_step(training, steps)
+    values = _shown_values(expected.values, way)
+    located = _first_fault(number, found, Step(expected.events, values), largest(deviations), training.model)
+    return located or _first_fault(number, seen, Step(expected.events, wanted), allowed, training.model)
 
 
-def _watched(training: Training, task: Task) -> Step:
+def _watch_last_step(training: Training, task: Task) -> Step:
     """The last of the task's steps, with what its modules have seen."""
     for number, count in enumerate(task.counts, 1):
         if number == len(task.counts):
@@ -248,7 +251,7 @@ def _watched(training: Training, task: Task) -> Step:
     return Step(RECORDER.events, values)
 
 
-def _fault(number: int, found: Step, expected: Step, allowed: Any, model: nn.Module) -> Fault | None:
+def _first_fault(number: int, found: Step, expected: Step, allowed: Any, model: nn.Module) -> Fault | None:
     """The first fault of any rank."""
     types = {name: type(each).__mro__ for name, each in model.named_modules()}
     firsts = [(each, rank) for rank, each in enumerate(_of_ranks(first(found, expected, allowed, [*types]))) if each]

@@ -100,14 +100,14 @@ def watch(model: nn.Module) -> None:
 def _note_inputs(name: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     places: list[int] = []
     kinds = ("input", "gradient of the input", name)
-    return _noting(args, kinds, places), _noting(kwargs, kinds, places)
+    return _note_tensors(args, kinds, places), _note_tensors(kwargs, kinds, places)
 
 
 def _note_output(name: str, module: nn.Module, args: Any, output: Any) -> Any:
-    return _noting(output, ("output", "gradient of the output", name), [])
+    return _note_tensors(output, ("output", "gradient of the output", name), [])
 
 
-def _noting(value: Any, named: tuple[str, str, str], places: list[int]) -> Any:
+def _note_tensors(value: Any, named: tuple[str, str, str], places: list[int]) -> Any:
     """The floating tensors within tuples, lists and dicts, each sent through the operator."""
     if isinstance(value, Tensor):
         if not value.is_floating_point() or isinstance(value, nn.Parameter):
@@ -115,12 +115,12 @@ def _noting(value: Any, named: tuple[str, str, str], places: list[int]) -> Any:
         places.append(0)
         return noted(value, *named, len(places))
     if type(value) in (tuple, list):
-        return type(value)([_noting(each, named, places) for each in value])
+        return type(value)([_note_tensors(each, named, places) for each in value])
     if type(value) is dict:
-        return {key: _noting(each, named, places) for key, each in value.items()}
+        return {key: _note_tensors(each, named, places) for key, each in value.items()}
     if isinstance(value, dict):  # of a class of its own
         for key, each in list(value.items()):
-            value[key] = _noting(each, named, places)
+            value[key] = _note_tensors(each, named, places)
     return value
 
 
@@ -136,7 +136,7 @@ class Step(NamedTuple):
     @property
     def all(self) -> dict[Key, Tensor]:
         """Both by their keys."""
-        return {**{_key(event): tensor for event, tensor in self.events.items()}, **self.values}
+        return {**{_key_of_event(event): tensor for event, tensor in self.events.items()}, **self.values}
 
 
 class First(NamedTuple):
@@ -153,7 +153,7 @@ class First(NamedTuple):
     difference: Difference
 
 
-def _key(event: Event) -> Key:
+def _key_of_event(event: Event) -> Key:
     place = f" {event.place}" if event.place > 1 else ""
     call = f", call {event.call}" if event.call else ""
     return Key(event.kind, f"`{event.module}`{place}{call}" if event.module else f"the model{place}{call}")
@@ -171,7 +171,7 @@ def first(found: Step, expected: Step, allowed: Allowed, modules: Sequence[str])
     shown = {key: value for key, value in expected.all.items() if key in found.all or key in expected.values}
     also = {key: value for key, value in found.all.items() if key in shown or key in found.values}
     faults = {each.key: each for each in differences(also, shown, allowed) if each.is_fault}
-    events = {_key(event): event for event in expected.events}
+    events = {_key_of_event(event): event for event in expected.events}
     called = {event.module for event in expected.events} | {""}
     firsts = []
     for key, each in faults.items():
@@ -183,7 +183,7 @@ def first(found: Step, expected: Step, allowed: Allowed, modules: Sequence[str])
             firsts.append(First(3 * len(events) + 1, "", each))  # nothing else may differ
         else:
             module = owner_of(key.name.rpartition(" ")[2], set(modules))
-            firsts.append(First(_position(key, module, list(expected.events)), module, each))
+            firsts.append(First(_position_of_key(key, module, list(expected.events)), module, each))
     return min(firsts, default=None, key=lambda each: each.position)
 
 
@@ -196,7 +196,7 @@ def owner_of(name: str, modules: set[str]) -> str:
     return ""
 
 
-def _position(key: Key, module: str, events: Sequence[Event]) -> float:
+def _position_of_key(key: Key, module: str, events: Sequence[Event]) -> float:
     """Behind which event a parameter's gradient or a buffer comes; behind all, what an update leaves."""
     kinds = {"gradient": BACKWARD, "buffer": FORWARD}.get(key.kind, ())
     last = max((at for at, each in enumerate(events) if each.module == module and each.kind in kinds), default=None)

@@ -54,21 +54,21 @@ def run(world: int, device: str, function: Callable[..., Any], *args: Any) -> li
     processes, pipes = [], []
     for rank in range(world):
         here, there = context.Pipe()
-        process = context.Process(target=_serve, args=(there, rank, world, device, store.port, call.getvalue()))
+        process = context.Process(target=_run_rank, args=(there, rank, world, device, store.port, call.getvalue()))
         process.daemon = True
         process.start()
         there.close()
         processes.append(process)
         pipes.append(here)
     try:
-        return _answers(pipes, processes)
+        return _collect_answers(pipes, processes)
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _answers(pipes: list[Connection], processes: list[Any]) -> list[Answer]:
+def _collect_answers(pipes: list[Connection], processes: list[Any]) -> list[Answer]:
     """One of each rank. Of those that are silent for a while after another one has failed, that they were."""
     answers: dict[int, Answer] = {}
     deadline = float("inf")
@@ -87,7 +87,7 @@ def _answers(pipes: list[Connection], processes: list[Any]) -> list[Answer]:
     return [answers.get(rank, silent) for rank in range(len(pipes))]
 
 
-def _serve(pipe: Connection, rank: int, world: int, device: str, port: int, call: bytes) -> None:
+def _run_rank(pipe: Connection, rank: int, world: int, device: str, port: int, call: bytes) -> None:
     """What a rank does."""
     warnings.simplefilter("ignore")  # of one rank, which shards nothing, and the like
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

@@ -117,14 +117,14 @@ class Report:
 
     def to_json(self) -> str:
         """All of it."""
-        found = _finite({"format": FORMAT, "holds": self.holds, **asdict(self)})
+        found = _for_json({"format": FORMAT, "holds": self.holds, **asdict(self)})
         return json.dumps(found, indent=1, allow_nan=False) + "\n"
 
 
-def _finite(value: Any) -> Any:
+def _for_json(value: Any) -> Any:
     """With "inf" and "nan" as texts, which JSON has no numbers for."""
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _for_json(each) for key, each in value.items()}
     if isinstance(value, (tuple, list)):
-        return [_finite(each) for each in value]
+        return [_for_json(each) for each in value]
     return value if not isinstance(value, float) or abs(value) < float("inf") else str(value)

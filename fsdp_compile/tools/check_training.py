@@ -52,18 +52,21 @@ class Batch:
     def to(self, device: torch.device) -> "Batch":
         """The same on a device."""
         return replace(
-            self, args=_moved(self.args, device), kwargs=_moved(self.kwargs, device), target=_moved(self.target, device)
+            self,
+            args=_moved_to(self.args, device),
+            kwargs=_moved_to(self.kwargs, device),
+            target=_moved_to(self.target, device),
         )
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _moved_to(value: Any, device: torch.device) -> Any:
     """Tensors within tuples, lists and dicts, on a device."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
-        return {key: _moved(each, device) for key, each in value.items()}
+        return {key: _moved_to(each, device) for key, each in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_moved(each, device) for each in value)
+        return type(value)(_moved_to(each, device) for each in value)
     return value
 
 
@@ -167,7 +170,7 @@ class Pickled:
 
     def __init__(self, model: Any, batches: Any, parts: Mapping[str, Any]) -> None:
         texts = {"model": model, "batches": batches, **parts}
-        self._bytes = {name: _pickled(name, value) for name, value in texts.items()}
+        self._bytes = {name: _pickle_argument(name, value) for name, value in texts.items()}
 
     def subject(self) -> Subject:
         """What was pickled. A model that was given is a new one each time it is made."""
@@ -182,7 +185,7 @@ def subject_of(model: Any, batches: Any, parts: Mapping[str, Any], again: Callab
     return Subject(again if isinstance(model, nn.Module) else model, numbered, **parts)
 
 
-def _pickled(name: str, value: Any) -> bytes:
+def _pickle_argument(name: str, value: Any) -> bytes:
     file = io.BytesIO()
     try:
         torch.save(value, file)
@@ -407,7 +410,7 @@ class Sharded(Training):
             return super().step(count)
         batches = self.next_batches(count)
         torch.manual_seed(self.micro_batches)
-        args, kwargs, target = _joined([(each.args, each.kwargs, each.target) for each in batches])
+        args, kwargs, target = _join_micro_batches([(each.args, each.kwargs, each.target) for each in batches])
         if count not in self._steps:
             backend = self.way.backend or ""
             self._steps[count] = compile_step(self.model, self.optimizer, self.subject.loss, accumulate=count,
@@ -420,7 +423,7 @@ class Absent(Exception):
     """A way that does not exist for this model; why."""
 
 
-def _joined(values: Sequence[Any]) -> Any:
+def _join_micro_batches(values: Sequence[Any]) -> Any:
     """Micro-batches as one batch, which `compile_step` divides again. Absent if that is not possible."""
     first = values[0]
     if len(values) == 1:
@@ -430,9 +433,9 @@ def _joined(values: Sequence[Any]) -> Any:
             raise Absent("compile_step cannot accumulate micro-batches of different shapes")
         return torch.cat(list(values))
     if isinstance(first, Mapping):
-        return {key: _joined([each[key] for each in values]) for key in first}
+        return {key: _join_micro_batches([each[key] for each in values]) for key in first}
     if isinstance(first, (tuple, list)):
-        return type(first)(_joined(each) for each in zip(*values, strict=True))
+        return type(first)(_join_micro_batches(each) for each in zip(*values, strict=True))
     if isinstance(first, Tensor):
         raise Absent("compile_step cannot accumulate with a tensor without dimensions")
     return first

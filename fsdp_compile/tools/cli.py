@@ -36,24 +36,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _show
+            warnings.showwarning = _print_message
             return args.run(args) or 0
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         return 0
     except (FileNotFoundError, FileExistsError, ValueError) as error:
-        return _refuse(error, 2)
+        return _report_error(error, 2)
     except OSError as error:
-        return _refuse(error, 1)
+        return _report_error(error, 1)
     except Exception as error:
         from fsdp_compile.checkpoint import CheckpointError  # imports torch
 
         if isinstance(error, CheckpointError):
-            return _refuse(error, 1)
+            return _report_error(error, 1)
         if args.run not in (checkpoint.run_show, checkpoint.run_convert):
             raise  # of the user's own code, so with a traceback
         said = str(error).partition("\nException raised from ")[0]  # torch adds a trace of its own functions
         doing = f"{args.source}: reading it or writing it again failed"  # as a strange file or a full disk lets torch
-        return _refuse(RuntimeError(f"{doing}: {type(error).__name__}: {said}"), 1)
+        return _report_error(RuntimeError(f"{doing}: {type(error).__name__}: {said}"), 1)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -63,17 +63,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"fsdp-compile {__version__}")
     groups = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, each in COMMANDS.items():
-        each.add_options(_command(groups, name, each.DESCRIPTION, each.EXAMPLE, each.run).add_argument)
-    under = _command(groups, "checkpoint", checkpoint.DESCRIPTION, checkpoint.EXAMPLE)
+        each.add_options(_add_command(groups, name, each.DESCRIPTION, each.EXAMPLE, each.run).add_argument)
+    under = _add_command(groups, "checkpoint", checkpoint.DESCRIPTION, checkpoint.EXAMPLE)
     commands = under.add_subparsers(required=True, metavar="show|convert")
     example = "example:\n  fsdp-compile checkpoint show checkpoints"
-    checkpoint.add_show(_command(commands, "show", checkpoint.SHOW, example, checkpoint.run_show).add_argument)
-    change = _command(commands, "convert", checkpoint.CONVERT, checkpoint.EXAMPLE, checkpoint.run_convert)
+    checkpoint.add_show(_add_command(commands, "show", checkpoint.SHOW, example, checkpoint.run_show).add_argument)
+    change = _add_command(commands, "convert", checkpoint.CONVERT, checkpoint.EXAMPLE, checkpoint.run_convert)
     checkpoint.add_convert(change.add_argument)
     return parser.parse_args(arguments)
 
 
-def _command(
+def _add_command(
     commands: "argparse._SubParsersAction",
     name: str,
     description: str,
@@ -91,12 +91,12 @@ def _command(
     return made
 
 
-def _refuse(error: Exception, status: int) -> int:
-    _show(error, kind="error")
+def _report_error(error: Exception, status: int) -> int:
+    _print_message(error, kind="error")
     return status
 
 
-def _show(message: object, *_: object, kind: str = "warning", **__: object) -> None:
+def _print_message(message: object, *_: object, kind: str = "warning", **__: object) -> None:
     from fsdp_compile.checkpoint.untrusted import printable
 
     print(f"fsdp-compile: {kind}: {printable(str(message))}", file=sys.stderr)

@@ -131,8 +131,8 @@ def test_the_command_on_one_process(
 def _row_of(name: str) -> module.Check:
     """The row of that name, of memory and of two systems side by side."""
     with (
-        mock.patch.multiple(module, WAYS={}, LOOKS={"memory": module._memory}, SPEED=("fsdp2", "eager")),
-        mock.patch.object(module, "_names", lambda: "not looked at"),
+        mock.patch.multiple(module, WAYS={}, LOOKS={"memory": module._check_memory}, SPEED=("fsdp2", "eager")),
+        mock.patch.object(module, "_check_names", lambda: "not looked at"),
         process_group(CPU),
     ):
         rows = {row.name: row for row in selfcheck(CPU).rows}

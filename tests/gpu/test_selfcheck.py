@@ -45,7 +45,7 @@ def test_a_wait_of_the_host_is_found(step: Callable[..., Any], called: str) -> N
         mock.patch.object(Training, "step", step),
         pytest.raises(AssertionError, match=f"eager: the host waits for the device within a step: {called}"),
     ):
-        module._streams(GPU)
+        module._check_streams(GPU)
 
 
 def test_memory_that_is_kept_is_found() -> None:
@@ -59,4 +59,4 @@ def test_memory_that_is_kept_is_found() -> None:
         mock.patch.object(module, "fully_shard", leaking),
         pytest.raises(AssertionError, match="a step leaves 4,096 bytes behind"),
     ):
-        module._memory(GPU)
+        module._check_memory(GPU)
