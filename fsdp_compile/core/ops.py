@@ -402,7 +402,7 @@ WAIT_COPY = define("wait_copy", "(Tensor(a) copy, Tensor? source=None) -> Tensor
 _streams: dict[torch.device, torch.cuda.Stream] = {}  # the copying stream of each device
 
 
-def _start(copy: Tensor, source: Tensor, device: torch.device) -> Tensor:
+def _start_copy(copy: Tensor, source: Tensor, device: torch.device) -> Tensor:
     """Begin to fill `copy`, behind what the device's current stream has been given."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
@@ -418,14 +418,14 @@ def _start(copy: Tensor, source: Tensor, device: torch.device) -> Tensor:
 def _to_host(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu":
         return tensor.clone()
-    return _start(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True), tensor, tensor.device)
+    return _start_copy(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True), tensor, tensor.device)
 
 
 @torch.library.impl("fsdp_flat::from_host", "default")
 def _from_host(host: Tensor, after: Tensor) -> Tensor:
     if after.device.type == "cpu":
         return host.clone()
-    return _start(torch.empty(host.shape, dtype=host.dtype, device=after.device), host, after.device)
+    return _start_copy(torch.empty(host.shape, dtype=host.dtype, device=after.device), host, after.device)
 
 
 @torch.library.impl("fsdp_flat::wait_copy", "default")

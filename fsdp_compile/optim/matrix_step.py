@@ -358,7 +358,7 @@ class MatrixUpdates:
                 matrices += _matrices(param, program, ranges, len(begins))
             plan = self.plans[ranks] = plan_owners(matrices, ranks.size, _nodes_of(ranks, per_node))
             if per_node is None:
-                _compare(plan, ranks)
+                _compare_plans(plan, ranks)
             for (param, _), ranges, at in zip(some, split, begins, strict=True):
                 self._places[id(param)] = Place(ranges, plan.owners[at : at + len(ranges)], plan.stages[at])
         self._planned = given
@@ -464,7 +464,7 @@ def _nodes_of(ranks: ShardRanks, per_node: int | None) -> list[int]:
     ]
 
 
-def _compare(plan: OwnerPlan, ranks: ShardRanks) -> None:
+def _compare_plans(plan: OwnerPlan, ranks: ShardRanks) -> None:
     """RuntimeError on all ranks if they have planned for different parameters."""
     digests = collectives.gather_objects((plan.digest, len(plan.matrices)), group_named(ranks.group))
     for rank, (digest, number) in enumerate(digests):
