@@ -227,7 +227,7 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def sharding_strategy(self) -> ShardingStrategy:
         """The strategy in force: NO_SHARD, whatever was asked for, where one rank has all parameters."""
-        if self._managed_units and not self._own_units[0].is_sharded:
+        if self._managed_units and not self._managed_units[0].is_sharded:
             return ShardingStrategy.NO_SHARD
         return self.sharded_module._fsdp.settings.strategy
 
@@ -244,7 +244,7 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The group that parameters are sharded over; under NO_SHARD, that gradients are averaged over."""
-        return self._managed_units[0].group if self._own_units else dist.distributed_c10d._get_default_group()
+        return self._managed_units[0].group if self._managed_units else dist.distributed_c10d._get_default_group()
 
     @property
     def rank(self) -> int:
@@ -259,7 +259,7 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def compute_device(self) -> torch.device:
         """Where forward and backward run."""
-        return self._managed_units[0].device if self._own_units else self.sharded_module._fsdp.device
+        return self._managed_units[0].device if self._managed_units else self.sharded_module._fsdp.device
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:

@@ -119,8 +119,8 @@ def test_the_update_of_a_whole_step() -> None:
     state = {"step": torch.tensor(3.0), "exp_avg": torch.zeros(8), "exp_avg_sq": torch.zeros(8)}
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(8))])
     recorded = record(optimizer, optimizer.param_groups[0], state, torch.float32)
-    update = fused([(recorded.program, 0)] * 2, [len(recorded.scalars)], clips=True)
-    tensors = [torch.rand(size) for size in (96, 96, 96, 96, 48, 48, 48, 48)]
+    update = fused([(recorded.program, 0)] * 2, [len(recorded.scalars)], True, [(0, 96), (96, 144)])
+    tensors = [torch.rand(size) for size in (96, 96, 96, 48, 48, 48, 144)]  # of the last one each takes its gradient
     coefficient = torch.tensor(0.5, dtype=torch.float64)  # told apart from scalars by its dtype
     inputs = (*tensors, coefficient, *recorded.scalars)
     with as_for_cuda(on_cuda=lambda tensor: tensor.dim() > 0 or tensor.dtype == torch.float64):

@@ -238,11 +238,11 @@ def test_node_size_where_it_says_nothing(pair: tuple[dist.ProcessGroup, dist.Pro
 def test_places(pair: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
     """What each strategy does where (E-STRAT-1)."""
     plain, hybrid = Groups(pair[0]), Groups(*pair)
-    assert place(FULL, plain) == Placement(pair[0], 2, True, None)
-    assert place(KEEP, plain) == Placement(pair[0], 2, False, None)
-    assert place(COPY, plain) == Placement(pair[0], 1, False, None)
-    assert place(HYBRID, hybrid) == Placement(pair[0], 2, True, pair[1])
-    assert place(HYBRID_KEEP, hybrid) == Placement(pair[0], 2, False, pair[1])
+    assert place(FULL, plain) == Placement(pair[0], 2, True, True, None)
+    assert place(KEEP, plain) == Placement(pair[0], 2, True, False, None)
+    assert place(COPY, plain) == Placement(pair[0], 1, False, False, None)
+    assert place(HYBRID, hybrid) == Placement(pair[0], 2, True, True, pair[1])
+    assert place(HYBRID_KEEP, hybrid) == Placement(pair[0], 2, True, False, pair[1])
 
 
 def test_neighbours_and_peers(no_launcher: None) -> None:
@@ -259,19 +259,19 @@ def test_neighbours_and_peers(no_launcher: None) -> None:
     with refused_by:
         divide(resolve(HYBRID, devices_per_node=2), 4)
     groups = divide(Groups(dist.group.WORLD), 2)
-    assert place(FULL, groups) == Placement(dist.group.WORLD, 4, True, None, stages)
-    assert place(KEEP, groups) == Placement(dist.group.WORLD, 4, False, None)
+    assert place(FULL, groups) == Placement(dist.group.WORLD, 4, True, True, None, stages)
+    assert place(KEEP, groups) == Placement(dist.group.WORLD, 4, True, False, None)
 
 
 def test_places_where_one_side_is_one_rank(no_launcher: None) -> None:
     """One rank to shard over: copies, averaged over all replicas (E-STRAT-6, 9). One replica: a plain strategy."""
     ones = resolve(HYBRID, devices_per_node=1)
-    assert place(HYBRID, ones) == Placement(ones.replicate, 1, False, None)
+    assert place(HYBRID, ones) == Placement(ones.replicate, 1, False, False, None)
     whole = resolve(HYBRID, devices_per_node=4)
-    assert place(HYBRID, whole) == Placement(whole.shard, 4, True, None)
+    assert place(HYBRID, whole) == Placement(whole.shard, 4, True, True, None)
     alone = Groups(ones.shard)
     for strategy in PLAIN:
-        assert place(strategy, alone) == Placement(ones.shard, 1, False, None)
+        assert place(strategy, alone) == Placement(ones.shard, 1, False, False, None)
 
 
 def test_offloaded_tensors_are_sent_from_a_device_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
