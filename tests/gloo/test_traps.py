@@ -79,23 +79,27 @@ class _Touched(nn.Module):
         return x + 0 * self.weight.sum()
 
 
-def _constant_gradients(rank: int) -> None:
+def _constant_gradients(rank: int, is_called_twice: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), _Touched(), _Touched())
-    fully_shard(model, auto_wrap_policy={_Touched})
+    model = nn.Sequential(*model, model[0]) if is_called_twice else model
+    fully_shard(model, auto_wrap_policy={_Touched, nn.Linear})
     run = executor(model, "inductor")
     for times in (1, 2):
         run(torch.ones(4, 6)).square().mean().backward()
-        one, other = (local(layer.weight.grad) for layer in model[1:])
+        one, other = (local(layer.weight.grad) for layer in model[1:3])
         assert not one.any() and not other.any()
         one.add_(times)  # memory of its own
         assert not other.any() and local(model[0].weight.grad).any()
         model.zero_grad()
 
 
-def test_equal_constants_as_gradients(two: Ranks) -> None:
-    """The trap: equal computations become one, and the gradients of two parameters one memory."""
-    two.run(_constant_gradients)
+@pytest.mark.parametrize("is_called_twice", [False, True])
+def test_equal_constants_as_gradients(two: Ranks, is_called_twice: bool) -> None:
+    """The trap: equal computations become one, and the gradients of two parameters one memory. Nothing reads what these
+    parameters were gathered from; where another unit is called twice, its reduces become one before that is looked at.
+    """
+    two.run(_constant_gradients, is_called_twice)
 
 
 class _Scale(nn.Module):

@@ -134,7 +134,7 @@ def _merge_calls(graph: fx.Graph) -> None:
             marker.meta["seq_nr"] = sequences.get(marker.meta.get("seq_nr"), marker.meta.get("seq_nr"))
     for total in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         _merge_reduces(graph, total)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(lambda node: node.is_impure() or node.target is ops.UNSHARD)  # a gradient may be constant
 
 
 def _merge_reduces(graph: fx.Graph, total: fx.Node) -> None:
