@@ -1,5 +1,6 @@
 import random
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 from time import process_time
 
@@ -11,7 +12,7 @@ from workloads import blocks, no_prefetch, random_workload, updated
 
 from fsdp_compile.passes.plan.plan import PlanError, simulate, verify
 from fsdp_compile.passes.plan.schedule import limits_of, search_plan
-from fsdp_compile.passes.plan.workload import lower_bound, smallest_budget
+from fsdp_compile.passes.plan.workload import Task, Workload, lower_bound, smallest_budget
 
 LATE = pytest.mark.nightly
 
@@ -53,6 +54,17 @@ def test_few_limits_are_tried_where_little_is_gathered(gathered):
     step = replace(step, units=(root, *stay))
     assert len(limits_of(step, set())) < 2_000
     verify(step, search_plan(step).plan)
+
+
+def test_limits_that_are_tried():
+    """A quarter of a buffer apart for up to eight units, then twice the room each time; tasks alone need no memory."""
+    few, many = (replace(step, units=tuple(replace(unit, gathered=1_000, packed=1_000) for unit in step.units))
+                 for step in (blocks(4, 1.2), blocks(20, 1.2)))  # fmt: skip
+    assert {after - before for before, after in pairwise(limits_of(few, set()))} == {250}
+    rooms = [limit - smallest_budget(many) for limit in limits_of(many, set())]
+    assert rooms[:4] == [0, 900, 1_800, 3_600] and len(rooms) < 10
+    alone = Workload((Task("a", 1.0),), 1, ())
+    assert simulate(alone, search_plan(alone).plan).peak == 0
 
 
 @pytest.mark.parametrize("count, keep", [(31, None), (63, False), (127, False)])
