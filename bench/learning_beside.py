@@ -75,6 +75,7 @@ def rank(model: str, steps: int, barrier: Any, found: Any) -> None:
     begin = time.perf_counter()
     graph.compile(plan)
     loaded = time.perf_counter() - begin
+    barrier.wait()  # as ranks meet where all have the code
     step()
     learning.in_force = plan
     first, later = [step() for _ in range(2)], [step() for _ in range(steps)]
