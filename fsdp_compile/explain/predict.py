@@ -21,8 +21,9 @@ from torch import nn
 from fsdp_compile.comm.formats import ratio
 from fsdp_compile.config import check_type, update_moves
 from fsdp_compile.explain.matrices import MuonOfModel
-from fsdp_compile.explain.prediction import UPDATE, Alternative, Message, Prediction, Scheduled, Setting
+from fsdp_compile.explain.prediction import UPDATE, Alternative, Prediction, Setting
 from fsdp_compile.explain.report import Report
+from fsdp_compile.explain.scheduled import Message, Scheduled
 from fsdp_compile.explain.trace import Model
 from fsdp_compile.explain.work import StepWork, UnitWork
 from fsdp_compile.passes.cost.hardware import Hardware, Link, device, link, read_hardware

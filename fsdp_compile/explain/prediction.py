@@ -2,23 +2,17 @@
 
     Setting      the cluster, the batch and the options that a step is predicted for
     Prediction   seconds by part, memory by part, and what else could be chosen
-    Scheduled    a step as the planner has it: a workload and a plan; `predict` makes the `Prediction` of it
 
 Seconds, bytes and tokens are per rank.
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
-from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
 
-from fsdp_compile.passes.cost.hardware import Hardware, Origin
+from fsdp_compile.passes.cost.hardware import Origin
 from fsdp_compile.passes.cost.roofline import Level
-from fsdp_compile.passes.plan.plan import Plan, Span, Step, Timeline, held_units, simulate
-from fsdp_compile.passes.plan.whole_step import prefetched
-from fsdp_compile.passes.plan.workload import Workload, lower_bound
 
 FORMAT = 1
 """Version of the JSON; a field that changes its meaning increases it."""
@@ -33,7 +27,6 @@ WIRE_FORMATS = ("bf16", "fp8", "int8")
 
 UPDATE = "update"
 """Name of the optimizer's update where it is one task or span."""
-_MOST_TOP = 10  # single collectives that a prediction lists
 _LEAST = {"world_size": 1, "batch": 1, "sequence": 1, "accumulation": 1, "keep": 0, "ranks_per_node": 1,
           "shard_size": 1}  # fmt: skip
 
@@ -363,244 +356,3 @@ class Prediction:
         fields = asdict(self)
         fields["memory"]["fits"] = self.fits
         return {"format": FORMAT, "fits": self.fits, **fields}
-
-
-# --- a step as the planner has it -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class BlockChoice:
-    """What becomes of a block after forward: its activations, and how many of its units stay unsharded."""
-
-    name: str
-    activations: str
-    unsharded: int
-    units: int
-
-
-class Message(NamedTuple):
-    """What a gather, a reduce, or an average over replicas ("replicate") sends in a format: bytes in full and in it."""
-
-    format: str
-    bytes: int
-    sent: int
-
-
-@dataclass(frozen=True)
-class Scheduled:
-    """A step, and the plan that it follows.
-
-    Attributes:
-        workload: what one pass, a forward and a backward, computes and communicates.
-        plan: when it communicates.
-        budget: the number of bytes that may live at once, or None for no limit.
-        blocks: what becomes of each block between forward and backward, where that was chosen.
-        levels: which links gathers and reduces take, and which ones all-reduces over replicas.
-        shards: number of ranks that store one copy of the parameters.
-        passes: how many the step has.
-        update: seconds of an update that follows them and is no task of the workload.
-        parameters: bytes of their shards, part of each task's memory.
-        optimizer: bytes of its state, also part of that.
-        gradients: bytes of their shards at each task and at the end, also part of that; empty: not known.
-        logits: bytes of that at the end of forward and the beginning of backward.
-        fragments: bytes that the allocator holds beside those that are alive, as a part of these.
-        messages: what is sent in a format, by collective, as in "gather blocks.0".
-        matrices: of what Muon computes with complete matrices behind the step, for each group of ranks.
-        sources: where the seconds come from, a line each.
-    """
-
-    workload: Workload
-    plan: Plan
-    budget: int | None = None
-    blocks: tuple[BlockChoice, ...] = ()
-    levels: tuple[Level, Level] = ("network", "network")
-    shards: int = 1
-    passes: int = 1
-    update: float = 0.0
-    parameters: int = 0
-    optimizer: int = 0
-    gradients: tuple[int, ...] = ()
-    logits: int = 0
-    fragments: float = 0.0
-    messages: Mapping[str, Message] = field(default_factory=dict)
-    matrices: tuple[MatrixTimes, ...] = ()
-    sources: tuple[str, ...] = ()
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """The seconds and bytes that one pass takes."""
-        return simulate(self.workload, self.plan)
-
-    @property
-    def step(self) -> float:
-        """Seconds of the whole step."""
-        return self.passes * self.timeline.makespan + self.update
-
-    @cached_property
-    def bound(self) -> float:
-        """A lower bound: no plan takes fewer seconds."""
-        return lower_bound(self.workload)
-
-    @cached_property
-    def collectives(self) -> list[Collective]:
-        """The gathers and reduces in the order of their launches, all-reduces over replicas, those of norms."""
-        units, timeline = {unit.name: unit for unit in self.workload.units}, self.timeline
-        found, before = list[Collective](), 0.0  # when the link had finished all that was launched before
-        for step, span in zip(self.plan.of("gather", "reduce"), timeline.link, strict=True):
-            gathers = step.kind == "gather"
-            sizes = {name: units[name].gathered if gathers else units[name].packed for name in step.units}
-            limit = self._limit(step, span, sum(sizes.values()), queued=span.start <= before)
-            single = self._single(span, "all-gather" if gathers else "reduce-scatter", sum(sizes.values()), limit)
-            found.append(self._in_formats(single, step.kind, sizes))
-            before = span.end
-        for span in timeline.replicas:
-            sizes = {name: units[name].packed // self.shards for name in span.name.split(" ")[1:]}
-            at_the_end = span.end >= timeline.makespan * (1 - 1e-9)
-            single = self._single(span, "all-reduce", sum(sizes.values()), "dependency" if at_the_end else "compute")
-            found.append(self._in_formats(single, "replicate", sizes))
-        norms = (Collective(each.name, "all-reduce", self.levels[0], 4, each.seconds, each.seconds, "dependency")
-                 for each in timeline.norms)  # fmt: skip
-        return [*found, *norms]
-
-    def _in_formats(self, single: Collective, kind: str, sizes: Mapping[str, int]) -> Collective:
-        """`single`, a launch for units of these sizes, with what it sends."""
-        sent = {name: self.messages.get(f"{kind} {name}", Message("", size, size)) for name, size in sizes.items()}
-        if not any(each.format for each in sent.values()):
-            return single
-        return replace(single, format=" ".join(sorted({each.format or "full" for each in sent.values()})),
-                       bytes=sum(each.bytes for each in sent.values()),
-                       sent=sum(each.sent for each in sent.values()))  # fmt: skip
-
-    def _single(self, span: Span, kind: CollectiveKind, size: int, limit: str) -> Collective:
-        exposed = self.timeline.exposed_of(span)
-        hidden = exposed <= 1e-9 * self.timeline.makespan
-        level = self.levels[kind == "all-reduce"]
-        return Collective(span.name, kind, level, size, span.seconds, *(0.0, "") if hidden else (exposed, limit))
-
-    def _limit(self, step: Step, span: Span, size: int, queued: bool) -> str:
-        """What exposes a gather or a reduce, if it is exposed."""
-        workload = self.workload
-        start = workload.backward if step.at >= workload.backward else 0
-        if step.at >= workload.forward:
-            start = max(start, workload.forward)
-        if queued and span.start > 0:
-            return "link"
-        if step.kind == "reduce":
-            waited_for = next(each.at for each in self.plan.of("wait_reduce") if each.units == step.units)
-            return "memory" if waited_for < (workload.end_of_backward or len(workload.tasks)) else "dependency"
-        if step.at == start or step in prefetched(workload, self.plan):
-            return "dependency"
-        full = self.budget is not None and self.timeline.memory[step.at - 1] + size > self.budget
-        return "memory" if full else "compute"
-
-    def memory(self, capacity: int | None) -> Memory:
-        """By part, at the moment at which the most is alive. What no attribute tells apart counts as activations."""
-        memory, tasks, workload = self.timeline.memory, self.workload.tasks, self.workload
-        at = max(range(len(memory)), key=memory.__getitem__)
-        gathered, peak = self._gathered_at(at), memory[at]
-        beneath, name = max(0, peak - gathered), "the end of the step" if workload.forward else "the end of backward"
-        if at < len(tasks):
-            beneath, name = tasks[at].memory, tasks[at].name
-        elif self.gradients:
-            beneath = self._kept
-        gathered = min(gathered, peak - beneath)
-        gradients = self.gradients[at] if self.gradients else 0
-        logits = self.logits if workload.backward - at in (0, 1) else 0
-        activations = max(0, beneath - self.parameters - gradients - self.optimizer - logits)
-        packed, other = max(0, peak - beneath - gathered), int(self.fragments * peak)
-        return Memory(self.parameters, gradients, self.optimizer, activations, logits, gathered, packed, other,
-                      peak + other, name, capacity)  # fmt: skip
-
-    @property
-    def _kept(self) -> int:
-        """Bytes of all shards and states."""
-        return self.parameters + self.gradients[-1] + self.optimizer
-
-    def _gathered_at(self, at: int) -> int:
-        """Bytes of gathered buffers while task `at` runs."""
-        sizes = {unit.name: unit.gathered for unit in self.workload.units}
-        alive = sum(sizes[name] for name in held_units(self.workload, self.plan))
-        for step in self.plan.of("gather", "free"):
-            if step.at <= at:
-                alive += sum(sizes[name] for name in step.units) * (1 if step.kind == "gather" else -1)
-        return alive
-
-    def _spans(self) -> Iterator[TimelineSpan]:
-        """What runs when; computing spans of one name that follow each other without a wait are one."""
-        timeline, joined = self.timeline, list[list[Any]]()
-        for span in timeline.compute:
-            if joined and span.name == joined[-1][0] and span.start <= joined[-1][2] * (1 + 1e-12):
-                joined[-1][2] = span.end
-            else:
-                joined.append([span.name, span.start, span.end])
-        if self.update:
-            joined.append([UPDATE, timeline.makespan, timeline.makespan + self.update])
-        yield from (TimelineSpan("compute", *each) for each in joined)
-        sent = [*timeline.link, *timeline.replicas, *timeline.norms]
-        for span, single in zip(sent, self.collectives, strict=True):
-            if single.seconds:  # one rank sends nothing
-                yield TimelineSpan(single.level, span.name, span.start, span.end, single.exposed)
-
-    def _memory_over_time(self) -> tuple[tuple[float, int], ...]:
-        makespan = self.timeline.makespan
-        starts = [0.0, *(span.start for span in self.timeline.compute[1:]), makespan]
-        points = [(0.0, -1), *zip(starts, self.timeline.memory, strict=True)]
-        if self.gradients:
-            points.append((makespan + self.update, self._kept))
-        points = [(seconds, int((1 + self.fragments) * size)) for seconds, size in points]
-        return tuple(point for before, point in pairwise(points) if point[1] != before[1])
-
-    def predict(
-        self, model: str, parameters: int, setting: Setting, hardware: Hardware | None, tokens: int,
-        flops: tuple[int, int], warnings: tuple[str, ...] = (),
-    ) -> Prediction:  # fmt: skip
-        """The prediction of this step.
-
-        Args:
-            model: name of the model.
-            parameters: how many it has.
-            setting: what was asked.
-            hardware: what it runs on; None: not known.
-            tokens: of one pass.
-            flops: operations of one pass, without and with those that backward repeats.
-            warnings: sentences about the setting.
-        """
-        workload, passes = self.workload, self.passes
-        seconds = {"forward": 0.0, "backward": 0.0, "update": 0.0}
-        for at, task in enumerate(workload.tasks):
-            updates = task.name == UPDATE or workload.end_of_backward <= at < workload.forward
-            part = "update" if updates else "forward" if workload.is_forward(at) else "backward"
-            seconds[part] += task.seconds
-        sent = [each for each in self.collectives if each.seconds]
-        collectives = []
-        for kind, level in dict.fromkeys((each.kind, each.level) for each in sent):
-            alike = [each for each in sent if (each.kind, each.level) == (kind, level)]
-            sums = (passes * sum(getattr(each, name) for each in alike) for name in ("bytes", "seconds", "exposed"))
-            collectives.append(CollectiveTime(kind, level, passes * len(alike), *sums))
-        dtype = "float32" if setting.precision == "fp32" else "bfloat16"
-        possible = self.step * hardware.peak.get(dtype, 0.0) if hardware else 0.0  # operations at the peak
-        mfu, hfu = (passes * each / possible if possible else 0.0 for each in flops)
-        figures = hardware.figures() if hardware else ()
-        return Prediction(
-            model=model,
-            parameters=parameters,
-            setting=setting,
-            forward=passes * seconds["forward"],
-            backward=passes * seconds["backward"],
-            update=seconds["update"] + self.update,
-            exposed=passes * max(0.0, self.timeline.exposed),
-            step=self.step,
-            tokens_per_second=passes * tokens / self.step if self.step else 0.0,
-            mfu=mfu,
-            hfu=hfu,
-            collectives=tuple(collectives),
-            top=tuple(sorted(sent, key=lambda each: -each.seconds)[:_MOST_TOP]),
-            memory=self.memory(hardware.memory if hardware else None),
-            timeline=tuple(self._spans()),
-            memory_over_time=self._memory_over_time(),
-            constants=tuple(
-                Constant(name, value, unit, source.origin, source.source) for name, value, unit, source in figures
-            ),
-            warnings=warnings,
-            matrices=tuple(each.plain for each in self.matrices),
-        )

@@ -23,13 +23,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from fsdp_compile.config import read_json
 from fsdp_compile.explain.prediction import (
     FORMAT,
-    BlockChoice,
     Collective,
     CollectiveKind,
     Prediction,
-    Scheduled,
     Setting,
 )
+from fsdp_compile.explain.scheduled import BlockChoice, Scheduled
 from fsdp_compile.passes.plan.plan import Plan, Timeline
 from fsdp_compile.passes.plan.whole_step import prefetched
 from fsdp_compile.passes.plan.workload import Workload

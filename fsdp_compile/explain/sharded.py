@@ -24,9 +24,10 @@ from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.explain._torch import fake_tensors
 from fsdp_compile.explain.matrices import costs_of_matrices, muon_of
 from fsdp_compile.explain.predict import UPDATE_MOVES
-from fsdp_compile.explain.prediction import BlockChoice, Message, Scheduled, Setting
+from fsdp_compile.explain.prediction import Setting
 from fsdp_compile.explain.ranks import process_group
 from fsdp_compile.explain.report import Report
+from fsdp_compile.explain.scheduled import BlockChoice, Message, Scheduled
 from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import reset_dynamo
 from fsdp_compile.passes.cost.hardware import device
