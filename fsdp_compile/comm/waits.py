@@ -178,7 +178,7 @@ class GroupState:
 
     def check(self) -> None:
         """In a wait that takes long, raise RuntimeError if another rank has begun something else."""
-        error = self._on_board(self._difference)
+        error = self._on_board(self._post_and_compare)
         if error:
             for state in list(_states.values()):  # for ranks that wait for this one in other groups
                 state.tell(error)
@@ -206,7 +206,7 @@ class GroupState:
         except (RuntimeError, ValueError):  # the store or the group is gone, and the wait will end by that
             return None
 
-    def _difference(self, board: MessageBoard, rank: int) -> str | None:
+    def _post_and_compare(self, board: MessageBoard, rank: int) -> str | None:
         if board.has(self._error_key):
             return (board.read(self._error_key) or b"").decode()
         first = self.begun - len(self._last)

@@ -387,9 +387,8 @@ class Learning:
         if figures is not None:
             found = Comparison(*figures)
             if not found.is_sure(self._saves) and turns < _BLOCKS[1] * schedule.block:
-                return self._go_on(
-                    self._calls_of_trial(), self._judge_trial, f"{self._words}; {found}, which may be chance"
-                )
+                said = f"{self._words}; {found}, which may be chance"
+                return self._go_on(self._calls_of_trial(), self._judge_trial, said)
         self._trial = None
         if answer is None:
             return self._end_learning()

@@ -266,9 +266,7 @@ class MatrixUpdates:
         """Compute and update, under `no_grad`; each stage as soon as its parameters are updated."""
         stages = self._stages
         run_beside([group for stage in stages for group in stage.groups])
-        at_home = [
-            stage for stage in stages if stage.has_home
-        ]  # whose matrices that lie here are still to be computed, where this rank would wait
+        at_home = [stage for stage in stages if stage.has_home]  # computed where this rank would wait
         for index, stage in enumerate([*stages, *[None] * LAG]):
             if stage is not None:
                 _compute_until(stage.has_ended, at_home)
@@ -458,10 +456,10 @@ def _nodes_of(ranks: ShardRanks, per_node: int | None) -> list[int]:
     """For each of `ranks` the node that it is on, as torchrun places them, of so many ranks."""
     if ranks.size == 1:  # what the group's other ranks store is the same
         return [0]
-    per_node = per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or torch.accelerator.device_count()
-    return [
-        rank // (per_node or ranks.size) for rank in torch.distributed.get_process_group_ranks(group_named(ranks.group))
-    ]
+    per_node = (
+        per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or torch.accelerator.device_count() or ranks.size
+    )
+    return [rank // per_node for rank in torch.distributed.get_process_group_ranks(group_named(ranks.group))]
 
 
 def _compare_plans(plan: OwnerPlan, ranks: ShardRanks) -> None:
