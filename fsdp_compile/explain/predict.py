@@ -271,11 +271,7 @@ def _first_product(block: UnitWork) -> int:
 
 
 def price(work: StepWork, setting: Setting, hardware: Hardware) -> Prediction:
-    """Predict a step that does `work` in each of its passes.
-
-    Raises:
-        ValueError: the hardware has no figure for a dtype that the work computes in.
-    """
+    """Predict a step that does `work` in each of its passes."""
     priced = Priced(work, setting, hardware)
     half, single = hardware.peak.get("bfloat16", 0.0), hardware.peak.get("float32", 0.0)
     warnings = []

@@ -139,8 +139,26 @@ def test_products_and_attention_by_hand():
     assert product_seconds(1000, 500, 20, "float32", ramps) == 50
     assert attention_seconds(100, 4, False, "float32", ramps) == 2
     assert attention_seconds(100, 4, True, "float32", ramps) == 4
-    with pytest.raises(ValueError, match=r"device plain has a figure for \(float32\), found bfloat16"):
-        product_seconds(1, 0, 1, "bfloat16", PLAIN)
+
+
+def test_every_dtype_has_a_price(caplog):
+    """One without a figure of its own has that of its size, else of the next larger one, else less of the largest; a
+    line in the log says which, once."""
+    some = dataclasses.replace(PLAIN, peak={"float32": 100.0, "bfloat16": 400.0}, float8_efficiency=0.25)
+    with_float8 = dataclasses.replace(some, name="newer", peak={**some.peak, "float8": 800.0})
+    for dtype, hardware, known, peak in (
+        ("float16", some, "bfloat16", 400.0), ("float8_e4m3fn", some, "bfloat16", 400.0),
+        ("float8_e5m2", with_float8, "float8", 800.0), ("float4_e2m1fn_x2", with_float8, "float8", 800.0),
+        ("float64", some, "float32", 50.0), ("complex64", some, "float32", 50.0), ("int8", some, "bfloat16", 400.0),
+        ("bool", with_float8, "float8", 800.0), ("float64", PLAIN, "float32", 50.0), ("bfloat16", PLAIN, "float32", 100.0),
+    ):  # fmt: skip
+        caplog.clear()
+        efficiency = 0.5 * (0.25 if known == "float8" else 1.0)
+        for _ in range(2):
+            assert product_seconds(1000, 0, 1, dtype, hardware) == 1000 / (peak * efficiency), dtype
+            assert attention_seconds(1000, 1, False, dtype, hardware) == 1000 / peak, dtype
+        said = f"device {hardware.name} has no figure for products in {dtype}: priced by that for {known}"
+        assert [each.getMessage() for each in caplog.records] == [said]
 
 
 def test_hardware_files(tmp_path):

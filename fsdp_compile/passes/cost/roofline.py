@@ -24,11 +24,13 @@ of the message. Between nodes a ring reaches only a part of the bandwidth (`Link
 send: its steps come one after the other. `python -m bench links` compares with a table of NCCL's own prices.
 """
 
+import logging
 import math
 import re
 import reprlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -37,6 +39,8 @@ from fsdp_compile.config import read_json
 from fsdp_compile.passes.cost.hardware import Hardware, Link, Protocol, is_finite
 from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.plan.workload import Task, Workload
+
+log = logging.getLogger("fsdp_compile")
 
 # --- collectives: nothing here asks a device or another rank ----------------------------------------------------------
 
@@ -116,26 +120,38 @@ def _part(own_bytes: float, link: Link) -> float:
 # --- operations: see Note [How operations are priced] -----------------------------------------------------------------
 
 
-def peak_of(dtype: str, hardware: Hardware) -> float:
-    """Operations per second that large products in `dtype` reach. ValueError if `hardware` has no figure for it."""
-    if dtype not in hardware.peak:
-        known = ", ".join(hardware.peak)
-        raise ValueError(f"dtype: expected one that device {hardware.name} has a figure for ({known}), found {dtype}")
-    efficiency = hardware.product_efficiency * (hardware.float8_efficiency if dtype == "float8" else 1.0)
-    return hardware.peak[dtype] * efficiency
+@cache
+def figure_for(dtype: str, hardware: Hardware) -> tuple[str, float]:
+    """The dtype that products in `dtype` are priced as, and its operations per second before any efficiency.
+
+    Where `hardware` has no figure for it: one of the same size, else of the next larger one, in which it would compute,
+    else that of the largest, and less in proportion.
+    """
+    if dtype in hardware.peak:
+        return dtype, hardware.peak[dtype]
+    size = _bits_of(dtype)
+    known = min(hardware.peak, key=lambda each: (_bits_of(each) < size, abs(_bits_of(each) - size)))
+    log.warning("device %s has no figure for products in %s: priced by that for %s", hardware.name, dtype, known)
+    return known, hardware.peak[known] * min(1.0, _bits_of(known) / size)
+
+
+def _bits_of(dtype: str) -> int:
+    found = re.search("[0-9]+", dtype)
+    return int(found[0]) if found else 8
 
 
 def product_seconds(flops: float, moved_bytes: float, inner: float, dtype: str, hardware: Hardware) -> float:
     """Seconds of one matrix product in `dtype` that sums over `inner` elements."""
-    computing = flops / peak_of(dtype, hardware) * (1 + hardware.product_ramp / max(inner, 1))
+    known, peak = figure_for(dtype, hardware)
+    efficiency = hardware.product_efficiency * (hardware.float8_efficiency if known == "float8" else 1.0)
+    computing = flops / (peak * efficiency) * (1 + hardware.product_ramp / max(inner, 1))
     return max(computing, moved_bytes / hardware.bandwidth, hardware.kernel_seconds)
 
 
 def attention_seconds(flops: float, length: float, backward: bool, dtype: str, hardware: Hardware) -> float:
     """Seconds of attention over `length` keys; `flops` leaves out what is masked."""
-    peak_of(dtype, hardware)  # checks that there is a figure
     efficiency = hardware.attention_efficiency / (hardware.attention_backward if backward else 1.0)
-    computing = flops / (hardware.peak[dtype] * efficiency) * (1 + hardware.attention_ramp / max(length, 1))
+    computing = flops / (figure_for(dtype, hardware)[1] * efficiency) * (1 + hardware.attention_ramp / max(length, 1))
     return max(computing, hardware.kernel_seconds)
 
 
