@@ -415,8 +415,6 @@ def _warn_of_untested_torch() -> None:
 
 def _install_passes() -> None:
     """Hook the passes into Inductor, which is imported here: when a sharded model is first traced."""
-    from fsdp_compile.learning.install import install as install_learning
     from fsdp_compile.passes.inductor import install
 
     install()
-    install_learning()

@@ -106,8 +106,6 @@ class CompileConfig:
             forward and backward, as a step that repeats.
         share_artifacts: whether the first rank alone compiles, forward and backward at once, and the others load what
             it compiled. They wait for it, and compile for themselves if they differ from it in versions or devices.
-        learn: whether a step is recorded now and then, and planned again by what it took (docs/plans.md, How a plan
-            learns).
 
     Raises:
         TypeError: a field has a value of another type.
@@ -127,7 +125,6 @@ class CompileConfig:
     reshard_after_forward: bool = False
     update: StepUpdate | None = None
     share_artifacts: bool = False
-    learn: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.disable, tuple | list) or not all(isinstance(each, str) for each in self.disable):
@@ -158,7 +155,7 @@ class CompileConfig:
     @property
     def deciding_code(self) -> "CompileConfig":
         """This configuration without what decides only who compiles: equal where generated code is."""
-        return replace(self, share_artifacts=False, learn=False)
+        return replace(self, share_artifacts=False)
 
     @property
     def file_contents(self) -> tuple[str, ...]:
@@ -193,7 +190,6 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "profile": str,
     "plan": str,
     "share_artifacts": lambda text: bool(int(text)),
-    "learn": lambda text: bool(int(text)),
 }
 
 

@@ -121,10 +121,6 @@ class _NoRange:
 NO_RANGE: Any = _NoRange()
 
 
-watchers: list[Callable[[str], AbstractContextManager[Any]]] = []
-"""The last of these is called with the phase of each range while a step is recorded, and makes it."""
-
-
 def profiled(phase: str, what: str | int) -> AbstractContextManager[Any]:
     """A range in profiles, such as `fsdp_compile.forward.all_gather layers.0`; 0.5 us while no profiler runs.
 
@@ -132,8 +128,6 @@ def profiled(phase: str, what: str | int) -> AbstractContextManager[Any]:
         phase: as docs/debugging.md lists them.
         what: the unit, or the number of elements of the unsharded tensor, by which the unit is looked up.
     """
-    if watchers:
-        return watchers[-1](phase)
     if not profiler_runs():
         return NO_RANGE
     return record_function(f"fsdp_compile.{_forward_or_backward(phase)}.{phase} {names_of(what)}")

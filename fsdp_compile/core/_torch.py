@@ -190,8 +190,8 @@ def graph_so_far() -> list[torch.fx.Node]:
     return nodes
 
 
-inductor_settings: list[Callable[[Any, torch.fx.Graph], Any]] = []
-"""What compiles a graph of a sharded model is what the last of these makes of a copy of Inductor's backend."""
+inductor_settings: list[Callable[[torch.fx.Graph], dict[str, Any]]] = []
+"""What Inductor compiles a graph of a sharded model with is what the last of these returns."""
 
 
 def set_inductor(traced: torch.fx.GraphModule) -> None:
@@ -202,8 +202,8 @@ def set_inductor(traced: torch.fx.GraphModule) -> None:
     around: Any = copy.copy(output.compiler_fn)  # what writes a repro if compiling fails
     backend = innermost_backend(around)
     if inductor_settings and isinstance(backend, torch._TorchCompileInductorWrapper):
-        ours = inductor_settings[-1](copy.copy(backend), traced.graph)
-        around._torchdynamo_orig_backend = ours
+        around._torchdynamo_orig_backend = ours = copy.copy(backend)
+        ours.config = {**backend.config, **inductor_settings[-1](traced.graph)}
         output.compiler_fn = around if around is not backend else ours
 
 

@@ -185,8 +185,8 @@ def call_before_tracing(function: Callable[[], None]) -> None:
     _before_tracing[function] = None
 
 
-def set_inductor_settings(settings: Callable[[Any, torch.fx.Graph], Any]) -> None:
-    """Have plain `torch.compile` compile each graph that holds an unshard by what `settings` makes of its backend."""
+def set_inductor_settings(settings: Callable[[torch.fx.Graph], dict[str, Any]]) -> None:
+    """Have plain `torch.compile` compile each graph that holds an unshard with what `settings` returns for it."""
     inductor_settings[:] = [settings]
 
 

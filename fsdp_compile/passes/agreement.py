@@ -36,18 +36,8 @@ Table = dict[str, Any]  # of what JSON has
 Decision = TypeVar("Decision")
 
 
-_alone: list[bool] = []  # whether this process is the copy of a rank
-
-
-def be_alone() -> None:
-    """Ask no other rank from now on, and decide as was decided before: in the copy of a rank's process."""
-    _alone[:] = [True]
-
-
 def board() -> MessageBoard | None:
     """Where all ranks read and write; None if there are no others."""
-    if _alone:
-        return None
     world = dist.group.WORLD if dist.is_initialized() else None
     return MessageBoard.of_group(world, "fsdp_flat/agreed") if world is not None and exists(world) else None
 
@@ -72,12 +62,6 @@ def keep(key: str, text: str) -> None:
     with suppress(OSError):  # a later run decides anew
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text)
-
-
-def forget(key: str) -> None:
-    """Keep nothing under `key` any more."""
-    with suppress(OSError):
-        _path(key).unlink()
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -153,7 +137,7 @@ def decide_together(key: str, make: Callable[[], Table], read: Callable[[Table],
     What was kept and raises when it is read is made again: anybody may have written it.
     """
     together = board() is not None
-    text = kept(key) if together or _alone else None
+    text = kept(key) if together else None
     try:
         read(json.loads(text or ""))
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -157,7 +157,7 @@ def backend(
 
     def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
-            return compilers[-1](gm, example_inputs, tuple(passes), config)
+            return compile_with(gm, example_inputs, tuple(passes), config)
         except InductorError as error:
             if isinstance(error.inner_exception, Refused):  # which Inductor wraps only where its caches are off
                 raise error.inner_exception from None
@@ -294,15 +294,11 @@ def compile_with(
     return compile_by_inductor(gm, list(example_inputs), patches)
 
 
-compilers: list[Callable[..., Callable[..., Any]]] = [compile_with]  # the last one counts; a layer may add its own
-
-
-def graph_settings(config: CompileConfig, backend: Any, graph: fx.Graph, passes: tuple[Pass, ...] = PASSES) -> Any:
-    """What plain `torch.compile` sets in `backend` for a graph with our markers: our pipelines, where no others' stand,
-    and no moves of collectives by others. From torch 2.12 on, each thread has a configuration of its own.
+def graph_settings(config: CompileConfig, graph: fx.Graph) -> dict[str, Any]:
+    """What plain `torch.compile` sets for a graph with our markers: our pipelines, where no others' stand, and no moves
+    of collectives by others. From torch 2.12 on, each thread has a configuration of its own.
     """
-    hooks = pipelines(for_graph(config, graph), passes)
+    hooks = pipelines(for_graph(config, graph), PASSES)
     standing = {name: getattr(inductor_config, name) for name in hooks}
     others = {name: each for name, each in standing.items() if each is not None and not isinstance(each, OURS)}
-    backend.config = {**backend.config, **switched_off(), **hooks, **others}
-    return backend
+    return {**switched_off(), **hooks, **others}

@@ -23,7 +23,6 @@ ALLOWED = {
     "construct": {"core", "comm", "tensors", "config"},
     "eager": {"core", "comm", "tensors", "agree.checks"},
     "optim": {"core", "comm", "tensors"},
-    "learning": {"core.ops", "comm", "passes", "config"},
     "passes": {
         *("core.ops", "core.flat_collectives", "core.layout"),
         *("config", "comm"),
