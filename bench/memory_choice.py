@@ -60,7 +60,7 @@ def options_for(workload: Workload, config: CompileConfig, dtype: torch.dtype = 
     torch.set_default_dtype(dtype)
     model = fully_shard(workload.build(), reshard_after_forward="auto")
     torch.set_default_dtype(torch.float32)
-    return choices_of(model, workload.batch(0, 0), config)[0]
+    return choices_of(model, workload.batch(0, 0), {}, config)[0]
 
 
 def budgets(step: Options) -> list[int]:

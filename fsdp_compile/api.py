@@ -337,7 +337,7 @@ def explain(
 
 def explain_plan(
     model: nn.Module | Callable[[], nn.Module],
-    example_inputs: Sequence[Any],
+    example_inputs: Sequence[Any] | Callable[..., Sequence[Any]] | None,
     *,
     link: str,
     world_size: int | None = None,
@@ -346,6 +346,8 @@ def explain_plan(
     activations: str = "keep",
     optimizer: str | None = None,
     clip: bool = False,
+    batch: int = 1,
+    sequence: int = 2048,
 ) -> "Report":
     """Predict the plan that a compiled step of `model` would follow, without running it.
 
@@ -354,7 +356,8 @@ def explain_plan(
     Args:
         model: a sharded model; an unsharded one, a copy of which is sharded with `reshard_after_forward="auto"`; or a
             function that makes either. What a function makes gets no memory, so it may be larger than this machine.
-        example_inputs: positional arguments of a forward. Under `torch.no_grad()` the plan is that of a forward alone.
+        example_inputs: positional arguments of a forward, or as in `explain`. Under `torch.no_grad()` the plan is that
+            of a forward alone.
         link: what connects the ranks, as in `CompileConfig`.
         world_size: number of ranks, where no process group is initialized: a fake one of that size is used meanwhile.
         device: what computes, as in `CompileConfig`.
@@ -364,6 +367,8 @@ def explain_plan(
             repeats; "muon": Muon for the matrices of repeated blocks, and the report ends with what these compute and
             exchange; None: that of a forward and backward alone.
         clip: whether that step clips gradients by their norm.
+        batch: sequences per rank of one forward, unless `example_inputs` are arguments.
+        sequence: tokens of each.
 
     Returns:
         A report: `str(report)` is a table of all collectives, the other forms are as of `explain`.
@@ -372,16 +377,23 @@ def explain_plan(
         PlanError: no plan fits into `budget`.
         ValueError: a name is unknown, or `world_size` is missing, or stands beside a process group of another size.
     """
+    from fsdp_compile.explain.batch import batch_of
     from fsdp_compile.explain.sharded import explain_sharded, update_of  # imports Inductor
     from fsdp_compile.passes.inductor import checked
 
     update = update_of(optimizer, clip)
     check_type("link", link, str)
     check_type("model", model, nn.Module | Callable)
-    check_type("example_inputs", example_inputs, Sequence)
+    check_type("example_inputs", example_inputs, Sequence | Callable | None)
     config = checked(CompileConfig(link=link, device=device, budget=budget, activations=activations, update=update))
     shard = functools.partial(fully_shard, reshard_after_forward="auto")
-    return explain_sharded(model, shard, example_inputs, config, world_size, optimizer)
+
+    def given(made: nn.Module) -> tuple[list[Any], dict[str, Any]]:
+        if isinstance(example_inputs, Sequence):
+            return [*example_inputs], {}
+        return batch_of(made, example_inputs, batch, sequence)
+
+    return explain_sharded(model, shard, given, config, world_size, optimizer)
 
 
 def _check_environment() -> None:

@@ -25,7 +25,7 @@ from fsdp_compile.comm.hops import Wire
 from fsdp_compile.compare.memory import alive, resident, states_of, waited
 from fsdp_compile.construct.blocks import repeated_blocks
 from fsdp_compile.core._torch import tree_map
-from fsdp_compile.explain.batch import Inputs, batch_of, loss_of
+from fsdp_compile.explain.batch import Batch, Inputs, batch_of, loss_of
 from fsdp_compile.step import compile_step
 
 WARM = 3  # steps before the first that counts: the first compiles the model, the second may compile the update
@@ -86,7 +86,6 @@ class Turn:
 
 
 Run = Callable[..., Any]
-Batch = tuple[list[Any], dict[str, Any]]
 
 
 class Training:

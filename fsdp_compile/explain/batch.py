@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Inputs = Callable[..., Sequence[Any]]
+Batch = tuple[list[Any], dict[str, Any]]
 
 
-def batch_of(
-    model: nn.Module, example_inputs: Inputs | None, batch: int, sequence: int, draws: bool = False
-) -> tuple[list[Any], dict[str, Any]]:
+def batch_of(model: nn.Module, example_inputs: Inputs | None, batch: int, sequence: int, draws: bool = False) -> Batch:
     """Positional arguments and arguments by name of a forward.
 
     Args:

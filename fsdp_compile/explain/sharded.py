@@ -7,7 +7,7 @@ from the figures of the link and of the device that the configuration names.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from fsdp_compile.comm.formats import FORMATS, ratio
 from fsdp_compile.config import CompileConfig, StepUpdate
 from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.explain._torch import fake_tensors
+from fsdp_compile.explain.batch import Batch
 from fsdp_compile.explain.matrices import costs_of_matrices, muon_of
 from fsdp_compile.explain.predict import UPDATE_MOVES
 from fsdp_compile.explain.prediction import Setting
@@ -91,7 +92,7 @@ def report(
 def explain_sharded(
     model: nn.Module | Callable[[], nn.Module],
     shard: Callable[[nn.Module], nn.Module],
-    example_inputs: Sequence[Any],
+    batch: Callable[[nn.Module], Batch],
     config: CompileConfig,
     world_size: int | None,
     optimizer: str | None = None,
@@ -101,7 +102,7 @@ def explain_sharded(
     Args:
         model: a model, or a function that makes one, whose tensors get no memory.
         shard: shards it, or a copy of it, if it is not sharded; called with a process group initialized.
-        example_inputs: positional arguments of a forward.
+        batch: given the model, returns the arguments of a forward.
         config: names the link, and perhaps the device, the budget and the update.
         world_size: the number of ranks, where no process group is initialized.
         optimizer: whose update `config` has.
@@ -114,7 +115,7 @@ def explain_sharded(
     with process_group(world_size), nullcontext() if exists else fake_tensors():
         made = model if isinstance(model, nn.Module) else model()
         sharded = made if sharding_of(made) else shard(copy.deepcopy(made) if exists else made)
-        choices, setting, flops, links = choices_of(sharded, example_inputs, config)
+        choices, setting, flops, links = choices_of(sharded, *batch(sharded), config)
         parameters = sum(each.numel() for each in sharded.parameters())
         matrices = costs_of_matrices(muon_of(sharded), config.link or "", config.device) if optimizer == MUON else ()
     if config.device not in (None, "cpu"):  # on that device, though not here, one launch serves several units
@@ -147,7 +148,7 @@ class _GraphRead(Exception):
     """Raised to end a compilation once its joint graph has been read."""
 
 
-def choices_of(model: nn.Module, inputs: Sequence[object], config: CompileConfig) -> "_Read":
+def choices_of(model: nn.Module, inputs: Sequence[object], named: Mapping[str, Any], config: CompileConfig) -> "_Read":
     """Read the joint graph of a sharded model.
 
     Raises:
@@ -190,7 +191,7 @@ def choices_of(model: nn.Module, inputs: Sequence[object], config: CompileConfig
     backend = partial(compile_with, passes=(*before, Pass("read_graph", "joint", read_graph)), config=config)
     reset_dynamo()
     try:
-        torch.compile(model, backend=backend, fullgraph=True)(*inputs)
+        torch.compile(model, backend=backend, fullgraph=True)(*inputs, **named)
     except Exception:
         if not found:
             raise

@@ -25,7 +25,7 @@ COMMANDS: dict[str, Any] = {
 
 HELP = """examples:
   fsdp-compile explain gpt.py:make_model --gpus 8,64 --batch 4 --seq 1024 --hardware h100-80
-  fsdp-compile plan gpt.py --link h100-nvlink --world-size 8
+  fsdp-compile plan gpt.py:make_model --link h100-nvlink --world-size 8
   fsdp-compile checkpoint show checkpoints
 
 `fsdp-compile COMMAND --help` says more."""

@@ -150,8 +150,8 @@ def test_every_dtype_has_a_price(caplog):
         ("float16", some, "bfloat16", 400.0), ("float8_e4m3fn", some, "bfloat16", 400.0),
         ("float8_e5m2", with_float8, "float8", 800.0), ("float4_e2m1fn_x2", with_float8, "float8", 800.0),
         ("float64", some, "float32", 50.0), ("complex64", some, "float32", 50.0), ("int8", some, "bfloat16", 400.0),
-        ("bool", with_float8, "float8", 800.0), ("float64", PLAIN, "float32", 50.0), ("bfloat16", PLAIN, "float32", 100.0),
-    ):  # fmt: skip
+        ("bool", with_float8, "float8", 800.0), ("float64", PLAIN, "float32", 50.0),
+        ("bfloat16", PLAIN, "float32", 100.0),    ):  # fmt: skip
         caplog.clear()
         efficiency = 0.5 * (0.25 if known == "float8" else 1.0)
         for _ in range(2):

@@ -66,11 +66,11 @@ MODEL = """
 import torch
 from torch import nn
 
-def make_model():
+def make():
     return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(2)])
 
-def example_inputs():
-    return (torch.ones(8, 64),)
+def example_inputs(batch, sequence):
+    return (torch.ones(batch, sequence),)
 """
 
 
@@ -78,19 +78,26 @@ def test_plan_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     """`fsdp-compile plan` prints the report on the model that a file defines, and writes its timeline."""
     (tmp_path / "model.py").write_text(MODEL)
     options = ["--link", "h100-nvlink", "--world-size", "8", "--device", "h100", "--trace", str(tmp_path / "trace")]
-    assert main(["plan", str(tmp_path / "model.py"), *options]) == 0
+    options += ["--batch", "8", "--seq", "64"]
+    model = f"{tmp_path}/model.py:make"
+    assert main(["plan", model, *options]) == 0
     printed = capsys.readouterr().out
+    old = MODEL.replace("make()", "make_model()").replace("(batch, sequence)", "()", 1)
+    (tmp_path / "old.py").write_text(old.replace("(batch, sequence)", "(8, 64)"))
+    assert main(["plan", str(tmp_path / "old.py"), *options]) == 0
+    found = capsys.readouterr()
+    assert found.out == printed and f"warning: plan {tmp_path}/old.py becomes plan " in found.err
     assert printed.startswith("collective ") and "\nreduce root " in printed and "\nbound " in printed
     assert json.loads((tmp_path / "trace").read_text())["traceEvents"]
-    assert main(["plan", str(tmp_path / "model.py"), *options, "--optimizer", "adamw", "--clip"]) == 0
+    assert main(["plan", model, *options, "--optimizer", "adamw", "--clip"]) == 0
     printed = capsys.readouterr().out
     assert "\nall-reduce before updates " in printed and "  gather root\n" in printed and "which repeats" in printed
-    assert main(["plan", str(tmp_path / "model.py"), *options, "--clip"]) == 2
+    assert main(["plan", model, *options, "--clip"]) == 2
     assert "clip: expected an optimizer beside it" in capsys.readouterr().err
     for option, value in [("link", "ethernet"), ("link", "custom:1"), ("device", "h1000"), ("budget", "1")]:
-        assert main(["plan", str(tmp_path / "model.py"), *options, f"--{option}", value]) == 2
+        assert main(["plan", model, *options, f"--{option}", value]) == 2
         said = capsys.readouterr().err.splitlines()
         assert len(said) == 1 and said[0].startswith(f"fsdp-compile: error: {option}: expected"), said
     (tmp_path / "empty.py").write_text("")
-    assert main(["plan", str(tmp_path / "empty.py"), *options]) == 2
-    assert "expected a function make_model() without arguments, found none" in capsys.readouterr().err
+    assert main(["plan", f"{tmp_path}/empty.py:make", *options]) == 2
+    assert "expected a function make() without arguments, found none" in capsys.readouterr().err

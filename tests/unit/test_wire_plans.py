@@ -167,7 +167,7 @@ def test_formats_go_by_recorded_seconds(emulated: None, tmp_path: Path) -> None:
             _sharded(workload, wire="auto", allow=ALL),
             CompileConfig(link="custom:1e-9,1e6", profile=profile),
         )
-        read = choices_of(model, workload.batch(0, 0), config)
+        read = choices_of(model, workload.batch(0, 0), {}, config)
         found.append(bool(read.links["messages"]))
     assert found == [True, False]
     assert read.links["sources"][-1] == f"tasks     recorded, {tmp_path / 'profile.json'}"
