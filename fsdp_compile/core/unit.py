@@ -191,8 +191,7 @@ class Unit:
         self.flats = tuple(FlatParam(part, ranks, order, stored, pin) for part in sections)
         self.params = [param for flat in self.flats for param in flat.params]  # indexed in this order everywhere
         self.path = self.flats[0].path  # for errors; from the first forward on the path of the unit's module
-        distributions = tuple(map(in_forward, self.params))  # of unsharded parameters
-        self.tensor_parallel = distributions if any(distributions) else ()
+        self.tensor_parallel = found if any(found := tuple(map(in_forward, self.params))) else ()  # if unsharded
         self.state_settings: StateDictSettings | None = None  # the kind of state dicts (state_dict/model.py)
         self.chunked_values = False  # whether sharded ones have torch's ShardedTensors where no mesh was given
         self.locations = ParameterLocations(len(self.params))  # which modules hold the parameters
@@ -484,7 +483,7 @@ class Unit:
             views: list[Tensor] = VIEWS(full, layout, flat.frozen)
             params += [view.detach() if index in flat.frozen else view for index, view in enumerate(views)]
         while_tracing(check_finished_graph)
-        return self.distributed(params)
+        return self.distributed(params, full_precision)
 
     def split_flats(self, unsharded_flats: Sequence[Tensor]) -> list[Tensor]:
         """Split unsharded flat parameters; traced, a marker lets the passes pack their gradients."""
@@ -496,12 +495,12 @@ class Unit:
         while_tracing(check_finished_graph)
         return self.distributed(params)
 
-    def distributed(self, params: list[Tensor]) -> list[Tensor]:
+    def distributed(self, params: list[Tensor], full_precision: bool = False) -> list[Tensor]:
         """Unsharded parameters as module code finds them: those that were DTensors are DTensors."""
         if not self.tensor_parallel:  # at every forward, and Dynamo guards on what is read
             return params
-        pairs = zip(params, self.tensor_parallel, strict=True)
-        return [param if parallel is None else parallel.distribute(param) for param, parallel in pairs]
+        each = zip(params, self.tensor_parallel, self._reduce_dtypes, strict=True)
+        return [p if to is None else to.distribute(p, p.dtype if full_precision else dtype) for p, to, dtype in each]
 
     def version_counters(self) -> VersionCounters:
         """The current version counters of the parameters."""
@@ -537,6 +536,7 @@ class Unit:
         specs = [UnshardSpec(layout, (), reshards, is_part=is_part) for layout in unsharded]
         self._gathered = [(spec.text, spec.layout.text) for spec in specs]
         self._traced_in_full_precision = [self._spec(flat, full_precision=True) for flat in self.flats]
+        self._reduce_dtypes = [self.reduce_dtype(flat) for flat in self.flats for _ in flat.params]
         if self.settings.precision.keep_low_precision_grads:
             for flat in self.flats:
                 flat.reduction.grad_dtype = self.reduce_dtype(flat)

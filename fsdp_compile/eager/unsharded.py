@@ -286,7 +286,7 @@ class UnshardedUnit:
                 with torch.no_grad():
                     views += [buffer.flat_view()] if as_flats else buffer.views()
         if not as_flats and unit.tensor_parallel:
-            views = unit.distributed(views)
+            views = unit.distributed(views, self.values.full_precision)
             for buffer, start in zip(self.buffers, starts, strict=True):  # DTensors have counters of their own
                 buffer.count(*views[start : start + len(buffer.flat.params)])
         watched: list[Tensor] = []  # views of one buffer share one version counter

@@ -15,7 +15,8 @@ replicated over the data-parallel ranks, on a mesh that has dimensions for both:
 # all that a flat parameter knows of has the local shape, which the ranks of its process group agree on. What a user
 # sees outside of forward has the full shape, so only what leads from local elements to full tensors and back, a
 # `ShardSpec`, knows both. Gradients that arrive partial, as that of a norm whose input is split along the sequence, are
-# reduced over the second direction by `DTensor.from_local`, which makes the DTensors that module code finds.
+# reduced over the second direction by `_ReducePartial`: in the dtype of reduces, as that of the computation would round
+# at each rank. The sum is cast to the latter, in which one rank would have computed the gradient.
 
 # Note [One mesh]
 # Where DTensors are `Replicate` on the data-parallel dimensions, as FSDP2 wants them with `dp_mesh_dims`, the model
@@ -23,11 +24,11 @@ replicated over the data-parallel ranks, on a mesh that has dimensions for both:
 # DTensors again. The gradient of one is a sum over all data-parallel ranks, and each rank has an addend, which the unit
 # reduces. It is labeled `Partial`, or `Replicate` where the module computes with `weight.to_local()`; as in FSDP2 the
 # label of these dimensions is not looked at. Dynamo, which guesses what gradients are like, does not trace into
-# `_Replicated`: AOTAutograd does, and sees the labels. All else knows the other dimensions alone.
+# `_ReducePartial`: AOTAutograd does, and sees the labels. All else knows the other dimensions alone.
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeGuard
 
@@ -55,14 +56,12 @@ class TensorParallel:
     shape: torch.Size  # of the full tensor
     stride: tuple[int, ...]  # of it, contiguous. A field, because Dynamo reads it and traces no cached property
     summed: tuple[int, ...] = ()  # dimensions of the mesh over which gradients are addends of a sum: Note [One mesh]
-    replicated: Callable[[Tensor], Tensor] | None = field(default=None, compare=False, repr=False)  # with `summed`
 
     @staticmethod
     def of(tensor: DTensor, summed: tuple[int, ...] = ()) -> "TensorParallel":
         """How `tensor` is distributed."""
         contiguous = torch.empty(tensor.shape, device="meta").stride()
-        found = TensorParallel(tensor.device_mesh, tuple(tensor.placements), tensor.shape, contiguous, summed)
-        return replace(found, replicated=_replicated_function(found)) if summed else found
+        return TensorParallel(tensor.device_mesh, tuple(tensor.placements), tensor.shape, contiguous, summed)
 
     def without(self, dims: tuple[int, ...]) -> "TensorParallel | None":
         """How it is distributed over the other dimensions of the mesh; None if there are no others."""
@@ -83,12 +82,13 @@ class TensorParallel:
         dims = [dim for dim, placement in enumerate(self.placements) if placement.is_shard()]
         return tuple(shared_name(self.mesh.get_group(dim)) for dim in dims)
 
-    def distribute(self, local: Tensor) -> Tensor:
-        """The DTensor whose local tensor is `local`, of the local shape; differentiable, and nothing is copied."""
-        return self.from_local(local) if self.replicated is None else self.replicated(local)
+    def distribute(self, local: Tensor, reduce_dtype: torch.dtype) -> Tensor:
+        """As `from_local`, with a gradient that is reduced in that dtype."""
+        distributed = self.from_local(local)
+        return _reduce_partial(distributed, self.summed, reduce_dtype) if local.requires_grad else distributed
 
     def from_local(self, local: Tensor) -> Tensor:
-        """As `distribute`; over all dimensions gradients are those of a DTensor."""
+        """The DTensor whose local tensor is `local`, of the local shape; differentiable, and nothing is copied."""
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
@@ -114,34 +114,33 @@ class TensorParallel:
         return value
 
 
-class _Replicated(torch.autograd.Function):
-    """`TensorParallel.distribute` of DTensors whose gradients are addends on some dimensions: Note [One mesh]."""
+class _ReducePartial(torch.autograd.Function):
+    """A DTensor itself, whose gradient is reduced over its mesh but for the dimensions `summed`: Note [One mesh]."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, parallel: TensorParallel) -> Tensor:
-        ctx.parallel = parallel
-        return parallel.from_local(local)
+    def forward(ctx: Any, param: Any, summed: tuple[int, ...], reduce_dtype: torch.dtype) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.placements, ctx.summed, ctx.reduce_dtype = param.placements, summed, reduce_dtype
+        return param.view_as(param)
 
     @staticmethod
     @never_compile
-    def backward(ctx: Any, grad: Any) -> tuple[Tensor, None]:
-        parallel = ctx.parallel
-        wanted = [
-            of_grad if dim in parallel.summed else of_param
-            for dim, (of_grad, of_param) in enumerate(zip(grad.placements, parallel.placements, strict=True))
-        ]
-        return grad.redistribute(placements=wanted).to_local(), None
+    def backward(ctx: Any, grad: Any) -> tuple[Any, None, None]:
+        if grad is None:
+            return None, None, None
+        pairs = enumerate(zip(grad.placements, ctx.placements, strict=True))
+        wanted = tuple(of_grad if dim in ctx.summed else of_param for dim, (of_grad, of_param) in pairs)
+        if grad.placements != wanted:
+            grad = grad.to(ctx.reduce_dtype).redistribute(placements=wanted).to(grad.dtype)
+        if wanted != ctx.placements:  # each rank's addend, which the unit reduces
+            labeled = {"run_check": False, "shape": grad.shape, "stride": grad.stride()}
+            grad = DTensor.from_local(grad.to_local(), grad.device_mesh, ctx.placements, **labeled)
+        return grad, None, None
 
 
-def _replicated_function(parallel: TensorParallel) -> Callable[[Tensor], Tensor]:
-    """`_Replicated` of `parallel` as a function that Dynamo puts into its graph as a whole."""
-
-    def distribute_replicated(local: Tensor) -> Tensor:
-        distributed: Tensor = _Replicated.apply(local, parallel)
-        return distributed
-
-    function: Callable[[Tensor], Tensor] = torch.compiler.allow_in_graph(distribute_replicated)
-    return function
+@torch.compiler.allow_in_graph
+def _reduce_partial(param: Tensor, summed: tuple[int, ...], reduce_dtype: torch.dtype) -> Any:
+    return _ReducePartial.apply(param, summed, reduce_dtype)
 
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:

@@ -1,7 +1,6 @@
 """Parameters that are DTensors on another dimension of the mesh: tensor parallelism, experts on ranks of their own."""
 
 import copy
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +33,7 @@ from torch.distributed.tensor.parallel import (
 
 from fsdp_compile import (
     DataParallelMeshDims,
+    MixedPrecisionPolicy,
     ShardingStrategy,
     StateDictType,
     compile_step,
@@ -465,15 +465,9 @@ class Layers(nn.Module):
         return y * self.scale
 
 
-@cache
-def _mesh_of(names: tuple[str, str]) -> DeviceMesh:
-    """One mesh in each process: graphs that make DTensors fail in torch 2.13 where an equal mesh was used before."""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-
-
 def _replicated(rank: int, names: tuple[str, str], how: str) -> None:
     torch._dynamo.reset()  # a size that another compiled model has had would be symbolic: DTensor fails there by itself
-    mesh = _mesh_of(names)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     torch.manual_seed(0)
     whole = Layers()
     model = copy.deepcopy(whole)
@@ -513,3 +507,61 @@ def test_replicated_over_data_parallel_ranks(four: Ranks, names: tuple[str, str]
     computes with DTensors on the whole mesh, or with local tensors of these, has the norms, gradients and parameters of
     one process, compiled too."""
     four.run(_replicated, names, how)
+
+
+# --- in which dtype gradients are reduced over the dimension that is not data-parallel --------------------------------
+
+
+class Scaled(nn.Module):
+    """A weight that all ranks have, and rows that are split over them: the gradient of the weight is partial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+F32_IN_BF16 = ([256.9, 128.9], torch.float32, torch.bfloat16, 384.0)  # 256 + 129, rounded; 386 if summed in float32
+BF16_IN_F32 = ([256.0, 1.0, 1.0, 1.0], torch.bfloat16, torch.float32, 260.0)  # 259, rounded; 256 or 258 in bfloat16
+REDUCED = {  # sizes of copies, dp and tp, whether DTensors are on the whole mesh, and what is summed over tp
+    "two dimensions": ((1, 2, 2), False, F32_IN_BF16),
+    "hybrid": ((2, 1, 2), False, F32_IN_BF16),
+    "whole mesh": ((1, 2, 2), True, F32_IN_BF16),
+    "whole mesh, hybrid": ((2, 1, 2), True, F32_IN_BF16),
+    "bfloat16": ((1, 1, 4), False, BF16_IN_F32),
+}
+
+
+def _reduced_in(rank: int, case: str, how: str) -> None:
+    torch._dynamo.reset()
+    sizes, on_whole_mesh, (parts, param_dtype, reduce_dtype, expected) = REDUCED[case]
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("copies", "dp", "tp"))
+    on = mesh if on_whole_mesh else mesh["tp"]
+    model = nn.Sequential(Scaled())
+    placements = [Replicate()] * on.ndim
+    model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), on, placements))
+    options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)}
+    if on_whole_mesh:
+        options |= {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="dp", replicate="copies")}
+    else:
+        options["mesh"] = mesh["copies", "dp"]
+    fully_shard(model, **options)
+    if how == "blocks":
+        model[0].compile(backend="aot_eager", fullgraph=True)
+    run = executor(model, how if how == "aot_eager" else "eager")
+    x = torch.full((1, 4), parts[mesh.get_local_rank("tp")])
+    run(DTensor.from_local(x, on, [*placements[1:], Shard(0)])).to_local().sum().backward()
+    grad = model[0].weight.grad.full_tensor()
+    assert grad.tolist() == [expected] * 4, grad
+
+
+@pytest.mark.parametrize(
+    "how", ["eager", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("aot_eager", "blocks"))]
+)
+@pytest.mark.parametrize("case", REDUCED)
+def test_reduce_dtype(four: Ranks, case: str, how: str) -> None:
+    """Gradients of what is replicated over tensor-parallel ranks are summed over them in `reduce_dtype`, and then are
+    in the dtype of the computation, as those of one rank."""
+    four.run(_reduced_in, case, how)
