@@ -2,7 +2,6 @@
 
 import ast
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +19,11 @@ ARROWS = {
 
 
 SIZE: Any = tool.load("size")
-FILES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts): str(path.relative_to(ROOT))
-    for path in (ROOT / "fsdp_compile").rglob("*.py")
-    if path.stem != "__init__"
-}
-
-
-def _named(tree: ast.Module) -> Iterable[str]:
-    """The files of the package that a file imports, also in functions and for type checkers."""
-    for node in ast.walk(tree):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        yield from (FILES[name] for name in names if name in FILES)
+FILES = SIZE.modules(SIZE.today())
 
 
 def _arrows(path: str, tree: ast.Module) -> set[tuple[str, str]]:
-    layers = {other for other in _named(tree) if other not in SIZE.STORY and not other.startswith(GROUND)}
+    layers = {other for other in SIZE.imported(tree, FILES) if other not in SIZE.STORY and not other.startswith(GROUND)}
     return {(path.removeprefix("fsdp_compile/"), other.removeprefix("fsdp_compile/")) for other in layers}
 
 
