@@ -5,8 +5,8 @@ import sys
 
 COMMANDS = {
     **{name: f"bench.{name}" for name in ("host_overhead", "compile_time", "planner", "memory_choice", "planned_step",
-                                          "foresight", "checkpoint", "links", "wrong_prices", "convergence",
-                                          "second_opinion", "default_plan", "first_plan", "muon",
+                                          "foresight", "checkpoint", "links", "convergence",
+                                          "second_opinion", "first_plan", "muon",
                                           "titan_link", "wire")},
     "runs": "bench.runs.__main__",
     "fit": "bench.runs.fit",

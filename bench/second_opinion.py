@@ -21,7 +21,7 @@ from fsdp_compile import explain_plan
 from fsdp_compile.passes.cost.hardware import Link
 from fsdp_compile.passes.cost.roofline import launch_seconds, transfer_seconds
 from fsdp_compile.passes.plan.plan import Plan, simulate
-from fsdp_compile.passes.plan.safe import safe_plan
+from fsdp_compile.passes.plan.schedule import search_plan
 from fsdp_compile.passes.plan.workload import Workload
 
 MODELS = ("gpt", "llama", "ten")
@@ -106,7 +106,7 @@ def main() -> None:
     for model in MODELS:
         for cluster, (ranks, link) in CLUSTERS.items():
             step = step_of(model, ranks, link)
-            plan = safe_plan(step).plan
+            plan = search_plan(step).plan
             ours, theirs = simulate(step, plan), run(step, plan, ranks, link, args.python)
             rows.append({"model": model, "cluster": cluster, "step": ours.makespan, "exposed": ours.exposed,
                          "SimGrid's step": theirs["step"], "SimGrid's exposed": theirs["exposed"]})  # fmt: skip

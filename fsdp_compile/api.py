@@ -27,7 +27,7 @@ from fsdp_compile.agree.kept import Kept
 from fsdp_compile.agree.order import RankOrder
 from fsdp_compile.agree.unused import Unused
 from fsdp_compile.comm.groups import GroupArgument, check_ranks_of_tree, divide, resolve_groups
-from fsdp_compile.config import AUTO, CompileConfig, check_type
+from fsdp_compile.config import MEASURE, CompileConfig, check_type
 from fsdp_compile.construct.arguments import (
     asks_same_bits,
     check_module,
@@ -159,10 +159,11 @@ def fully_shard(
         reshard_after_forward: the same choice by another name: True is FULL_SHARD, False SHARD_GRAD_OP. With a number
             n, a divisor of the number of ranks that shard, each rank stores an n-th of the parameters between forward
             and backward, and backward gathers within groups of n ranks only; 1 means False, and the number of all ranks
-            True. With "auto", which is the choice if neither argument is given, a compiled step does not reshard those
-            units whose second all-gather would make it longer, as far as its budget allows (`CompileConfig`); an eager
-            step reshards all but the last, with which backward begins. Beside a `sharding_strategy` this argument must
-            say the same; a number or "auto" fits only strategies that free parameters.
+            True. If neither argument is given, all are resharded but the last unit, with which backward begins. With
+            "auto" a compiled step does not reshard those units whose second all-gather would make it longer, as far as
+            its budget allows: ranks measure their link for that, unless one is named (`CompileConfig`). Beside a
+            `sharding_strategy` this argument must say the same; a number or "auto" fits only strategies that free
+            parameters.
         auto_wrap_policy: which submodules become units of their own. "auto" chooses the outermost repeated blocks,
             unless submodules are sharded already; if a module around `module` is sharded later, what it chose becomes
             one unit, as in FSDP2. With None `module` is one unit; otherwise a set of module classes, or a
@@ -234,9 +235,8 @@ def fully_shard(
     check_type("limit_all_gathers", limit_all_gathers, bool)
     check_type("find_unused_parameters", find_unused_parameters, bool | None)
     mesh, beside = mesh_to_shard(mesh, dp_mesh_dims), dimensions_beside(mesh, dp_mesh_dims)
-    if sharding_strategy is None and reshard_after_forward is None:
-        reshard_after_forward = "auto"
     strategy = resolve_strategy(sharding_strategy, reshard_after_forward, mesh)
+    frees = "last" if sharding_strategy is None and reshard_after_forward is None else reshard_after_forward
     precision, output_dtype = precision_of(mixed_precision, mp_policy)
     same_bits = asks_same_bits(reduction_order, precision, modules)
     check_one(ignored_states=ignored_states, ignored_params=ignored_params)
@@ -245,12 +245,12 @@ def fully_shard(
     groups = resolve_groups(mesh, process_group, strategy, auto_wrap_policy is not None, devices_per_node)
     if same_bits:
         check_ranks_of_tree(groups)
-    groups = divide(groups, reshard_after_forward)
+    groups = divide(groups, frees)
     offload, pin_memory = offload_of(cpu_offload, offload_policy)
     settings = Settings(
         strategy=strategy,
         groups=groups,
-        reshard_after_forward=reshard_after_forward,
+        reshard_after_forward=frees,
         device=device,
         precision=precision,
         output_dtype=output_dtype,
@@ -400,7 +400,7 @@ def _check_environment() -> None:
     """Raise ValueError now, and not when a compiled forward is traced, if `FSDP_COMPILE_*` have impossible values."""
     try:
         config = CompileConfig.from_environment()
-        if config.link not in (None, AUTO) or any((config.disable, config.device, config.profile, config.plan)):
+        if config.link not in (None, MEASURE) or any((config.disable, config.device, config.profile, config.plan)):
             from fsdp_compile.passes.inductor import checked  # imports Inductor
 
             checked(config)

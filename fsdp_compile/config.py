@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from types import NoneType, UnionType
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 MOST_BYTES = 1 << 28  # of a file of text
 
-AUTO, MEASURED = "auto", "measured:"  # what `CompileConfig.link` may be, or begin with
+MEASURE, MEASURED = "measure", "measured:"  # what `CompileConfig.link` may be, or begin with once ranks have measured
 ACTIVATIONS = ("keep", "recompute", "offload", "auto")
 
 
@@ -75,22 +76,18 @@ class CompileConfig:
     Attributes:
         disable: names of passes to leave out (`fsdp_compile.passes.PASSES` lists them).
         reduces_in_flight: how many reduce-scatters may run before the oldest one is waited for. Each of them keeps the
-            packed gradients of its unit alive until its wait. 1 alternates reduce-scatters and all-gathers, so that
-            beside a unit that computes either the gradients of the last unit or the parameters of the next one are
-            alive. None waits for all of them at the end of the graph.
+            packed gradients of its unit alive until its wait. None: as many as a module has.
         check_ranks_timeout: seconds that a rank waits for the others before it runs a compiled graph for the first
             time; compilation may take longer on some ranks.
-        link: what connects the ranks. With a link, graphs are planned by simulated time, and all ranks follow one
-            plan. "auto": the ranks measure the link together, for less than a second, when they first compile a sharded
-            model; nothing is planned where they cannot. Or a name in `fsdp_compile.passes.cost.hardware.links()`, or
-            `custom:<latency in seconds>,<bandwidth in bytes per second>`. None: nothing is planned, but the all-gather
-            of a unit is issued one unit ahead and its reduce-scatter at once.
+        link: what connects the ranks, for a search of the plan with the shortest simulated step. A name in
+            `fsdp_compile.passes.cost.hardware.links()`, `custom:<latency in seconds>,<bandwidth in bytes per second>`,
+            or "measure": the ranks measure it together, for less than a second, when they first compile a sharded
+            model. None: collectives follow the order of blocks, which needs no figures.
         device: what computes: a name in `fsdp_compile.passes.cost.hardware.devices()`, such as "h100", or the path of
             a hardware file. None looks it up by the name that the device itself reports; a CPU, and a device of another
             name, is measured with the link.
-        budget: bytes that may be alive at once in a graph: shards, activations, gathered and packed buffers. Needs
-            `link`. None: there is no limit, but a plan for a measured link on a GPU has no more buffers alive than
-            one without a link.
+        budget: bytes that may be alive at once in a graph: shards, activations, gathered and packed buffers. The plan
+            is searched within it, for a link that the ranks measure if none is named. None: there is no limit.
         activations: what becomes of each block's activations between forward and backward. "keep": they stay, but torch
             may recompute cheap ones; "recompute": they are recomputed from the block's inputs; "offload": results of
             matrix products and of attention are copied to the host and back, and the others recomputed, except in the
@@ -109,13 +106,13 @@ class CompileConfig:
 
     Raises:
         TypeError: a field has a value of another type.
-        ValueError: a field has a value that it cannot have, or needs `link`.
+        ValueError: a field has a value that it cannot have.
     """
 
     disable: tuple[str, ...] = ()
-    reduces_in_flight: int | None = 1
+    reduces_in_flight: int | None = None
     check_ranks_timeout: float = 600.0
-    link: str | None = AUTO
+    link: str | None = None
     device: str | None = None
     budget: int | None = None
     activations: str = "keep"
@@ -146,11 +143,18 @@ class CompileConfig:
         if self.activations != "keep" and self.profile is not None:
             raise ValueError(f"profile cannot be used with activations={self.activations!r}: it has no seconds of what "
                              f"is computed again")  # fmt: skip
-        needs_link = {name: getattr(self, name) for name in ("device", "budget", "profile")}
-        needs_link["activations"] = self.activations if self.activations in ("offload", "auto") else None
-        for name, value in needs_link.items():
-            if value is not None and self.link is None:
-                raise ValueError(f"{name}={value!r} needs a link: without one nothing is planned")
+        if self.link == "auto":
+            text = "link='auto' is link='measure' now; without a link steps follow the order of blocks: leave it out"
+            warnings.warn(text, FutureWarning, stacklevel=3)
+        copies = self.activations in ("offload", "auto")
+        asks = copies or (self.device, self.budget, self.profile) != (None,) * 3
+        if self.link == "auto" or (self.link is None and asks):
+            object.__setattr__(self, "link", MEASURE)
+
+    @property
+    def without_search(self) -> "CompileConfig":
+        """This configuration where no link is known: collectives follow the order of blocks."""
+        return replace(self, link=None, device=None, budget=None, activations="keep", profile=None)
 
     @property
     def deciding_code(self) -> "CompileConfig":

@@ -78,8 +78,8 @@ def label(name: str) -> str:
     system, _, option = name.partition(":")
     if not option:
         return find(name).label
-    if option in ("rule", "named"):
-        return f"{find(name).label}, {'by the rule' if option == 'rule' else 'the link named'}"
+    if option == "named":
+        return f"{find(name).label}, searched for the link"
     if system == "ours_compiled" and option.startswith(("autocast", "float8")):
         kind, _, disabled = option.partition("+")
         return f"{find(name).label}, {kind}" + (f", without {disabled}" if disabled else "")

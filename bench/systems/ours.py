@@ -6,18 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from bench.link import FREE, LINK
 from bench.models import in_float8
 from bench.systems import Prepared, Setup, layers_of
 from bench.systems.replicated import autocast
 from fsdp_compile import FSDPModule, MixedPrecision, Wire, compile_step, fully_shard, profile_step
-from fsdp_compile.comm.waits import state_of
-from fsdp_compile.passes.agreement import cache_folder
-from fsdp_compile.passes.measure import measured_link
 
 PROFILED = 5  # steps
 
@@ -58,9 +53,9 @@ def by_block(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Pre
 
 
 def compiled(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
-    """The whole model is one graph, planned for the link that the package measures.
+    """The whole model is one graph, in the order of blocks.
 
-    The option names passes to leave out, for the ablation; `rule` plans nothing, `named` is told the link. It may begin
+    The option names passes to leave out, for the ablation; `named` searches a plan for each link. It may begin
     with `autocast`: bf16 then comes from autocast, as in DDP, and not from `param_dtype`; or with `float8`: linear
     layers of blocks multiply in float8 beside it.
     """
@@ -70,15 +65,12 @@ def compiled(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Pre
         in_float8(blocks)
     shard(model, blocks, replace(setup, bf16=setup.bf16 and not by_autocast))
     chosen: dict[str, Any] = {}
-    if names == ["rule"]:
-        chosen = {"backend": "fsdp_compile", "options": {"link": None}}
-    elif disabled := tuple(name for name in names[by_autocast:] if name != "named"):
+    if disabled := tuple(name for name in names[by_autocast:] if name != "named"):
         chosen = {"backend": "fsdp_compile", "options": {"disable": disabled}}
     forward: Any = torch.compile(model, fullgraph=True, **chosen)
     if names == ["named"]:
         return Named(model, forward)
-    inputs = autocast(forward, setup) if by_autocast else forward
-    return Prepared(model, inputs) if names == ["rule"] else Default(model, inputs)
+    return Prepared(model, autocast(forward, setup) if by_autocast else forward)
 
 
 class Named(Prepared):
@@ -91,34 +83,11 @@ class Named(Prepared):
         _prepare(self, batch)
 
 
-class Default(Prepared):
-    """Compiled again for each link, which is measured as a training script would have it measured."""
-
-    def configured(self, link: str, batch: Sequence[Tensor]) -> None:
-        """Measure `link`, and plan for it; it takes no time while that is compiled."""
-        measure(link, batch[0].device)
-        torch._dynamo.reset()
-        _prepare(self, batch)
-
-
 def _prepare(prepared: Prepared, batch: Sequence[Tensor]) -> None:
     """Compile."""
     for _ in range(2):
         prepared.forward(*batch).backward()
         prepared.model.zero_grad()
-
-
-def measure(link: str, device: torch.device) -> None:
-    """Let the package forget the link that it knows and measure this one, by the clock of the emulation."""
-    group: Any = dist.group.WORLD
-    state_of(group).link = None
-    group.alive_store.forget("fsdp_flat/agreed", "fsdp_flat/link")
-    for path in cache_folder().glob("fsdp_compile/*.kept"):
-        path.unlink()
-    latency, bandwidth = map(float, link.removeprefix("custom:").split(","))
-    LINK.configure(latency, bandwidth)
-    measured_link(group, device, 1 << 24, 60.0, LINK.clock)
-    LINK.configure(0.0, FREE)
 
 
 class Planned(Prepared):

@@ -308,6 +308,7 @@ class UnshardSpec:
     of_root: bool = False  # whether the unit is that of a root, which an eager forward does not free
     same_bits: bool = False  # whether gradients are added up in an order that any number of ranks has
     updates: bool = False  # whether the unit may be updated in backward as soon as its gradient is reduced
+    is_searched: bool = False  # whether a search decides if it is freed after forward
     is_part: bool = False  # gathered outside of the graph: whether the unit has several flat parameters
     divisor: float | None = None  # of the sum of gradients over all ranks; None: their mean, as the backend computes it
 
@@ -327,7 +328,7 @@ class UnshardSpec:
 
         Grammar: the layout's text, `groups=` and one or two hops (comm/hops.py), `reshard=True|False|None`, and where
         they are not the default `replicas=` and a hop, `compute=dtype`, `reduce=dtype`, `order=tree`, `divisor=number`,
-        `root=True`, `update=True` and `part=True`; separated by blanks.
+        `root=True`, `update=True`, `search=True` and `part=True`; separated by blanks.
         """
         fields = [self.layout.text, f"groups={print_hops(self.groups)}", f"reshard={self.reshard_after_forward}"]
         if self.replicas is not None:
@@ -336,6 +337,7 @@ class UnshardSpec:
             if dtype is not None:
                 fields.append(f"{name}={str(dtype).removeprefix('torch.')}")
         fields += ["order=tree"] * self.same_bits
+        fields += ["search=True"] * self.is_searched
         fields += [f"divisor={self.divisor!r}"] * (self.divisor is not None)
         return " ".join(fields) + OF_ROOT * self.of_root + UPDATES * self.updates + " part=True" * self.is_part
 
@@ -349,7 +351,7 @@ class UnshardSpec:
             raise ValueError(
                 f"{text!r} is not an unshard specification; expected LAYOUT groups=NAME:SIZE,... "
                 f"reshard=True|False|None [replicas=NAME:SIZE] [compute=DTYPE] [reduce=DTYPE] [order=tree] "
-                f"[divisor=NUMBER] [root=True] [update=True] [part=True]"
+                f"[search=True] [divisor=NUMBER] [root=True] [update=True] [part=True]"
             )
         replicas = parse_hops(fields.get("replicas", ""))
         return UnshardSpec(
@@ -362,12 +364,13 @@ class UnshardSpec:
             fields.get("root") == "True",
             same_bits=fields.get("order") == "tree",
             updates=fields.get("update") == "True",
+            is_searched=fields.get("search") == "True",
             is_part=fields.get("part") == "True",
             divisor=float(fields["divisor"]) if "divisor" in fields else None,
         )
 
 
-_FIELDS = {"groups", "reshard", "replicas", "compute", "reduce", "order", "divisor", "root", "update", "part"}
+_FIELDS = {"groups", "reshard", "replicas", "compute", "reduce", "order", "search", "divisor", "root", "update", "part"}
 OF_ROOT, UPDATES = " root=True", " update=True"  # the end of a specification with `of_root`, `updates`
 
 

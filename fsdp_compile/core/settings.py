@@ -28,7 +28,7 @@ class Settings:
         strategy: what `sharding_strategy` or `reshard_after_forward` says.
         groups: the process groups to shard and to replicate over.
         reshard_after_forward: as asked. "auto": the plan of a compiled step decides which units stay
-            unsharded; an eager step keeps the last.
+            unsharded; an eager step keeps the last. "last", if nothing was asked: both keep the last.
         device: where units compute; None: each decides by its parameters.
         precision: dtypes of computation, reduction and buffers.
         output_dtype: the dtype that floating outputs are cast to, or None.

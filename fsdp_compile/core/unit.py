@@ -176,10 +176,10 @@ class Unit:
         self._take_groups(group, replicas, stages)
         self.rank = dist.get_rank(group) if self.is_sharded else 0
         self.device = device
-        # Whether unsharded parameters are freed between forward and backward; None: an eager step frees them, the plan
-        # of a compiled one decides.
-        plan_decides = reshard_after_forward and settings.reshard_after_forward == "auto"
-        self.reshard_after_forward: bool | None = None if plan_decides else reshard_after_forward
+        # Whether unsharded parameters are freed between forward and backward; None: but for the last unit's, and a
+        # compiled step keeps more if "auto" or a budget asks for a search.
+        is_open = reshard_after_forward and settings.reshard_after_forward in ("auto", "last")
+        self.reshard_after_forward: bool | None = None if is_open else reshard_after_forward
         stored = torch.device("meta" if on_meta else "cpu") if settings.offload or on_meta else self.device
         # Pinned, copies from and to other devices run beside the host (E-OFF-3).
         pin = settings.offload and settings.pin_memory and not on_meta and self.device.type != "cpu"
@@ -222,6 +222,7 @@ class Unit:
             compute_dtype=compute if compute != flat.shard.dtype else None,
             reduce_dtype=reduce if reduce != compute else None,
             same_bits=self.settings.same_bits,
+            is_searched=self.reshard_after_forward is None and self.settings.reshard_after_forward == "auto",
             divisor=None if full_precision else self.divisor,
         )
         return spec.text, flat.layout.text

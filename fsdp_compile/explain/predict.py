@@ -30,8 +30,7 @@ from fsdp_compile.passes.cost.hardware import Hardware, Link, device, link, read
 from fsdp_compile.passes.cost.roofline import launch_seconds, level_of
 from fsdp_compile.passes.graph.prices import Prices, work_seconds
 from fsdp_compile.passes.plan.plan import Plan
-from fsdp_compile.passes.plan.safe import safe_plan
-from fsdp_compile.passes.plan.schedule import alternating, prefetch
+from fsdp_compile.passes.plan.schedule import order_of_blocks, prefetch
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 USUAL = "h100-80"  # hardware, where none is named
@@ -49,15 +48,12 @@ _CLIP_MOVES = 12  # the norm reads gradients, scaling reads and writes them
 # --- from work to a workload and a plan -------------------------------------------------------------------------------
 
 # Note [What graphs of this package do]
-# Where collectives are part of a compiled graph, they begin between any two products, not just between blocks, by the
-# plan that graphs follow by default: on a measured link `safe_plan`, with no more memory than the rule for graphs
-# without a link (`alternating`). That plan takes half a second of a large model, so other settings are compared by the
-# rule itself, which differs from it by 1 % of a step at most (tests/unit/test_graph_steps.py). Backward gathers the
-# last block again. Gradients are written into the buffer that is reduced, which takes the memory of the gathered one:
-# nothing is packed. Parameters outside of blocks are read until the end of backward. Shards of gradients come to exist
-# one by one. The first product of a checkpointed block's backward may run before its forward is computed again.
-# `compile_step` updates the parameters that the next forward reads first, and gathers them beside the rest of the
-# update.
+# Where collectives are part of a compiled graph, they begin between any two products, not just between blocks, in the
+# order that graphs follow by default (`order_of_blocks`). Backward gathers the last block again. Gradients are written
+# into the buffer that is reduced, which takes the memory of the gathered one: nothing is packed. Parameters outside of
+# blocks are read until the end of backward. Shards of gradients come to exist one by one. The first product of a
+# checkpointed block's backward may run before its forward is computed again. `compile_step` updates the parameters that
+# the next forward reads first, and gathers them beside the rest of the update.
 
 
 class Priced:
@@ -190,7 +186,7 @@ class Priced:
             gradients = [parameters, *gradients]
         workload = Workload(tuple(tasks), split, tuple(costs), self.prices.latency, can_coalesce=False)
         if graph:
-            plan = alternating(workload)
+            plan = order_of_blocks(workload)
         else:
             plan = prefetch(workload, forward=2, backward=1, before_wait=False, in_flight=1)
         return Scheduled(
@@ -212,17 +208,6 @@ class Priced:
         """`plan` with its first gathers before all tasks, if the update is one of these."""
         first = plan.of("gather")[:_PREFETCHED] if self._updates_first else []
         return Plan((*(step._replace(at=0) for step in first), *(step for step in plan.steps if step not in first)))
-
-    @cached_property
-    def planned(self) -> Scheduled:
-        """The step by the plan that is the default: in a graph, the one that wrong prices hurt least."""
-        by_rule = self.scheduled
-        if not self._in_graph:
-            return by_rule
-        workload, at = by_rule.workload, int(self._updates_first)  # without the update, beside which the plan begins
-        trained = replace(workload, tasks=workload.tasks[at:], backward=workload.backward - at)
-        steps = safe_plan(trained, is_lean=True).plan.steps
-        return replace(by_rule, plan=self._beside_update(Plan(tuple(s._replace(at=s.at + at) for s in steps))))
 
     def _messages(self, workload: Workload) -> Iterator[tuple[str, Message]]:
         """What is sent in a format, by collective."""
@@ -279,7 +264,7 @@ def price(work: StepWork, setting: Setting, hardware: Hardware) -> Prediction:
         warnings.append(f"precision: fp32 on {hardware.name} leaves its matrix units unused, and is up to "
                         f"{half / single:.0f} times slower than bf16")  # fmt: skip
     model, repeated = priced.work.model_flops, priced.work.recomputed_flops
-    return priced.planned.predict(work.model, work.parameters, setting, hardware, priced.tokens,
+    return priced.scheduled.predict(work.model, work.parameters, setting, hardware, priced.tokens,
                                     (model, model + repeated), tuple(warnings))  # fmt: skip
 
 

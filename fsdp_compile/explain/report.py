@@ -29,7 +29,8 @@ from fsdp_compile.explain.prediction import (
     Setting,
 )
 from fsdp_compile.explain.scheduled import BlockChoice, Scheduled
-from fsdp_compile.passes.plan.plan import Plan, Timeline
+from fsdp_compile.passes.plan.plan import Plan, Timeline, simulate
+from fsdp_compile.passes.plan.schedule import order_of_blocks
 from fsdp_compile.passes.plan.whole_step import prefetched
 from fsdp_compile.passes.plan.workload import Workload
 
@@ -299,6 +300,9 @@ def _plan(step: Scheduled) -> Iterator[str]:
     yield from ("", f"step      {1e3 * seconds:.3f} ms{repeats}: {rest}")
     yield f"bound     {1e3 * step.bound:.3f} ms, a lower bound for all plans; this one takes {gap:.2%} more"
     yield f"memory    {step.timeline.peak:,} bytes at most, budget: {limit}"
+    if not workload.forward:  # the rule knows of no updates
+        rule = simulate(workload, order_of_blocks(workload))
+        yield f"rule      {1e3 * rule.makespan:.3f} ms, {rule.peak:,} bytes: the order of blocks, without a search"
     yield from step.sources
     for costs in step.matrices:
         yield from ("", "matrices of Muon, behind the step above:", *costs.lines())

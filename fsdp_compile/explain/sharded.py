@@ -41,7 +41,7 @@ from fsdp_compile.passes.joint.choose_memory import choose_policies, read_blocks
 from fsdp_compile.passes.pipeline import GraphContext, Pass
 from fsdp_compile.passes.plan.memory import KEEP, Options
 from fsdp_compile.passes.plan.plan import Plan, verify
-from fsdp_compile.passes.plan.safe import safe_plan
+from fsdp_compile.passes.plan.schedule import search_plan
 from fsdp_compile.passes.plan.whole_step import budget_of_step
 from fsdp_compile.passes.plan.workload import Workload
 
@@ -124,7 +124,7 @@ def explain_sharded(
     if optimizer is not None:
         setting = replace(setting, optimizer=optimizer, compile_step=True)
     chosen = choose_policies(choices, config)
-    planned = safe_plan(chosen.workload, budget_of_step(chosen.workload, config.budget), chosen.planned)
+    planned = search_plan(chosen.workload, budget_of_step(chosen.workload, config.budget))
     blocks = list[BlockChoice]()
     for block, policy in zip(choices.blocks, chosen.policies, strict=True) if config.activations != "keep" else ():
         units = [each.name for each in choices.plain.units if f"{each.name}.".startswith(f"{block.name}.")]

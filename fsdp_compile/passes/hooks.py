@@ -1,7 +1,6 @@
 """Where the passes meet Inductor: its custom-pass hooks, and a pipeline of passes behind each of them."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from torch import fx
 
 from fsdp_compile.comm.collectives import compiles_as_gloo
-from fsdp_compile.config import AUTO, CompileConfig
+from fsdp_compile.config import MEASURE, CompileConfig
 from fsdp_compile.core.ops import MARKERS
 from fsdp_compile.passes._torch import (
     CustomGraphPass,
@@ -88,8 +87,8 @@ class Pipeline(CustomGraphPass):
 
     def __init__(self, passes: Sequence[Pass], stage: Stage, config: CompileConfig, previous: Any = None) -> None:
         self.passes = tuple(each for each in passes if each.stage == stage)
-        if config.link == AUTO:  # of a graph that nobody has seen, or that communicates nothing
-            config = replace(config, link=None, device=None, budget=None, activations="keep", profile=None)
+        if config.link == MEASURE:  # of a graph that nobody has seen, or that communicates nothing
+            config = config.without_search
         self.stage, self.config, self.previous = stage, config, previous
 
     def __call__(self, graph: fx.Graph) -> None:

@@ -18,7 +18,7 @@ from torch import fx
 
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import is_first
-from fsdp_compile.config import AUTO, CompileConfig, check_type
+from fsdp_compile.config import MEASURE, CompileConfig, check_type
 from fsdp_compile.core.ops import MARKERS, PACK_GRADS, UNSHARD, UnshardSpec, set_inductor_settings
 from fsdp_compile.passes._torch import (
     InductorError,
@@ -195,7 +195,7 @@ def config_of(options: Any, passes: Sequence[Pass] = PASSES) -> CompileConfig:
 def checked(config: CompileConfig, passes: Sequence[Pass] = PASSES) -> CompileConfig:
     """Return `config`; ValueError if a pass, a link, a device or a file that it names does not exist or is no such."""
     enabled(passes, config)
-    if config.link not in (None, AUTO):
+    if config.link not in (None, MEASURE):
         link(config.link)
     if config.device is not None:
         device(config.device)
@@ -207,30 +207,33 @@ def checked(config: CompileConfig, passes: Sequence[Pass] = PASSES) -> CompileCo
 
 
 def for_graph(config: CompileConfig, graph: fx.Graph) -> CompileConfig:
-    """The configuration for a graph that Dynamo has traced: "auto" gives way to the link that its ranks measure.
+    """The configuration for a graph that Dynamo has traced, with the link that its ranks measure if a search needs one.
 
-    Waits for the rank that compiles for all, too, once the link is known. A graph that communicates
-    nothing has nothing to plan.
+    A search is asked for by a link, by what needs one, or by `reshard_after_forward="auto"`. Waits for the rank that
+    compiles for all, too, once the link is known. A graph that communicates nothing has nothing to plan.
 
     Raises:
-        Refused: nothing can be measured, and the configuration has an option that needs a link.
+        Refused: nothing can be measured, and the configuration has a budget.
     """
     are_ours = is_ours(graph, MARKERS)
     sent = list((_of_units if are_ours else communicated)(graph))
-    if config.link == AUTO and (sent or are_ours):
+    if config.link == MEASURE or (config.link is None and are_ours and _is_searched(graph)):
         limit = config.check_ranks_timeout if are_ours else min(config.check_ranks_timeout, SOON)
-        try:
-            link_here, device_here = None, None
-            if _needs_link(config, graph):
-                link_here, device_here = _measured_costs(sent, config.device, limit)
-            if link_here is not None and not are_ours:
-                link_here += f";={link_here.split(';')[0].partition('=')[2]}"  # for a group that nobody has seen
-            config = replace(config, link=link_here, device=device_here)
-        except ValueError as error:
-            raise Refused(f"{error}; the ranks could not measure one") from None
+        link_here, device_here = _measured_costs(sent, config.device, limit) if sent else (None, None)
+        if link_here is None and config.budget is not None and are_ours:
+            raise Refused(f"budget={config.budget} needs a link, and the ranks could not measure one: name it")
+        if link_here is not None and not are_ours:
+            link_here += f";={link_here.split(';')[0].partition('=')[2]}"  # for a group that nobody has seen
+        config = replace(config, link=link_here, device=device_here) if link_here else config.without_search
     if are_ours and config.share_artifacts:
         share_artifacts(config.check_ranks_timeout)
     return config
+
+
+def _is_searched(graph: fx.Graph) -> bool:
+    """Whether a search decides which units stay unsharded (`reshard_after_forward="auto"`)."""
+    specs = (UnshardSpec.parse(node.args[-1]) for node in graph.find_nodes(op="call_function", target=UNSHARD))
+    return any(spec.is_searched for spec in specs)
 
 
 def _of_units(graph: fx.Graph) -> Iterator[Sent]:
@@ -258,15 +261,6 @@ def _measured_costs(sent: Sequence[Sent], device_named: str | None, limit: float
         return None, None
 
 
-def _needs_link(config: CompileConfig, graph: fx.Graph) -> bool:
-    """Whether something is planned: no file has the plan, or units or an option need a link beside it."""
-    others = config.budget, config.device, config.profile, config.update
-    if config.plan is None or config.activations not in ("keep", "recompute") or others != (None,) * 4:
-        return True
-    specs = (UnshardSpec.parse(node.args[-1]) for node in graph.find_nodes(op="call_function", target=UNSHARD))
-    return any(spec.is_sharded and spec.reshard_after_forward is None for spec in specs)
-
-
 def _measured_device(here: torch.device) -> str | None:
     """The device of a hardware file and its speed, measured; None where there is a file for this one."""
     base, dtype = "cpu", torch.float32
@@ -280,7 +274,7 @@ def _measured_device(here: torch.device) -> str | None:
 
 @cache
 def _log_once(reason: str, tell: Callable[[str], None]) -> None:
-    tell(f"link='auto': collectives follow a fixed rule, as nothing was measured: {reason}")
+    tell(f"collectives follow the order of blocks, as no link was measured: {reason}")
 
 
 def compile_with(

@@ -1,4 +1,4 @@
-"""What ranks measure when they first compile a sharded model: the link of each group, and how fast they compute.
+"""What ranks measure where a search of a plan asks for it: the link of each group, and how fast they compute.
 
     measured_link     seconds of a launch and bytes per second, between the ranks of a group
     measured_speed    how fast a device is, beside one that there is a hardware file for
@@ -9,10 +9,6 @@ largest unit, for about a second: in bursts with pauses between them, as a machi
 for a moment. Of a burst the least counts, of bursts the median. The figures that a rank writes first count for all
 ranks: with the same figures, they make the same plan. Groups along one dimension of a mesh have one name and share
 their figures.
-
-Figures differ from run to run, and compiled code is cached under a key that holds them. So ranks keep them beside the
-compiler's caches, and take the old ones again while they are near to the new ones: plans stay good where prices are off
-by as much (Note [Plans for wrong prices]).
 """
 
 import json
@@ -33,15 +29,13 @@ from fsdp_compile.comm.comparison import exists, limit_in
 from fsdp_compile.comm.groups import shared_name
 from fsdp_compile.comm.waits import MessageBoard, state_of
 from fsdp_compile.passes import agreement
-from fsdp_compile.passes.cost.hardware import Hardware, is_finite
+from fsdp_compile.passes.cost.hardware import Hardware
 from fsdp_compile.passes.cost.roofline import chain_seconds, product_seconds
 
 Clock = Callable[[], float]
 
 SIZES = (1 << 14, 1 << 18, 1 << 21, 1 << 24, 1 << 27)  # bytes of what is gathered or reduced; the first two always
 _SOON = 0.005  # seconds of a call: if one took longer, the sizes behind the second are left out
-_NEAR = {"latency": 4.0, "bandwidth": 2.0, "speed": 2.0}  # by what factor figures of two runs may differ
-_SMALL_LATENCY = 2e-5  # seconds, below which differences do not matter
 BURSTS = 4  # in which everything is timed
 _PAUSE = 0.03  # seconds between bursts
 _TOGETHER = 5.0  # seconds within which what fails on all ranks has failed on all
@@ -82,8 +76,7 @@ def measured_link(
             points = link_times(group, device, largest, limit_in(group, limit), clock)
             if group.rank() == 0:
                 latency, bandwidth = fit_link(points)
-                where = f"{key}, {group.size()} ranks, {dist.get_backend(group)}, {_name_of(device)}"
-                _offer(key, where, {"latency": latency, "bandwidth": bandwidth})
+                _offer(key, {"latency": latency, "bandwidth": bandwidth})
         except NotMeasured as reason:
             _offer_reason(key, str(reason))
         except Exception as error:
@@ -213,9 +206,8 @@ def measured_speed(base: Hardware, dtype: torch.dtype, device: torch.device) -> 
     """
     key, shared = f"speed/{device.type}/{dtype}", agreement.board()
     if shared is None or not shared.has(key):
-        where = f"{key}, {torch.get_num_threads()} threads, {_name_of(device)}"
         try:
-            _offer(key, where, {"speed": _speed(base, dtype, device)})
+            _offer(key, {"speed": _speed(base, dtype, device)})
         except Exception as error:
             _offer_reason(key, f"rank {dist.get_rank() if dist.is_initialized() else 0}: {_named(error)}")
     return float(_counting(_read(key))["speed"])
@@ -239,38 +231,14 @@ def _speed(base: Hardware, dtype: torch.dtype, device: torch.device) -> float:
     return statistics.median(bursts)
 
 
-def _name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _offer(key: str, where: str, figures: dict[str, float]) -> None:
-    """Let these count under `key`, or those of the run before if they are near, unless others count already."""
-    before = _before(where)
-    if all(_are_near(name, each, before.get(name)) for name, each in figures.items()):
-        figures = {name: before[name] for name in figures}
-    rounded = {name: float(f"{each:.2g}") for name, each in figures.items()}
-    agreement.keep(where, agreement.agree(key, json.dumps(rounded)))
+def _offer(key: str, figures: dict[str, float]) -> None:
+    """Let these count under `key`, unless others count already."""
+    agreement.agree(key, json.dumps({name: float(f"{each:.2g}") for name, each in figures.items()}))
 
 
 def _offer_reason(key: str, reason: str) -> None:
     """Let this be why there are no figures under `key`, unless figures of others count already."""
     agreement.agree(key, json.dumps({"reason": reason}))
-
-
-def _before(where: str) -> dict[str, Any]:
-    """The figures of the run before; none if there are none, or if they cannot be read."""
-    try:
-        table = json.loads(agreement.kept(where) or "{}")
-    except ValueError:
-        return {}
-    return table if isinstance(table, dict) else {}
-
-
-def _are_near(name: str, one: float, other: Any) -> bool:
-    if not is_finite(other):
-        return False
-    least, most = sorted((one, other))
-    return most <= least * _NEAR[name] or (name == "latency" and most < _SMALL_LATENCY)
 
 
 def _counting(read: dict[str, Any]) -> dict[str, Any]:

@@ -256,11 +256,11 @@ primals_3: f32[4, 3]
 primals_4: f32[16]
 gather_0: f32[64] = all_gather_into_tensor(primals_1, 4, '0')  # gather 0, MUST_RECOMPUTE
 gather_1: f32[64] = all_gather_into_tensor(primals_2, 4, '0')  # gather 0, MUST_RECOMPUTE
-gather_2: f32[64] = all_gather_into_tensor(primals_4, 4, '0')  # gather 2, MUST_RECOMPUTE
 wait_0: f32[64] = wait_tensor(gather_0)  # wait 0, MUST_RECOMPUTE
 view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0, MUST_RECOMPUTE
 view: f32[5, 3] = reshape(view_0, [5, 3])  # MUST_RECOMPUTE
 permute: f32[3, 5] = permute(view, [1, 0])  # MUST_RECOMPUTE
+gather_2: f32[64] = all_gather_into_tensor(primals_4, 4, '0')  # gather 2, MUST_RECOMPUTE
 wait_1: f32[64] = wait_tensor(gather_1)  # wait 0, MUST_RECOMPUTE
 view_8: f32[5] = slice.Tensor(wait_1, 0, 0, 5)  # view 0, MUST_RECOMPUTE
 addmm: f32[4, 5] = addmm(view_8, primals_3, permute)
@@ -289,13 +289,13 @@ full_0: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin
 gather_0: f32[64] = control_deps([check_ranks], subgraph_gather_0, primals_1, full_0)  # gather 0, MUST_RECOMPUTE
 full_1: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
 gather_1: f32[64] = control_deps([gather_0], subgraph_gather_1, primals_2, full_1)  # gather 0, MUST_RECOMPUTE
-full_2: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
-gather_2: f32[64] = control_deps([gather_1], subgraph_gather_2, primals_4, full_2)  # gather 2, MUST_RECOMPUTE
-wait_0: f32[64] = control_deps([gather_2], subgraph_wait_0, gather_0, primals_1)  # wait 0, MUST_RECOMPUTE
+wait_0: f32[64] = control_deps([gather_1], subgraph_wait_0, gather_0, primals_1)  # wait 0, MUST_RECOMPUTE
 view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0, MUST_RECOMPUTE
 view: f32[5, 3] = reshape(view_0, [5, 3])  # MUST_RECOMPUTE
 permute: f32[3, 5] = permute(view, [1, 0])  # MUST_RECOMPUTE
-wait_1: f32[64] = control_deps([wait_0], subgraph_wait_1, gather_1, primals_2)  # wait 0, MUST_RECOMPUTE
+full_2: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
+gather_2: f32[64] = control_deps([wait_0], subgraph_gather_2, primals_4, full_2)  # gather 2, MUST_RECOMPUTE
+wait_1: f32[64] = control_deps([gather_2], subgraph_wait_1, gather_1, primals_2)  # wait 0, MUST_RECOMPUTE
 view_8: f32[5] = slice.Tensor(wait_1, 0, 0, 5)  # view 0, MUST_RECOMPUTE
 addmm: f32[4, 5] = control_deps([wait_1], subgraph_addmm, view_8, primals_3, permute)
 relu: f32[4, 5] = relu(addmm)
@@ -412,9 +412,9 @@ full_default_2: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided,
 where: f32[4, 5] = where.self(le, full_default_2, mm)
 permute_6: f32[5, 4] = permute(where, [1, 0])
 mm_2: f32[5, 3] = mm(permute_6, primals_3)
+wait_reduce_2: f32[16] = wait_tensor(reduce_2)  # wait_reduce 2, MUST_SAVE
 pack_0: f32[64] = fsdp_flat.pack_grads([mm_2], '5x3@0|64/4%16')  # pack 0
 reduce_0: f32[16] = reduce_scatter_tensor(pack_0, 'avg', 4, '0')  # reduce 0, MUST_SAVE
-wait_reduce_2: f32[16] = wait_tensor(reduce_2)  # wait_reduce 2, MUST_SAVE
 wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0, MUST_SAVE
 return [wait_reduce_0, None, None, wait_reduce_2]""",
     )
@@ -450,12 +450,12 @@ full_default_2: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided,
 where: f32[4, 5] = where.self(le, full_default_2, mm)
 permute_6: f32[5, 4] = permute(where, [1, 0])
 mm_2: f32[5, 3] = mm(permute_6, primals_3)
-pack_0: f32[64] = fsdp_flat.pack_grads([mm_2], '5x3@0|64/4%16')  # pack 0
-reduce_0: f32[64] = control_deps([reduce_2], subgraph_reduce_0, pack_0)  # reduce 0, MUST_SAVE
-wait_reduce_2: f32[64] = control_deps([reduce_0], subgraph_wait_reduce_2, reduce_2, pack_2)  # wait_reduce 2, MUST_SAVE
+wait_reduce_2: f32[64] = control_deps([reduce_2], subgraph_wait_reduce_2, reduce_2, pack_2)  # wait_reduce 2, MUST_SAVE
 rows_2: f32[4, 16] = view(wait_reduce_2, [4, 16])
 mean_2: f32[16] = control_deps([wait_reduce_2], subgraph_mean_2, rows_2)  # mean 2, MUST_SAVE
-wait_reduce_0: f32[64] = control_deps([mean_2], subgraph_wait_reduce_0, reduce_0, pack_0)  # wait_reduce 0, MUST_SAVE
+pack_0: f32[64] = fsdp_flat.pack_grads([mm_2], '5x3@0|64/4%16')  # pack 0
+reduce_0: f32[64] = control_deps([mean_2], subgraph_reduce_0, pack_0)  # reduce 0, MUST_SAVE
+wait_reduce_0: f32[64] = control_deps([reduce_0], subgraph_wait_reduce_0, reduce_0, pack_0)  # wait_reduce 0, MUST_SAVE
 rows_0: f32[4, 16] = view(wait_reduce_0, [4, 16])
 mean_0: f32[16] = control_deps([wait_reduce_0], subgraph_mean_0, rows_0)  # mean 0, MUST_SAVE
 return [mean_0, None, None, mean_2]""",

@@ -1,5 +1,6 @@
 """Order of collectives in the generated code (I6), on Inductor's default path and through the backend."""
 
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -8,24 +9,25 @@ import torch
 from compiling import BUILD, cached, compiled, pairs
 from generated import Program, Step, programs
 from models import mlp, squared_error, vectors
+from recording import recorded, unlike_blocks
 from torch import Tensor, nn
 
 from fsdp_compile import MixedPrecision, ShardingStrategy, fully_shard
 from fsdp_compile.construct import units
 from fsdp_compile.passes.inductor import fsdp_compile_backend
+from fsdp_compile.passes.plan.plan import Plan
+from fsdp_compile.passes.plan.workload import Workload
+from fsdp_compile.passes.post_grad.plan_by_rule import plan_log
 
 
-def late_gathers(program: Program, alternating: bool = False) -> list[int]:
-    """Numbers of the gathers that start only after the unit before them has begun to compute.
-
-    Where all-gathers and reduce-scatters alternate: when it has ended.
-    """
+def late_gathers(program: Program) -> list[int]:
+    """Numbers of the gathers that start only after the unit before them has begun to compute."""
     steps = program.steps
     gathers = [i for i, step in enumerate(steps) if step.is_gather]
     late = []
     for number, (this, following) in enumerate(pairwise(gathers)):
         products = [i for i in products_of(program, steps[this].out) if i > this]
-        if products and following > products[-1 if alternating else 0]:
+        if products and following > products[0]:
             late.append(number + 1)
     return late
 
@@ -52,32 +54,43 @@ def late_reduces(backward: Program) -> list[int]:
 
 @pairs()
 def test_gathers_start_one_unit_ahead(name: str, backend: str) -> None:
-    """Gather i+1 starts before the first matrix product of unit i; in backward before the last one (E-LIM-15).
+    """Gather i+1 starts before the first matrix product of unit i (E-LIM-15).
 
     Backward does not gather the root, with which forward ends (E-STRAT-4).
     """
     for number, program in enumerate(cached(name, backend)):
         assert sum(step.is_gather for step in program.steps) == len(BUILD[name]().blocks) + 1 - number
-        assert late_gathers(program, alternating=number == 1) == []
+        assert late_gathers(program) == []
 
 
 @pairs()
-def test_gathers_and_reduces_alternate(name: str, backend: str) -> None:
-    """In backward, while a block computes, a reduce is under way or the next gather, never both.
-
-    So beside the block's own buffer one other is alive. The last block begins with both ends' work and is left out.
-    """
-    backward = cached(name, backend)[1]
-    gathers, reduces, most = 0, 0, 0
+def test_one_reduce_is_under_way(name: str, backend: str) -> None:
+    """In backward, beside the buffer of the block that computes, the next gather and one reduce are under way."""
+    backward, under_way, most = cached(name, backend)[1], Counter[str](), Counter[str]()
+    gathered = {step.out for step in backward.steps if step.is_gather}
     for step in backward.steps:
-        gathers += step.is_gather
-        reduces += step.is_reduce
-        if step.is_wait:
-            gathered = {other.out for other in backward.steps if other.is_gather}
-            gathers, reduces = (gathers - 1, reduces) if step.names[0] in gathered else (gathers, reduces - 1)
-        if step.is_product and reduces:
-            most = max(most, gathers + reduces)
-    assert most == 1
+        kind = "gather" if step.is_gather or (step.is_wait and step.names[0] in gathered) else "reduce"
+        under_way[kind] += step.is_gather + step.is_reduce - step.is_wait
+        most |= under_way
+    assert most == {"gather": 2, "reduce": 1}  # the next one starts before this one is waited for
+
+
+def test_eager_steps_have_the_same_order() -> None:
+    """An eager step launches what the plan of a compiled one says, in its order, forward and backward."""
+    model: Any = fully_shard(unlike_blocks(), forward_prefetch=True)
+    for _ in range(2):  # the first forward learns what comes next
+        with recorded(model) as log:
+            model(torch.randn(3, 7)).sum().backward()
+    launched = [line.partition(" in ")[0] for line in log.about("gather ", "reduce ")]
+    planned: list[str] = []
+
+    def note(_: str, direction: str, plan: Plan, extra: dict[str, Workload]) -> None:
+        planned.extend(f"{each.kind} {' '.join(each.units)}" for each in plan.of("gather", "reduce"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_log, "debug", note)
+        torch.compile(model)(torch.randn(3, 7)).sum().backward()
+    assert launched == planned
 
 
 @pairs()
@@ -245,8 +258,8 @@ def test_backward_gathers_nothing_of_a_root_that_ends_forward(monkeypatch: pytes
 
 
 def test_all_waits_at_the_end_if_asked() -> None:
-    """`reduces_in_flight=None` waits for every reduce-scatter after all matrix products."""
-    run = torch.compile(fully_shard(mlp(2)), backend=fsdp_compile_backend, options={"reduces_in_flight": None})
+    """With as many `reduces_in_flight` as there are, each is waited for after all matrix products."""
+    run = torch.compile(fully_shard(mlp(2)), backend=fsdp_compile_backend, options={"reduces_in_flight": 9})
     _, backward = programs(lambda: squared_error(run, vectors(1, 4)))
     last_product = max(i for i, step in enumerate(backward.steps) if step.is_product)
     reduced = {step.out for step in backward.steps if step.is_reduce}

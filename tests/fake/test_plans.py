@@ -240,11 +240,11 @@ def test_auto_keeps_by_measured_times(
     """What is kept is planned with the seconds measured in each direction; a file that lacks one is refused."""
     seen: list[Workload] = []
 
-    def see(workload: Workload, budget: int | None, is_lean: bool = False) -> PlannedStep:
+    def see(workload: Workload, budget: int | None, coalesce: int = 8) -> PlannedStep:
         seen.append(workload)
         return search_plan(workload, budget)
 
-    monkeypatch.setattr(agreement, "safe_plan", see)
+    monkeypatch.setattr(agreement, "search_plan", see)
     path = tmp_path / "profile.json"
     options: dict[str, object] = {"link": SLOW, "profile": str(path)}
     table = {"forward of 10 products": [0.5] * 11, "forward of 900 products": [9.0] * 901}
@@ -327,10 +327,8 @@ def test_explain_plan_of_replicas() -> None:
     assert sizes["reduce-scatter"] == 2 * sizes["all-reduce"] > 0
 
 
-def test_a_plan_from_a_file_needs_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks measure their link for the default plan, not for plans of a file, unless a budget or an open choice of what
-    stays unsharded needs seconds.
-    """
+def test_when_a_link_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks measure their link if it is asked for, or for a budget, or to choose what stays unsharded."""
     measured: list[str] = []
     monkeypatch.setattr(inductor, "measured_link", lambda *_: measured.append("") or (1e-5, 1e9))
     monkeypatch.setattr(inductor, "measured_speed", lambda *_: 1.0)
@@ -341,8 +339,10 @@ def test_a_plan_from_a_file_needs_no_link(monkeypatch: pytest.MonkeyPatch) -> No
 
     plan = {"plan": "plans.txt"}
     for reshard, options, is_measured in (
-        (True, {}, True),
-        (True, plan, False),
+        (True, {}, False),
+        (None, {}, False),
+        (True, {"link": "measure"}, True),
+        (None, plan, False),
         (True, plan | {"budget": 1 << 30}, True),
         (True, plan | {"activations": "recompute"}, False),
         ("auto", plan, True),

@@ -171,6 +171,6 @@ def test_parts_name_what_exists() -> None:
             meant = (
                 known | {"autocast", "float8"}
                 if system == "ours_compiled"
-                else {"layers", "first", "optimizer", "in_backward", "overlap", "rule", "ends"}
+                else {"layers", "first", "optimizer", "in_backward", "overlap", "ends"}
             )
             assert system in SYSTEMS and (not option or meant.issuperset(option.split("+")))

@@ -35,6 +35,7 @@ reduce root         70   720.000     0.000  720.000  link
 step      16520.000 ms: computing 12400.000, the rest 4120.000
 bound     16460.000 ms, a lower bound for all plans; this one takes 0.36% more
 memory    471 bytes at most, budget: no limit
+rule      16520.000 ms, 471 bytes: the order of blocks, without a search
 """,
     )
 

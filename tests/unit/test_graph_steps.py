@@ -7,7 +7,6 @@ import pytest
 from bench.runs.tables import case_of
 from fsdp_compile.explain.predict import Priced, price
 from fsdp_compile.passes.cost.hardware import device
-from fsdp_compile.passes.plan.safe import safe_plan
 
 ROW = {"model": "llama", "layers": "6", "hidden": "1024", "heads": "8", "vocab": "32000", "seq": "2048", "gpus": "8",
        "micro_batch": "2", "device": "h100-80", "precision": "bf16", "system": "compile"}  # fmt: skip
@@ -71,16 +70,3 @@ def test_a_block_is_one_span_of_the_timeline() -> None:
     assert found.forward + found.backward == pytest.approx(sum(span.end - span.start for span in spans[:-1]))
     assert found.memory_over_time[0][0] == 0.0
     assert max(size for _, size in found.memory_over_time) == pytest.approx(found.memory.peak, rel=1e-6)
-
-
-@pytest.mark.parametrize("options", [{}, {"checkpointing": "full"}, {"compile_step": True}, {"world_size": 512}])
-def test_the_plan_is_the_default_s(options: dict[str, object]) -> None:
-    """What is predicted is the plan of a measured link; the rule, by which settings are compared, differs by 1 %."""
-    each = priced("fsdp_compile", **options)
-    found, trained = each.planned, each.scheduled.workload
-    if "compile_step" in options:  # the first gathers run beside the update, which no plan of a graph knows
-        trained = replace(trained, tasks=trained.tasks[1:], backward=trained.backward - 1)
-    launched = [(step.kind, step.units) for step in safe_plan(trained, is_lean=True).plan.of("gather", "reduce")]
-    assert sorted(launched) == sorted((step.kind, step.units) for step in found.plan.of("gather", "reduce"))
-    assert found.step == pytest.approx(each.scheduled.step, rel=0.01)
-    assert price(each.work, each.setting, each.hardware).step == found.step

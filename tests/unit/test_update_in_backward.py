@@ -24,7 +24,7 @@ from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.passes.graph.nodes import Tag, set_tag
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import PlanError, verify
-from fsdp_compile.passes.plan.schedule import alternating, prefetch, search_plan
+from fsdp_compile.passes.plan.schedule import order_of_blocks, prefetch, search_plan
 from fsdp_compile.passes.plan.whole_step import UpdateCost, updating_in_backward, with_update
 from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.updates import place_updates
@@ -144,7 +144,7 @@ def test_plans_wait_for_reduces_in_time() -> None:
     for seed in range(20):
         step, cost = _updated(random_workload(random.Random(seed), 5, may_keep=False))
         workload = updating_in_backward(step, cost)
-        plans = [no_prefetch(workload), alternating(workload), prefetch(workload, 1, 1, True, 3)]
+        plans = [no_prefetch(workload), order_of_blocks(workload), prefetch(workload, 1, 1, True, 3)]
         for plan in (*plans, search_plan(workload).plan):
             verify(workload, plan)
         repeats = with_update(step, cost)

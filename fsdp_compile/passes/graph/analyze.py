@@ -362,7 +362,7 @@ def _unit_cost(
         packed=size_of(reduce.start[-1].all_input_nodes[0]) + 2 * message_size(reduce.start[-1]) if reduce else 0,
         replicate=sum(map(costs.collective, further)),
         keep_unsharded=None if reshards is None else not reshards,
-        module=(tag_of(gather.start[-1]).path or "root") if gather else "",
+        module=tag_of((gather or reduce).start[-1]).path or "root",  # type: ignore[union-attr]  # it has one of them
         may_prefetch=gather is not None and stored_shard(gather) is not None,
     )
 

@@ -25,7 +25,7 @@ from fsdp_compile.passes.graph.prices import Prices, prices_of
 from fsdp_compile.passes.graph.work import size_of
 from fsdp_compile.passes.pipeline import GraphContext, log
 from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate
-from fsdp_compile.passes.plan.safe import safe_plan
+from fsdp_compile.passes.plan.schedule import search_plan as safe_plan
 from fsdp_compile.passes.plan.workload import Workload
 
 WORTH = 0.01  # of a step, for which precision is given up

@@ -9,6 +9,7 @@ from fsdp_compile.passes._torch import size_hint
 from fsdp_compile.passes.graph import nodes
 from fsdp_compile.passes.graph.analyze import analyze, keep_unsharded, set_policy
 from fsdp_compile.passes.pipeline import GraphContext
+from fsdp_compile.passes.plan.schedule import keep_by_rule
 
 _SMALL = 16  # a tensor that is this many times smaller than a parameter may live until backward
 
@@ -46,16 +47,12 @@ def keep_where_forward_ends(context: GraphContext) -> None:
 
 
 def choose_reshard(context: GraphContext) -> None:
-    """Decide the units whose tags leave `reshard` open (`reshard_after_forward="auto"`).
-
-    The unit that backward reads first stays unsharded: no computation could hide its second all-gather.
-    """
+    """Decide the units whose tags leave `reshard` open: what an eager step keeps stays unsharded."""
     gathers = nodes.tagged(context.graph, "gather")
     if any(nodes.tag_of(gather).reshard is None for gather in gathers):
         info = analyze(context.graph, joint=True)
         step = info.workload
-        by_first_read = sorted(step.may_keep, key=lambda unit: step.reads_in_backward[unit])
-        keep_unsharded(context.graph, info, tuple(step.units[unit].name for unit in by_first_read[:1]))
+        keep_unsharded(context.graph, info, tuple(step.units[unit].name for unit in sorted(keep_by_rule(step))))
 
 
 # Note [Why gathers are tagged for recomputation]

@@ -69,6 +69,11 @@ class UnitCost:
     may_prefetch: bool = False
     arrives: float | None = None
 
+    @property
+    def of_module(self) -> str:
+        """The name that all units of its module share."""
+        return self.module or self.name
+
 
 @dataclass(frozen=True)
 class Workload:

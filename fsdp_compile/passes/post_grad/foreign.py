@@ -6,9 +6,7 @@ another stay as they are: ranks have different ones on purpose, and would plan t
 """
 
 import sys
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -28,7 +26,7 @@ from fsdp_compile.passes.graph.nodes import Tag, block_path, derived, is_product
 from fsdp_compile.passes.hooks import Pipeline
 
 
-def tag_collectives(graph: fx.Graph, link: str | None = None) -> int | None:
+def tag_collectives(graph: fx.Graph, link: str | None = None) -> bool:
     """Tag the gathers of parameters and the reduces of gradients in a graph that another sharding has made.
 
     A gather of parameters sends what is computed from inputs of the graph alone, such as a cast of one. After a reduce
@@ -36,34 +34,33 @@ def tag_collectives(graph: fx.Graph, link: str | None = None) -> int | None:
     for which `link` it is ordered; each text once.
 
     Returns:
-        How many reduces may be in flight so that those of two blocks are; None: nothing was tagged.
+        Whether anything was tagged.
     """
     starts = [node for node in graph.nodes if getattr(node.target, "namespace", "") == OPERATORS.name]
     starts = [node for node in starts if node.target is not WAIT]
     if unknown := [str(node.target).split(".")[1] for node in starts if node.target not in STARTS]:
         _print_once(f"{direction()} graph of another sharding: it has {unknown[0]}, so it is left as it is")
-        return None
+        return False
     if not starts:
         _print_once(f"{direction()} graph without collectives: there is nothing to order")
-        return None
+        return False
     gathers = [start for start in starts if start.target is ALL_GATHER and _sends_an_input(start)]
     reduces = [start for start in starts if start.target in (REDUCE_SCATTER, ALL_REDUCE) and _ends_in_outputs(start)]
     outputs = set(graph.output_node().all_input_nodes)
-    of_blocks = Counter[str]()
     for unit, start in enumerate((*gathers, *reduces)):
         (wait,) = start.users
         near = [start, *wait.users] if start in gathers else [start, *start.all_input_nodes]
         path = next((path for node in near if (path := block_path(node))), "")
         kinds: tuple[str, str] = ("gather", "wait") if start in gathers else ("reduce", "wait_reduce")
-        of_blocks[path] += start in reduces
         reshard = outputs.isdisjoint((wait, *derived(wait)))
         for node, kind in zip((start, wait), kinds, strict=True):
             set_tag(node, Tag(kind, unit, path, reshard))  # type: ignore[arg-type]  # a literal
     found = f"{len(gathers)} all-gathers of parameters, {len(reduces)} reduces of gradients"
-    how = f"ordered for {link.partition(';=')[0]}" if link else "ordered by a rule"
-    _print_once(f"{direction()} graph of another sharding: {found}: {how if of_blocks else 'nothing to order'}; "
+    how = f"ordered for {link.partition(';=')[0]}" if link else "in the order of blocks"
+    how = how if gathers or reduces else "nothing to order"
+    _print_once(f"{direction()} graph of another sharding: {found}: {how}; "
                 f"{len(starts) - len(gathers) - len(reduces)} other collectives: left in place")  # fmt: skip
-    return max(1, 2 * max(of_blocks.values())) if of_blocks else None
+    return bool(gathers or reduces)
 
 
 @cache
@@ -159,7 +156,4 @@ class PipelineOfOthers(Pipeline):
             if self.config.reshard_after_forward:
                 reshard_after_forward(graph)
             return None
-        in_flight = tag_collectives(graph, self.config.link)
-        if in_flight is None or self.config.reduces_in_flight != 1:
-            return None if in_flight is None else self.config
-        return replace(self.config, reduces_in_flight=in_flight)  # it counts units, and here each parameter is one
+        return self.config if tag_collectives(graph, self.config.link) else None

@@ -7,7 +7,7 @@ from fsdp_compile.passes.graph.analyze import analyze
 from fsdp_compile.passes.graph.work import relative_costs
 from fsdp_compile.passes.pipeline import GraphContext, log
 from fsdp_compile.passes.plan.plan import verify
-from fsdp_compile.passes.plan.schedule import alternating, prefetch
+from fsdp_compile.passes.plan.schedule import order_of_blocks
 
 plan_log = logging.getLogger("fsdp_compile.plans")
 
@@ -19,13 +19,9 @@ def read_graph(context: GraphContext) -> None:
 
 
 def choose_plan(context: GraphContext) -> None:
-    """Set `context.plan` by a fixed rule."""
-    workload, in_flight = context.workload, context.config.reduces_in_flight
-    if in_flight == 1:
-        context.plan = alternating(workload)
-    else:
-        in_flight = in_flight or len(workload.units)
-        context.plan = prefetch(workload, forward=1, backward=1, before_wait=True, in_flight=in_flight)
+    """Set `context.plan` by the rule (`order_of_blocks`)."""
+    log.info("%s: collectives follow the order of blocks; a link or a budget asks for a search", context.direction)
+    context.plan = order_of_blocks(context.workload, context.config.reduces_in_flight)
     tell_plan(context)
 
 

@@ -1,18 +1,19 @@
 """Record seconds of tasks while graphs run, for plans by these seconds."""
 
 import json
+import os
 import pathlib
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 
 from fsdp_compile.comm.collectives import broadcast_object
 from fsdp_compile.core.ops import RECORD_TIME
-from fsdp_compile.passes.agreement import replace_text
 from fsdp_compile.passes.cost.roofline import graph_name
 from fsdp_compile.passes.graph.nodes import tagged
 from fsdp_compile.passes.graph.prices import stretches_of
@@ -151,3 +152,10 @@ def _seconds_between(begin: Moment, end: Moment) -> float:
         return float(end) - float(begin)  # type: ignore[arg-type]  # both are floats
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file of text, whole or not at all. OSError if it cannot be written."""
+    staged = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    staged.write_text(text, encoding="utf-8")
+    staged.replace(path)
