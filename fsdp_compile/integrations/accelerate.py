@@ -3,6 +3,7 @@
 Everything else (`accumulate`, `backward`, `clip_grad_norm_`, ...) is accelerate's own. Checked with accelerate 1.15.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import accelerate
 import torch
 import torch.distributed as dist
+from accelerate import DistributedType
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -20,30 +22,46 @@ from fsdp_compile.checkpoint.save_load import optimizer_in, trained_in
 from fsdp_compile.checkpoint.untrusted import path_in
 from fsdp_compile.core.sharding import clean_name
 from fsdp_compile.fsdp_module import FSDPModule
+from fsdp_compile.integrations.fsdp_plugin import configured, without_fsdp
 from fsdp_compile.state_dict.sharded_value import managed
 
 __all__ = ["Accelerator"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
 _FOLDER = "sharded"  # within what `save_state` writes
+_OTHERS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)  # that wrap models
 
 
 class Accelerator(accelerate.Accelerator):
     """An `accelerate.Accelerator` whose models are sharded over all ranks.
 
     Args:
-        shard: arguments of `fully_shard`; None: its defaults. A model that is sharded already stays as it is.
-        arguments: of `accelerate.Accelerator`, without a plugin that distributes models.
+        shard: arguments of `fully_shard`, with precedence over accelerate's FSDP configuration if there is one, which
+            is used in the way of integrations/fsdp_plugin.py. A model that is sharded already stays as it is.
+        arguments: of `accelerate.Accelerator`.
+
+    Raises:
+        ValueError: accelerate is to distribute models in another way.
     """
 
     _optimizers: list[Any]
+    _custom_objects: list[Any]
 
     def __init__(self, *, shard: dict[str, Any] | None = None, **arguments: Any) -> None:
-        super().__init__(**arguments)
+        given, meshes = arguments.pop("fsdp_plugin", None), arguments.get("parallelism_config")
+        with without_fsdp() as launched:
+            self._fsdp_plugin = given or launched
+            if self._fsdp_plugin and (meshes or os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true"):
+                raise ValueError(f"parallelism_config: expected none beside an FSDP configuration, found "
+                                 f"{meshes or 'one of the environment'}; pass shard=dict(mesh=...)")  # fmt: skip
+            super().__init__(**arguments)
+        if self.distributed_type in _OTHERS:
+            raise ValueError(f"expected to shard models by this Accelerator, found {self.distributed_type.value}, "
+                             f"which another Accelerator or the environment asks for; leave that out")  # fmt: skip
         self._shard_options = shard or {}
         self.register_save_state_pre_hook(self._save_sharded)
         self.register_load_state_pre_hook(self._load_sharded)
-        self._all_optimizers: list[Any] = []
+        self._all: tuple[list[Any], list[Any]] = [], []
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -52,7 +70,10 @@ class Accelerator(accelerate.Accelerator):
         if self.use_distributed and not isinstance(model, FSDPModule):
             if self.device_placement and device_placement is not False:
                 model = model.to(self.device)
-            model = fully_shard(model, **self._shard_options)
+            plugin, options = self._fsdp_plugin, self._shard_options
+            if plugin is not None:
+                options = configured(plugin, model, self.mixed_precision, evaluation_mode) | options
+            model = fully_shard(model, **options)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)  # no wrapper around it
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -68,27 +89,28 @@ class Accelerator(accelerate.Accelerator):
         return state
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As accelerate's, but all ranks write models and optimizers, to a folder of their own.
+        """As accelerate's, but all ranks write models, optimizers and registered objects, to a folder of their own.
 
         Of a model with peft's adapters what trains is written, and a check of the rest: load its base by its name
         first, as when training began.
         """
-        with self._without_optimizers():
+        with self._without_sharded():
             return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """As accelerate's, also on another number of ranks."""
-        with self._without_optimizers():
+        with self._without_sharded():
             super().load_state(*args, **kwargs)
 
     @contextmanager
-    def _without_optimizers(self) -> Iterator[None]:
-        """Hide the optimizers from the base class, which would save those of the first rank."""
-        self._all_optimizers, self._optimizers = self._optimizers, []
+    def _without_sharded(self) -> Iterator[None]:
+        """Hide optimizers and registered objects from the base class, which would save those of the first rank."""
+        self._all = self._optimizers, self._custom_objects
+        self._optimizers, self._custom_objects = [], []
         try:
             yield
         finally:
-            self._all_optimizers, self._optimizers = [], self._all_optimizers
+            self._optimizers, self._custom_objects = self._all
 
     def _save_sharded(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         weights.clear()
@@ -106,9 +128,10 @@ class Accelerator(accelerate.Accelerator):
                 state[f"model_{index}"], state[f"base_{index}"] = trained_in(inner), _Base(inner)
             else:
                 state[f"model_{index}"] = model
-        for index, prepared in enumerate(self._all_optimizers):
+        optimizers, objects = self._all
+        for index, prepared in enumerate(optimizers):
             state[f"optimizer_{index}"] = optimizer_in(models, prepared.optimizer, f"optimizer {index}")
-        return state
+        return state | {f"object_{index}": each for index, each in enumerate(objects)}
 
 
 class _Base:

@@ -14,6 +14,7 @@ from fsdp_compile.checkpoint.save_load import optimizer_in
 from fsdp_compile.checkpoint.untrusted import file_in, load_item, path_in
 from fsdp_compile.fsdp_module import FSDPModule
 from fsdp_compile.integrations.accelerate import Accelerator
+from fsdp_compile.integrations.fsdp_plugin import without_fsdp
 
 __all__ = ["Trainer"]
 
@@ -24,8 +25,8 @@ class Trainer(transformers.Trainer):
     """A `transformers.Trainer` whose model is sharded over all ranks. Saved models are complete.
 
     Args:
-        arguments: of `transformers.Trainer`, without settings that distribute models.
-        shard: arguments of `fully_shard`; None: its defaults. A model that is sharded already stays as it is.
+        arguments: of `transformers.Trainer`.
+        shard: as of `Accelerator` in accelerate.py. A model that is sharded already stays as it is.
     """
 
     model: Any
@@ -38,11 +39,12 @@ class Trainer(transformers.Trainer):
 
     def _build_accelerator_args(self, **settings: Any) -> dict[str, Any]:
         self._accelerator_settings = super()._build_accelerator_args(**settings)
-        return self._accelerator_settings
+        return self._accelerator_settings | {"fsdp_plugin": None}
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator that shards models."""
-        super().create_accelerator_and_postprocess()
+        with without_fsdp():
+            super().create_accelerator_and_postprocess()
         self.accelerator = Accelerator(shard=self._shard_options, **self._accelerator_settings)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
