@@ -1,6 +1,5 @@
-"""`link="auto"`, the default: ranks measure their link together, and follow one plan."""
+"""`link="measure"`: ranks measure their link together, and follow one plan."""
 
-import json
 import logging
 import os
 import resource
@@ -20,14 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.link import LINK, start
-from fsdp_compile import CompileConfig, fully_shard
+from fsdp_compile import fully_shard
 from fsdp_compile.comm.groups import shared_name
 from fsdp_compile.comm.waits import MessageBoard, state_of
 from fsdp_compile.passes import agreement, inductor, measure
 from fsdp_compile.passes.cost.hardware import device
 from fsdp_compile.passes.measure import NotMeasured, measured_link, measured_speed
-from fsdp_compile.passes.plan.plan import Plan
-from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 from .ranks import Ranks
 
@@ -61,12 +58,13 @@ def _products() -> nn.Module:
 
 
 def _train_unequal(rank: int) -> list[str]:
-    """Ranks with batches of other sizes train a compiled model, with no option."""
+    """Ranks with batches of other sizes train a model that is planned for the link that they measure."""
     torch.manual_seed(0)
     model = nn.Sequential(*(_products() for _ in range(3)))
     torch.manual_seed(0)
     whole = nn.Sequential(*(_products() for _ in range(3)))
-    run = torch.compile(fully_shard(model, reshard_after_forward=True))
+    sharded = fully_shard(model, reshard_after_forward=True)
+    run = torch.compile(sharded, backend="fsdp_compile", options={"link": "measure"})
     log, texts = logging.getLogger("fsdp_compile"), _Texts()
     log.addHandler(texts)
     level = log.level
@@ -84,13 +82,11 @@ def _train_unequal(rank: int) -> list[str]:
     return [text for text in texts.texts if "planned" in text]
 
 
-def test_default_is_planned(two: Ranks) -> None:
-    """Without any option forward and backward are planned for the measured link, with one plan on ranks whose batches
+def test_a_measured_link_is_planned_for(two: Ranks) -> None:
+    """Forward and backward are planned for the measured link, with one plan on ranks whose batches
     differ, and gradients are those of one process.
     """
     texts = [text for each in two.run(_train_unequal) for text in each]  # graphs from the cache are not planned
-    worth = [texts.pop(texts.index(text)) for text in [*texts] if text.startswith("planned: ")]
-    assert worth and all("reshard_after_forward='auto' would need 0.00 GB more and save " in text for text in worth)
     assert {text.split(":")[0] for text in texts} == {"forward", "backward"}
     links = {text.split("planned for ")[1].split(", ")[0] for text in texts}
     assert len(links) == 1 and next(iter(links)).startswith("measured:0=")
@@ -224,10 +220,11 @@ def _failing_in_a_compile(rank: int, attempt: str) -> tuple[float, list[str]]:
         inductor._log_once.cache_clear()
         torch.manual_seed(0)
         model = fully_shard(_products())
-        loss = torch.compile(model)(torch.ones(4, 64)).square().mean()
+        run = torch.compile(model, backend="fsdp_compile", options={"link": "measure"})
+        loss = run(torch.ones(4, 64)).square().mean()
         loss.backward()
         state_of(dist.group.WORLD).link = None
-    return loss.item(), [text for text in texts if text.startswith("link=")]
+    return loss.item(), [text for text in texts if text.startswith("collectives follow")]
 
 
 def test_measuring_never_ends_a_run(two: Ranks) -> None:
@@ -246,7 +243,7 @@ def test_measuring_never_ends_a_run(two: Ranks) -> None:
         assert [value for value, _ in answers] == pytest.approx([loss] * 2)
         assert [len(texts) for _, texts in answers] == [1, 0]
         (text,) = answers[0][1]
-        assert text.endswith(f"OSError: no {attempt}") and "follow a fixed rule, as nothing was measured" in text
+        assert text.endswith(f"OSError: no {attempt}") and "the order of blocks, as no link was measured" in text
 
 
 def _alone(rank: int) -> None:
@@ -309,9 +306,8 @@ def test_a_rank_that_is_stopped(two: Ranks) -> None:
 
 
 @pytest.fixture
-def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float, float], dist.ProcessGroup]]:
-    """Starts rank 0 of 8 on an emulated link: its clock goes on while one waits alone, and no run was before."""
-    monkeypatch.setattr(agreement, "cache_folder", lambda: tmp_path)
+def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float, float], dist.ProcessGroup]]:
+    """Starts rank 0 of 8 on an emulated link: its clock goes on while one waits alone."""
     monkeypatch.setattr(LINK, "now", lambda: 0.0)
     monkeypatch.setattr(LINK, "uncounted", 0.0)
     yield partial(start, 8)
@@ -340,54 +336,6 @@ def test_a_slow_launch(link: Callable[[float, float], dist.ProcessGroup]) -> Non
     """Where a launch alone takes long, bandwidth is measured too: without noise, both figures are those of the link."""
     found = measured_link(link(0.01, 1e8), CPU, 1 << 24, 60.0, LINK.clock)
     assert found == pytest.approx((0.01, 1e8))
-
-
-def test_figures_of_the_run_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures near to those of the run before give way to them, so that a restart finds its compiled code."""
-    monkeypatch.setattr(agreement, "cache_folder", lambda: tmp_path)
-    offered = []
-    for bandwidth in (1.04e9, 1.9e9, 2.4e9, 6e8, 2.5e9):
-        measure._offer("link/0", "here", {"latency": 1e-3, "bandwidth": bandwidth})
-        offered.append(json.loads(agreement.kept("here") or "")["bandwidth"])
-    assert offered == [1e9, 1e9, 2.4e9, 6e8, 2.5e9]
-    assert agreement.kept("elsewhere") is None
-    for damaged in ("", "{", "[1]", '{"bandwidth": "fast", "latency": 1e-3}', '{"bandwidth": -1, "latency": null}'):
-        agreement.keep("here", damaged)
-        measure._offer("link/0", "here", {"latency": 1e-3, "bandwidth": 3e9})
-        assert json.loads(agreement.kept("here") or "")["bandwidth"] == 3e9, damaged
-
-
-class _Board:
-    """That of a rank which comes first."""
-
-    def decide(self, key: str, text: str) -> str:
-        return text
-
-
-def test_a_damaged_plan_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan that an earlier run kept is followed. A kept file that cannot be read as a plan is replaced by one."""
-    monkeypatch.setattr(agreement, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(agreement, "board", _Board)
-    config = CompileConfig(link="custom:1e-3,1e9")
-    units = (UnitCost("a", 1.0, 0.0, 8, 0), UnitCost("b", 1.0, 0.0, 8, 0))
-    step = Workload((Task("0", 2.0, reads=(0,)), Task("1", 2.0, reads=(1,))), 2, units)
-    plan, _ = agreement.plan_together(step, config, "forward")
-    late = Plan.parse("at 0 gather a\nat 0 wait a\nat 1 free a\nat 1 gather b\nat 1 wait b\nat 2 free b\n")
-    assert plan != late
-    (path,) = tmp_path.rglob("*.kept")
-    path.write_text(json.dumps({"keep": [], "plan": str(late)}))
-    assert agreement.plan_together(step, config, "forward")[0] == late
-    for damaged in (
-        "",
-        "{",
-        "[]",
-        "7",
-        '{"plan": "at 0 gather a", "keep": []}',
-        '{"plan": 7, "keep": []}',
-        '{"keep": []}',
-    ):
-        path.write_text(damaged)
-        assert agreement.plan_together(step, config, "forward")[0] == plan, damaged
 
 
 def _agree(rank: int) -> str:
