@@ -346,7 +346,11 @@ def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     if not _with_accumulated or any(callable(each) for each in (*args, *kwargs.values()) if each is not optimizer):
         return
     for group in optimizer.param_groups:
-        check_reduced(group["params"], "run the last backward before optimizer.step() outside no_sync")
+        check_reduced(
+            group["params"],
+            "run the last backward before optimizer.step() outside no_sync; a trainer that lets each rank step alone, "
+            "as LocalSGD of accelerate, needs a model that is not sharded",
+        )
 
 
 def check_reduced(params: Iterable[nn.Parameter], advice: str) -> None:
