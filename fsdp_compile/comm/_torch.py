@@ -20,13 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _current_autograd_node as current_node  # whose hooks may run
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.autograd import _profiler_enabled as profiler_runs
 from torch.distributed import _functional_collectives  # noqa: F401  (registers OPERATORS)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group, _world
 
-__all__ = ["profiler_runs"]  # of torch, for others
+__all__ = ["current_node", "profiler_runs"]  # of torch, for others
 
 OPERATORS = torch.ops._c10d_functional
 

@@ -260,8 +260,7 @@ class Unit:
     @property
     def is_unsharded(self) -> bool:
         """Whether module code may read unsharded parameters: in a forward, or in the running backward pass."""
-        phase = self._phase
-        return phase is Phase.FORWARD or (phase is Phase.BACKWARD and self.backward is running_backward())
+        return self.phase in (Phase.FORWARD, Phase.BACKWARD)
 
     def show_unsharded(self, tensors: list[Tensor], as_flats: bool) -> None:
         """Let a forward or the running backward pass read `tensors`, one per parameter, or per flat parameter."""

@@ -68,6 +68,8 @@ class AccumulatedGradient:
                 continue
             if param.requires_grad and (param.grad is None or param.grad is not self.shown[index]):
                 shown = UnreducedGradient(view.view(-1), flat.specs[index])
+                if (managed := unit_of(param)) is not None and (divisor := managed[0].divisor) is not None:
+                    shown.divided_by = divisor / managed[0].data_parallel_size
                 self.shown[index] = set_grad(param, shown)
         self.versions = [0 if shown is None else shown._version for shown in self.shown]  # plain ones share `total`'s
 
@@ -87,10 +89,6 @@ class AccumulatedGradient:
                 self.views = view_parameters(self.total, flat.layout.text)
                 self.shown = [None] * len(flat.params)
         self.show(flat)
-
-    def shows(self, grad: Tensor) -> bool:
-        """Whether `grad` is one of the shown views."""
-        return any(grad is shown for shown in self.shown)
 
     def collect(self, flat: FlatParam) -> None:
         """Apply to the sum what the user did to the shown gradients; RuntimeError if one now has another size.
@@ -358,7 +356,7 @@ def check_reduced(params: Iterable[nn.Parameter], advice: str) -> None:
     for param in params if _with_accumulated else ():
         unit, index = unit_of(param) or (None, 0)
         accumulated = None if unit is None or param.grad is None else unit.in_flat(index)[0].accumulated
-        if unit is not None and accumulated is not None and accumulated.shows(param.grad):
+        if unit is not None and accumulated is not None and any(param.grad is shown for shown in accumulated.shown):
             raise RuntimeError(
                 f"parameter {unit.names[index]}: its gradient was accumulated under no_sync and not reduced; {advice}"
             )

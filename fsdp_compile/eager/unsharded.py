@@ -293,7 +293,7 @@ class UnshardedUnit:
         if not as_flats and not torch.is_inference_mode_enabled():  # which counts no versions
             watched = views if unit.tensor_parallel else [views[start] for start in starts]
         self.views = views
-        way = differentiable[0].grad_fn if differentiable else None
+        way = next((each.grad_fn for each in differentiable if each.requires_grad), None)
         self.opened = Opened(watched, list(map(_VERSION, watched)), next_node_number(), way)
 
     def show(self) -> None:
@@ -393,7 +393,7 @@ class UnshardedUnit:
             # input, that node belongs to another unit.
             node = None if leaf._base is None else leaf._base.grad_fn
             if node and all((each if each._base is None else each._base).grad_fn is not node for each in given):
-                node.register_prehook(self._before_backward)
+                node.register_prehook(self.before_backward)
         for each in (*kept, *given):
             if id(each) not in hooked and node_number(each) >= self.opened.first_node:
                 hooked[id(each)] = self._register_hook(each)
@@ -401,7 +401,7 @@ class UnshardedUnit:
         return Exits(opaque, next_node_number() > (self.opened.first_node if last is None else last[0] + 1))
 
     def _register_hook(self, tensor: Tensor) -> Exit:
-        hooks = register_first_hook(tensor, self._before_backward)  # before those that forward has registered
+        hooks = register_first_hook(tensor, self.before_backward)  # before those that forward has registered
         return node_number(tensor), hooks, weakref.ref(tensor)
 
     def _hook_inputs(self, given: list[Tensor]) -> None:
@@ -419,7 +419,8 @@ class UnshardedUnit:
     # --- backward -----------------------------------------------------------------------------------------------------
 
     @never_compile
-    def _before_backward(self, _grad: Any) -> None:
+    def before_backward(self, _grad: Any) -> None:
+        """The running pass is about to read the parameters: a hook of autograd."""
         backward = running_backward()
         assert backward is not None  # the engine calls this
         if torch.is_grad_enabled():
@@ -428,8 +429,7 @@ class UnshardedUnit:
             with collectives.profiled("pre", self.unit.path):
                 self.pre_backward(backward)
         elif self in self.unit.awaiting_backward and not any(buffer.is_free for buffer in self.buffers):
-            # A recomputed forward opened it; another may have hidden it since.
-            self.enter(State.BACKWARD)
+            self.enter(State.BACKWARD)  # a recomputed forward opened it; another may have hidden it since
             self.unit.show_unsharded(self.views, self.reader is not None)
         elif self.state is State.LENT:
             self.enter(State.WAITING)

@@ -74,6 +74,7 @@ class UnreducedGradient(UnshardedTensor):
     """
 
     is_reduced = False
+    divided_by = 1.0  # what the reduce divides by that is to come, for each rank
 
     def elements(self, *, grad_placements: Any = None) -> Tensor:
         """This rank's accumulated gradient, plain; it shares memory. Other ranks have other values."""
@@ -100,9 +101,11 @@ _UPDATES = ("aten::_fused_", "aten::_amp_")
 def _call_on_all_elements(func: Any, args: Any, kwargs: Any) -> Any:
     average_gradients(args)
     if func is aten.add_.Tensor and isinstance(args[0], UnreducedGradient) and type(args[1]) is ShardedTensor:
-        # What all ranks add alike stays as it is where the sum is averaged: the gradient of a use of the parameter
-        # outside of its unit's forward, or a penalty.
-        args = (args[0], args[1].spec.gather_split(args[1].local), *args[2:])
+        # A use of the parameter outside of its unit's forward, or a penalty. It is reduced already, so each rank adds
+        # what it stores, times what the reduce will divide by: an all-gather would need one order on all ranks.
+        spec, added = args[1].spec, torch.zeros_like(args[0].local)
+        added[spec.first : spec.first + spec.numel] = args[1].local * (spec.ranks.size * args[0].divided_by)
+        args = (args[0], added.view(spec.split_shape), *args[2:])
     plain: dict[int, Any] = {}
     met = set()
 
