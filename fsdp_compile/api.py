@@ -343,7 +343,6 @@ def explain_plan(
     world_size: int | None = None,
     device: str | None = None,
     budget: int | None = None,
-    activations: str = "keep",
     optimizer: str | None = None,
     clip: bool = False,
     batch: int = 1,
@@ -362,7 +361,6 @@ def explain_plan(
         world_size: number of ranks, where no process group is initialized: a fake one of that size is used meanwhile.
         device: what computes, as in `CompileConfig`.
         budget: number of bytes that may live at once, or None for no limit.
-        activations: what becomes of each block's activations between forward and backward, as in `CompileConfig`.
         optimizer: "adamw", "adam", "momentum" or "sgd": the plan is that of a step of `compile_step` with it, which
             repeats; "muon": Muon for the matrices of repeated blocks, and the report ends with what these compute and
             exchange; None: that of a forward and backward alone.
@@ -385,7 +383,7 @@ def explain_plan(
     check_type("link", link, str)
     check_type("model", model, nn.Module | Callable)
     check_type("example_inputs", example_inputs, Sequence | Callable | None)
-    config = checked(CompileConfig(link=link, device=device, budget=budget, activations=activations, update=update))
+    config = checked(CompileConfig(link=link, device=device, budget=budget, update=update))
     shard = functools.partial(fully_shard, reshard_after_forward="auto")
 
     def given(made: nn.Module) -> tuple[list[Any], dict[str, Any]]:

@@ -12,7 +12,6 @@ from typing import Any, Literal
 MOST_BYTES = 1 << 28  # of a file of text
 
 MEASURE, MEASURED = "measure", "measured:"  # what `CompileConfig.link` may be, or begin with once ranks have measured
-ACTIVATIONS = ("keep", "recompute", "offload", "auto")
 
 
 def check_type(name: str, value: Any, expected: Any) -> None:
@@ -88,11 +87,6 @@ class CompileConfig:
             name, is measured with the link.
         budget: bytes that may be alive at once in a graph: shards, activations, gathered and packed buffers. The plan
             is searched within it, for a link that the ranks measure if none is named. None: there is no limit.
-        activations: what becomes of each block's activations between forward and backward. "keep": they stay, but torch
-            may recompute cheap ones; "recompute": they are recomputed from the block's inputs; "offload": results of
-            matrix products and of attention are copied to the host and back, and the others recomputed, except in the
-            last block; "auto": for each block what makes the step shortest within `budget`, together with which units
-            stay unsharded. "offload" and "auto" need `link`. A block that the user has checkpointed is left as it is.
         profile: path of a JSON file with measured seconds, as `fsdp_compile.profile_step` saves it. Needs `link`, and
             the same file on all ranks.
         plan: path of a file with plans to follow, as `str(plan)` under the headings `forward:` and `backward:`.
@@ -115,7 +109,6 @@ class CompileConfig:
     link: str | None = None
     device: str | None = None
     budget: int | None = None
-    activations: str = "keep"
     profile: str | None = None
     plan: str | None = None
     record_profile: bool = False
@@ -138,23 +131,17 @@ class CompileConfig:
             raise ValueError(f"check_ranks_timeout must be above 0 seconds, not {self.check_ranks_timeout}")
         if self.budget is not None and self.budget < 1:
             raise ValueError(f"budget must be at least 1 byte, or None, not {self.budget}")
-        if self.activations not in ACTIVATIONS:
-            raise ValueError(f"activations must be one of {', '.join(ACTIVATIONS)}, not {self.activations!r}")
-        if self.activations != "keep" and self.profile is not None:
-            raise ValueError(f"profile cannot be used with activations={self.activations!r}: it has no seconds of what "
-                             f"is computed again")  # fmt: skip
         if self.link == "auto":
             text = "link='auto' is link='measure' now; without a link steps follow the order of blocks: leave it out"
             warnings.warn(text, FutureWarning, stacklevel=3)
-        copies = self.activations in ("offload", "auto")
-        asks = copies or (self.device, self.budget, self.profile) != (None,) * 3
+        asks = (self.device, self.budget, self.profile) != (None,) * 3
         if self.link == "auto" or (self.link is None and asks):
             object.__setattr__(self, "link", MEASURE)
 
     @property
     def without_search(self) -> "CompileConfig":
         """This configuration where no link is known: collectives follow the order of blocks."""
-        return replace(self, link=None, device=None, budget=None, activations="keep", profile=None)
+        return replace(self, link=None, device=None, budget=None, profile=None)
 
     @property
     def deciding_code(self) -> "CompileConfig":
@@ -178,8 +165,12 @@ class CompileConfig:
         `FSDP_COMPILE_LINK=none` stands for None.
 
         Raises:
-            ValueError: a variable has a value of another type than its field, and is named.
+            ValueError: a variable has a value of another type than its field, or is that of an option that is gone; it
+                is named.
         """
+        for name, instead in _GONE.items():
+            if os.environ.get(variable := f"FSDP_COMPILE_{name.upper()}"):
+                raise ValueError(f"{variable}: this option is gone; {instead}")
         variables = {name: f"FSDP_COMPILE_{name.upper()}" for name in _PARSERS}
         return cls(**{name: _parse(name, variable) for name, variable in variables.items() if os.environ.get(variable)})
 
@@ -190,11 +181,13 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "link": lambda text: None if text == "none" else text,
     "device": str,
     "budget": int,
-    "activations": str,
     "profile": str,
     "plan": str,
     "share_artifacts": lambda text: bool(int(text)),
 }
+
+
+_GONE = {"activations": "torch.utils.checkpoint and torch._functorch.config.activation_memory_budget are what remains"}
 
 
 def _text_of(name: str, path: str) -> str:

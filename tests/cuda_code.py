@@ -22,8 +22,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _triton
 from torch.utils._pytree import tree_map_only
 
-from fsdp_compile.passes.graph.nodes import get_tag
-
 CUDA = torch.device("cuda:0")
 HOPPER = SimpleNamespace(
     name="H100", major=9, minor=0, multi_processor_count=132, warp_size=32, regs_per_multiprocessor=65536,
@@ -63,12 +61,6 @@ _HARDWARE: list[tuple[Any, str, Any]] = [  # whatever asks for it on the way to 
 ]
 
 
-def _is_on_host(node: fx.Node) -> bool:
-    """Whether a node is an activation's copy in the memory of the host."""
-    tag = get_tag(node)
-    return tag is not None and tag.kind == "host"
-
-
 def _compile(
     on_cuda: Callable[[FakeTensor], bool], module: fx.GraphModule, inputs: Sequence[Any], **options: Any
 ) -> Any:
@@ -80,10 +72,6 @@ def _compile(
 
     for node in module.graph.nodes:
         node.args, node.kwargs = tree_map_only(torch.device, lambda _: CUDA, (node.args, node.kwargs))
-        if not _is_on_host(node):
-            tree_map_only(FakeTensor, claim, node.meta.get("val"))
-    placeholders = module.graph.find_nodes(op="placeholder")
-    for node, given in zip(placeholders, inputs, strict=True):
-        if not _is_on_host(node):
-            tree_map_only(FakeTensor, claim, given)
+        tree_map_only(FakeTensor, claim, node.meta.get("val"))
+    tree_map_only(FakeTensor, claim, list(inputs))
     return compile_fx.compile_fx_inner(module, inputs, **options)

@@ -72,7 +72,6 @@ BROKEN = {
     "choose_wires": (f"{_JOINT}/choose_wires.py", "_set_format(starts, chosen[slot])", '_set_format(starts, "")'),
     "smallest_gather": (f"{_JOINT}/smallest_gather.py", "capacity=size * len(values.values) + order", "capacity=order"),
     "keep_where_forward_ends": (f"{_JOINT}/reshard.py", "tagged_as in roots:", "tagged_as not in roots:"),
-    "choose_activations": (f"{_JOINT}/choose_memory.py", "set_policy(self.stored, CheckpointPolicy.MUST_SAVE)", "pass"),
     "choose_reshard": (f"{_JOINT}/reshard.py", "in by_first_read[:1])", "in by_first_read[:0])"),
     "reshard": (f"{_JOINT}/reshard.py", "        if tag.reshard:\n", "        if not tag.reshard:\n"),
     "check_saved": ("passes/checks.py", "if is_gathered or was_tagged:", "if was_tagged:"),

@@ -27,7 +27,6 @@
     send_buffer(payload)       the payload, in one buffer                  Inductor's graphs
     send_buffer_as(shard)      the shard, cast where its all-gather        Inductor's graphs
                                starts
-    to_host, from_host, wait_copy: at the end of this file
 
 This file has the signatures, the derivatives and the shapes, and `UnshardSpec`, the string that says how a unit is
 gathered and reduced. The bodies of `unshard`, `reduce_grads` and `check_ranks` are in agree/order.py, those of
@@ -382,68 +381,4 @@ def shard_order(groups: Sequence[NamedGroup]) -> tuple[int, ...]:
     return tuple(rank // neighbors + peers * (rank % neighbors) for rank in range(peers * neighbors))
 
 
-# --- copies to and from pinned memory of the host, on a stream of their own -------------------------------------------
-
-#     to_host(tensor)             a copy on the host; begins behind what has been computed so far
-#     from_host(host, after)      a copy on the device of `after`, a tensor that backward has when it may begin to copy
-#     wait_copy(copy, source)     `copy`, complete for what computes from here on; `source` is alive until then
-#
-# Computing does not wait for a copy until `wait_copy`. On the CPU copies are made at once.
-
-# Note [What keeps a copied tensor alive]
-# The caching allocator gives memory to the next tensor of the computing stream as soon as the last reference is gone,
-# though another stream may still read it. `wait_copy` has the source among its arguments and makes the computing stream
-# wait for the copy's event, so that memory that is freed behind it is no longer read. Pinned memory needs no such care:
-# its allocator notes the events of copies itself. A result is allocated on the computing stream, and the copying stream
-# waits for that before it writes.
-
-TO_HOST = define("to_host", "(Tensor tensor) -> Tensor", _OPAQUE)  # events of a replay would be those of the capture
-FROM_HOST = define("from_host", "(Tensor host, Tensor after) -> Tensor", _OPAQUE)
-# Generated code gives no source: it keeps that alive in a way of its own.
-WAIT_COPY = define("wait_copy", "(Tensor(a) copy, Tensor? source=None) -> Tensor(a)", _OPAQUE)
-
-_streams: dict[torch.device, torch.cuda.Stream] = {}  # the copying stream of each device
-
-
-def _start_copy(copy: Tensor, source: Tensor, device: torch.device) -> Tensor:
-    """Begin to fill `copy`, behind what the device's current stream has been given."""
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    stream = _streams[device]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        copy.copy_(source, non_blocking=True)
-        vars(copy.untyped_storage())["copied"] = stream.record_event(), device  # until it is waited for
-    return copy
-
-
-@torch.library.impl("fsdp_flat::to_host", "default")
-def _to_host(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu":
-        return tensor.clone()
-    return _start_copy(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True), tensor, tensor.device)
-
-
-@torch.library.impl("fsdp_flat::from_host", "default")
-def _from_host(host: Tensor, after: Tensor) -> Tensor:
-    if after.device.type == "cpu":
-        return host.clone()
-    return _start_copy(torch.empty(host.shape, dtype=host.dtype, device=after.device), host, after.device)
-
-
-@torch.library.impl("fsdp_flat::wait_copy", "default")
-def _wait_copy(copy: Tensor, source: Tensor | None = None) -> Tensor:
-    if copied := vars(copy.untyped_storage()).pop("copied", None):
-        event, device = copied
-        torch.cuda.current_stream(device).wait_event(event)
-    return copy
-
-
-torch.library.register_fake(
-    "fsdp_flat::to_host", lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-)
-torch.library.register_fake(
-    "fsdp_flat::from_host", lambda host, after: torch.empty(host.shape, dtype=host.dtype, device=after.device)
-)
-torch.library.register_fake("fsdp_flat::wait_copy", lambda copy, source=None: copy)
 torch.library.register_fake("fsdp_flat::await_gather", lambda full: full)

@@ -28,7 +28,7 @@ from fsdp_compile.explain.prediction import (
     Prediction,
     Setting,
 )
-from fsdp_compile.explain.scheduled import BlockChoice, Scheduled
+from fsdp_compile.explain.scheduled import Scheduled
 from fsdp_compile.passes.plan.plan import Plan, Timeline, simulate
 from fsdp_compile.passes.plan.schedule import order_of_blocks
 from fsdp_compile.passes.plan.whole_step import prefetched
@@ -83,11 +83,6 @@ class Report:
     def budget(self) -> int | None:
         """The number of bytes that may live at once, or None for no limit."""
         return self._planned.budget
-
-    @property
-    def blocks(self) -> tuple[BlockChoice, ...]:
-        """What becomes of each block between forward and backward, where that was chosen."""
-        return self._planned.blocks
 
     @property
     def bound(self) -> float:
@@ -289,9 +284,6 @@ def _plan(step: Scheduled) -> Iterator[str]:
             (task.name, f"{1e3 * task.seconds:.3f}", f"gather {begun[after]}" if begun[after] else "")
             for after, task in updates
         ]))  # fmt: skip
-    if step.blocks:
-        rows = [(each.name, each.activations, f"{each.unsharded} of {each.units}") for each in step.blocks]
-        yield from ("", *table(("~block", "~activations", "~units that stay unsharded"), rows))
     seconds, computing = step.timeline.makespan, sum(task.seconds for task in workload.tasks)
     gap = max(0.0, seconds / step.bound - 1) if step.bound else 0.0
     repeats = ", backward, update and the next forward, which repeats" * bool(workload.forward)

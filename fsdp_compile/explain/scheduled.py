@@ -27,16 +27,6 @@ from fsdp_compile.passes.plan.workload import Workload, lower_bound
 _MOST_TOP = 10  # single collectives that a prediction lists
 
 
-@dataclass(frozen=True)
-class BlockChoice:
-    """What becomes of a block after forward: its activations, and how many of its units stay unsharded."""
-
-    name: str
-    activations: str
-    unsharded: int
-    units: int
-
-
 class Message(NamedTuple):
     """What a gather, a reduce, or an average over replicas ("replicate") sends in a format: bytes in full and in it."""
 
@@ -53,7 +43,6 @@ class Scheduled:
         workload: what one pass, a forward and a backward, computes and communicates.
         plan: when it communicates.
         budget: the number of bytes that may live at once, or None for no limit.
-        blocks: what becomes of each block between forward and backward, where that was chosen.
         levels: which links gathers and reduces take, and which ones all-reduces over replicas.
         shards: number of ranks that store one copy of the parameters.
         passes: how many the step has.
@@ -71,7 +60,6 @@ class Scheduled:
     workload: Workload
     plan: Plan
     budget: int | None = None
-    blocks: tuple[BlockChoice, ...] = ()
     levels: tuple[Level, Level] = ("network", "network")
     shards: int = 1
     passes: int = 1

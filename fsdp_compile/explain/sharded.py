@@ -28,21 +28,20 @@ from fsdp_compile.explain.predict import UPDATE_MOVES
 from fsdp_compile.explain.prediction import Setting
 from fsdp_compile.explain.ranks import process_group
 from fsdp_compile.explain.report import Report
-from fsdp_compile.explain.scheduled import BlockChoice, Message, Scheduled
+from fsdp_compile.explain.scheduled import Message, Scheduled
 from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import reset_dynamo
 from fsdp_compile.passes.cost.hardware import device
-from fsdp_compile.passes.graph.analyze import GraphInfo
+from fsdp_compile.passes.graph.analyze import GraphInfo, analyze
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
+from fsdp_compile.passes.graph.optimizer_update import update_cost
 from fsdp_compile.passes.graph.prices import ALL_REDUCES, group_of, prices_of
 from fsdp_compile.passes.graph.work import node_work, size_of
 from fsdp_compile.passes.inductor import compile_with
-from fsdp_compile.passes.joint.choose_memory import choose_policies, read_blocks
 from fsdp_compile.passes.pipeline import GraphContext, Pass
-from fsdp_compile.passes.plan.memory import KEEP, Options
 from fsdp_compile.passes.plan.plan import Plan, verify
 from fsdp_compile.passes.plan.schedule import search_plan
-from fsdp_compile.passes.plan.whole_step import budget_of_step
+from fsdp_compile.passes.plan.whole_step import budget_of_step, with_update
 from fsdp_compile.passes.plan.workload import Workload
 
 MUON = "muon"
@@ -64,7 +63,6 @@ def report(
     workload: Workload,
     plan: Plan,
     budget: int | None = None,
-    blocks: tuple[BlockChoice, ...] = (),
     *,
     setting: Setting | None = None,
     model: str = "model",
@@ -84,7 +82,7 @@ def report(
     hardware = device(setting.hardware) if setting else None
     setting = setting or Setting(1)
     shards = setting.shard_size or setting.world_size
-    step = Scheduled(workload, plan, budget, blocks, shards=shards, **links)
+    step = Scheduled(workload, plan, budget, shards=shards, **links)
     tokens = setting.batch * setting.sequence
     return Report((step.predict(model, parameters, setting, hardware, tokens, (flops, flops)),), step)
 
@@ -115,30 +113,22 @@ def explain_sharded(
     with process_group(world_size), nullcontext() if exists else fake_tensors():
         made = model if isinstance(model, nn.Module) else model()
         sharded = made if sharding_of(made) else shard(copy.deepcopy(made) if exists else made)
-        choices, setting, flops, links = choices_of(sharded, *batch(sharded), config)
+        workload, setting, flops, links = read_step(sharded, *batch(sharded), config)
         parameters = sum(each.numel() for each in sharded.parameters())
         matrices = costs_of_matrices(muon_of(sharded), config.link or "", config.device) if optimizer == MUON else ()
     if config.device not in (None, "cpu"):  # on that device, though not here, one launch serves several units
-        plain, stored = (replace(each, can_coalesce=True) for each in (choices.plain, choices.stored))
-        choices = replace(choices, plain=plain, stored=stored)
+        workload = replace(workload, can_coalesce=True)
     if optimizer is not None:
         setting = replace(setting, optimizer=optimizer, compile_step=True)
-    chosen = choose_policies(choices, config)
-    planned = search_plan(chosen.workload, budget_of_step(chosen.workload, config.budget))
-    blocks = list[BlockChoice]()
-    for block, policy in zip(choices.blocks, chosen.policies, strict=True) if config.activations != "keep" else ():
-        units = [each.name for each in choices.plain.units if f"{each.name}.".startswith(f"{block.name}.")]
-        unsharded = len(set(units).intersection(planned.keep_unsharded))
-        blocks.append(BlockChoice(block.name, policy.name if policy else KEEP, unsharded, len(units)))
-    return report(chosen.workload, planned.plan, config.budget, tuple(blocks), setting=setting,
-                  model=type(sharded).__name__, parameters=parameters, flops=flops, matrices=matrices,
-                  **links)  # fmt: skip
+    planned = search_plan(workload, budget_of_step(workload, config.budget))
+    return report(workload, planned.plan, config.budget, setting=setting, model=type(sharded).__name__,
+                  parameters=parameters, flops=flops, matrices=matrices, **links)  # fmt: skip
 
 
 class _Read(NamedTuple):
-    """Of a joint graph: what may be chosen, the setting, its operations, and what `Scheduled` has of links."""
+    """Of a joint graph: the step, the setting, its operations, and what `Scheduled` has of links."""
 
-    choices: Options
+    workload: Workload
     setting: Setting
     flops: int
     links: dict[str, Any]
@@ -148,7 +138,7 @@ class _GraphRead(Exception):
     """Raised to end a compilation once its joint graph has been read."""
 
 
-def choices_of(model: nn.Module, inputs: Sequence[object], named: Mapping[str, Any], config: CompileConfig) -> "_Read":
+def read_step(model: nn.Module, inputs: Sequence[object], named: Mapping[str, Any], config: CompileConfig) -> "_Read":
     """Read the joint graph of a sharded model.
 
     Raises:
@@ -158,13 +148,14 @@ def choices_of(model: nn.Module, inputs: Sequence[object], named: Mapping[str, A
 
     def read_graph(context: GraphContext) -> None:
         prices = prices_of(context.graph, config)
-        blocks = read_blocks(context.graph, prices)
-        choices = blocks.options(config)
+        info = prices.read(context.graph, "joint") if prices else analyze(context.graph, joint=True)
+        update = update_cost(info, prices, config)
+        step = info.workload if update is None else with_update(info.workload, update)
         gathers = tagged(context.graph, "gather")
         dtypes = {each.meta["val"].dtype for each in gathers}
         tensors = [each for each in inputs if isinstance(each, torch.Tensor) and each.dim()]
         tokens = bool(tensors) and not tensors[0].is_floating_point() and tensors[0].dim() > 1
-        is_hybrid = any(unit.replicate for unit in choices.plain.units)
+        is_hybrid = any(unit.replicate for unit in step.units)
         setting = Setting(
             dist.get_world_size(),
             batch=max(1, tensors[0].shape[0]) if tensors else 1,
@@ -178,13 +169,13 @@ def choices_of(model: nn.Module, inputs: Sequence[object], named: Mapping[str, A
             network=config.link,
         )
         flops = sum(node_work(node).flops for node in context.graph.nodes)
-        links: dict[str, Any] = {"messages": messages_of(blocks.info)}
+        links: dict[str, Any] = {"messages": messages_of(info)}
         if prices is not None:
             starts = tagged(context.graph, "gather", "reduce")
             replicated = [each for each in starts if each.target in ALL_REDUCES]
             links["levels"] = prices.level(set(starts).difference(replicated)), prices.level(replicated)
             links["sources"] = tuple(prices.sources())
-        found.append(_Read(choices, setting, flops, links))
+        found.append(_Read(step, setting, flops, links))
         raise _GraphRead
 
     before = tuple(each for each in PASSES if each.name in ("insert_collectives", "choose_wires"))

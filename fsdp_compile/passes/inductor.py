@@ -36,7 +36,6 @@ from fsdp_compile.passes.graph.nodes import is_ours
 from fsdp_compile.passes.graph.prices import hardware_at
 from fsdp_compile.passes.hooks import CORE_PASSES, OURS, Refused, pipelines
 from fsdp_compile.passes.joint import reshard_by_cost
-from fsdp_compile.passes.joint.choose_memory import choose_activations
 from fsdp_compile.passes.joint.choose_wires import choose_wires
 from fsdp_compile.passes.joint.smallest_gather import smallest_gather
 from fsdp_compile.passes.measure import NoLink, NotMeasured, measured_link, measured_speed
@@ -74,7 +73,6 @@ def placed(passes: Sequence[Pass], extra: Sequence[Pass]) -> tuple[Pass, ...]:
 EXTRA_PASSES = (
     Pass("choose_wires", "joint", choose_wires, needs=("insert_collectives",), after="insert_collectives"),
     Pass("smallest_gather", "joint", smallest_gather, needs=("insert_collectives",), after="insert_collectives"),
-    Pass("choose_activations", "joint", choose_activations, after="keep_where_forward_ends"),
     Pass("choose_reshard", "joint", reshard_by_cost.choose_reshard),
     Pass("check_saved", "post_grad", check_saved, after="reshard"),
     Pass("reuse_gathered", "post_grad", reuse_gathered, after="pack_in_place"),

@@ -37,7 +37,6 @@ joint after insert_collectives
 joint after choose_wires
 joint after smallest_gather
 joint after keep_where_forward_ends
-joint after choose_activations
 joint after choose_reshard
 joint after reshard
 forward after check_saved

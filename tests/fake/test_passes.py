@@ -16,6 +16,7 @@ from compiling import Recorder, printed_graphs, small, step
 from conftest import RANK
 from models import MODELS, Residual, Stack, checkpointed, mlp, squared_error, vectors
 from torch import Tensor, fx, nn
+from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.nn import functional as F
@@ -109,8 +110,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"budget": 1}, "budget=1 needs a link, and the ranks could not measure one: name it"),
     ({**LINK, "budget": "4GB"}, "budget: expected an int or None, found str"),
     ({**LINK, "budget": -1}, "budget must be at least 1 byte, or None, not -1"),
-    ({"activations": "all"}, "activations must be one of keep, .*not 'all'"),
-    ({"activations": None}, "activations: expected a str, found NoneType"),
+    ({"activations": "recompute"}, "options: expected names among .*, found activations"),
     ({**LINK, "profile": "absent"}, "profile: expected absent to be JSON"),
     ({**LINK, "profile": 3}, "profile: expected a str or None, found int"),
     ({"plan": "absent"}, "plan: expected absent to be text with plans"),
@@ -156,9 +156,8 @@ def test_without_other_ranks_the_rule_makes_the_plan(caplog: pytest.LogCaptureFi
     assert [text for text in caplog.messages if "link" in text] == [
         "link='auto': collectives follow a fixed rule, as nothing was measured: there are no other ranks"
     ]
-    for options in ({"budget": 1}, {"activations": "auto"}):
-        with pytest.raises(PlanError, match=r"needs a link: .*; the ranks could not measure one"):
-            torch.compile(fully_shard(small()), backend="fsdp_compile", options=options)(X)
+    with pytest.raises(PlanError, match=r"needs a link: .*; the ranks could not measure one"):
+        torch.compile(fully_shard(small()), backend="fsdp_compile", options={"budget": 1})(X)
 
 
 @pytest.mark.parametrize("budget", [1, 100])
@@ -200,6 +199,7 @@ def test_default_path_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     ("variable", "value", "text"),
     [
         ("FSDP_COMPILE_BUDGET", "much", "FSDP_COMPILE_BUDGET must be a number, not 'much'"),
+        ("FSDP_COMPILE_ACTIVATIONS", "auto", "FSDP_COMPILE_ACTIVATIONS: this option is gone; torch.utils.checkpoint"),
         ("FSDP_COMPILE_DEVICE", "h1000", "device: expected one of a100-40, .*found 'h1000'"),
         ("FSDP_COMPILE_LINK", "ethernet", "link: expected one of h100-nvlink"),
         ("FSDP_COMPILE_PLAN", "absent", "plan: expected absent to be text with plans"),
@@ -436,6 +436,14 @@ def test_forward_saves_only_shards_and_activations(name: str) -> None:
     assert not [node for node in saved if is_gathered(node)]
     storages = {node.meta["val"].untyped_storage()._cdata for node in gathered}
     assert not [node for node in saved if node.meta["val"].untyped_storage()._cdata in storages]
+
+
+def test_torchs_budget_for_activations_holds() -> None:
+    """With torch's `activation_memory_budget` of 0 a forward saves what it was given alone: shards and a batch."""
+    case = MODELS["mlp"]
+    with functorch_config.patch(activation_memory_budget=0.0):
+        saved, _ = saved_nodes(case.build(), case.batch(1, 4), case.loss)
+    assert {node.op for node in saved} == {"placeholder"}
 
 
 class _BrokenApart(Stack):

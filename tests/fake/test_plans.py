@@ -344,7 +344,6 @@ def test_when_a_link_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         (True, {"link": "measure"}, True),
         (None, plan, False),
         (True, plan | {"budget": 1 << 30}, True),
-        (True, plan | {"activations": "recompute"}, False),
         ("auto", plan, True),
     ):
         seen = list[CompileConfig]()

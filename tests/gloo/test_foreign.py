@@ -440,7 +440,7 @@ def test_one_rank_has_compiled_before(two: Ranks, tmp_path: Path) -> None:
 
 
 def _with_a_budget(rank: int) -> None:
-    for options in ({"budget": 10**9}, {"device": "cpu"}, {"activations": "auto"}):
+    for options in ({"budget": 10**9}, {"device": "cpu"}):
         torch._dynamo.reset()
         with interpreted():
             run = torch.compile(torch.sin, backend="fsdp_compile", options=options)

@@ -27,15 +27,6 @@ SPECS = st.builds(
 )
 
 
-def test_copies_on_the_cpu() -> None:
-    """To the host and back are copies of their own there, which are there at once."""
-    values = torch.rand(3, 2)
-    host = torch.ops.fsdp_flat.to_host(values)
-    back = torch.ops.fsdp_flat.from_host(host, values)
-    for one, other in ((host, values), (back, host)):
-        assert torch.equal(one, other) and one.data_ptr() != other.data_ptr()
-
-
 @settings(max_examples=100, deadline=None)
 @given(spec=SPECS)
 def test_a_text_is_read_back(spec: UnshardSpec) -> None:

@@ -14,7 +14,7 @@ from bench.link import LINK
 from bench.models import Workload, gpt
 from fsdp_compile import Wire, explain, explain_plan, fully_shard
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.explain.sharded import choices_of
+from fsdp_compile.explain.sharded import read_step
 from fsdp_compile.passes.joint.choose_wires import Formats, widest
 
 SMALL = dict(batch=2, context=32, layers=2, heads=4, dim=128)
@@ -167,7 +167,7 @@ def test_formats_go_by_recorded_seconds(emulated: None, tmp_path: Path) -> None:
             _sharded(workload, wire="auto", allow=ALL),
             CompileConfig(link="custom:1e-9,1e6", profile=profile),
         )
-        read = choices_of(model, workload.batch(0, 0), {}, config)
+        read = read_step(model, workload.batch(0, 0), {}, config)
         found.append(bool(read.links["messages"]))
     assert found == [True, False]
     assert read.links["sources"][-1] == f"tasks     recorded, {tmp_path / 'profile.json'}"

@@ -131,8 +131,6 @@ class Hardware:
         step_seconds: time of a step beside its blocks.
         contention: seconds that computing loses for each second in which a collective runs beside it.
         fragments: bytes that the allocator holds beside those that are alive, as a fraction of these.
-        host_bandwidth: bytes per second that one device copies to or from pinned memory of its host; None: it has no
-            memory of its own, or the figure is not known.
         sources: origin and source of each of these, by name.
 
     Raises:
@@ -160,7 +158,6 @@ class Hardware:
     step_seconds: float = 0.0
     contention: float = 0.0
     fragments: float = 0.0
-    host_bandwidth: float | None = None
     sources: Mapping[str, Source] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -168,7 +165,7 @@ class Hardware:
         expect_finite(where, {f"peak of {dtype}": flops for dtype, flops in self.peak.items()}, above_zero=True)
         for name in UNITS:
             value = getattr(self, name)
-            if value is not None or name not in ("memory", "host_bandwidth"):
+            if value is not None or name != "memory":
                 expect_finite(where, {name: value}, above_zero=name not in _MAY_BE_ZERO)
         if self.ranks_per_node != int(self.ranks_per_node):
             raise ValueError(f"{where}, ranks_per_node: expected a whole number, found {self.ranks_per_node!r}")
@@ -207,7 +204,6 @@ UNITS = {
     "step_seconds": "s",
     "contention": "",
     "fragments": "",
-    "host_bandwidth": "bytes/s",
 }
 _LINK_UNITS = {"latency": "s", "hop": "s", "bandwidth": "bytes/s"}
 _PROTOCOL_UNITS = {"latency": "s", "hop": "s", "inside": "s", "part": "", "most": "bytes/s"}
@@ -351,7 +347,7 @@ def read_hardware(path: Path) -> Hardware:
     """
     table = _table(path)
     try:
-        optional = {each.name for each in fields(Hardware)} - {"sources"}
+        optional = {each.name for each in fields(Hardware)} - {"sources"} | {"host_bandwidth"}  # which older files have
         _expect_fields("", table, {"format", "name", "peak", "bandwidth", "memory", "node", "network"}, optional)
         if type(table["name"]) is not str:
             raise ValueError(f"name: expected text, found {reprlib.repr(table['name'])}")

@@ -101,7 +101,6 @@ class GraphInfo:
         reduces: likewise.
         prologue: nodes that run before the gathers that read them: maxima of parameters.
         tail: nodes that read reduced gradients, such as a sum of two; they run after all tasks.
-        alive: what occupies memory when, by positions of the nodes of all tasks; empty if no bytes are counted.
     """
 
     workload: Workload
@@ -110,10 +109,9 @@ class GraphInfo:
     reduces: dict[str, Reduce]
     prologue: list[fx.Node]
     tail: list[fx.Node]
-    alive: list[Lifetime]
 
 
-def analyze(graph: fx.Graph, costs: Costs = FREE, joint: bool = False, stored: Set[fx.Node] = frozenset()) -> GraphInfo:
+def analyze(graph: fx.Graph, costs: Costs = FREE, joint: bool = False) -> GraphInfo:
     """Read `graph`.
 
     Args:
@@ -121,7 +119,6 @@ def analyze(graph: fx.Graph, costs: Costs = FREE, joint: bool = False, stored: S
         costs: what its nodes take.
         joint: whether the graph is forward and backward in one: backward begins where a gradient of an output is first
             read.
-        stored: nodes whose value is stored, whoever reads it.
     """
     names = _start_names(graph)
     prologue = with_ancestors(tagged(graph, "maximum"))
@@ -145,7 +142,7 @@ def analyze(graph: fx.Graph, costs: Costs = FREE, joint: bool = False, stored: S
     first = next((name for name, gather in gathers.items() if gather.inputs & {*prologue}), None)
     ready = [spans[-1][1] for spans in writes.values()]
     has_bytes = costs.counts_bytes
-    alive = _alive_beside_plan(graph, computing, reduces, ready, gathers.keys(), joint, stored) if has_bytes else []
+    alive = _alive_beside_plan(graph, computing, reduces, ready, gathers.keys(), joint) if has_bytes else []
     memory = live_bytes(alive, len(computing))
     touched = zip(cuts, tasks, _units_by_task(reads, units, cuts), _units_by_task(writes, units, cuts), strict=True)
     workload = Workload(
@@ -168,7 +165,7 @@ def analyze(graph: fx.Graph, costs: Costs = FREE, joint: bool = False, stored: S
         can_coalesce=can_coalesce([start for each in gathers.values() for start in each.starts])
         and can_coalesce([each.start[-1] for each in reduces.values()]),
     )
-    return GraphInfo(workload, tasks, gathers, reduces, prologue, tail, alive)
+    return GraphInfo(workload, tasks, gathers, reduces, prologue, tail)
 
 
 def _start_names(graph: fx.Graph) -> dict[fx.Node, str]:
@@ -389,7 +386,6 @@ def _alive_beside_plan(
     ready: Sequence[int],
     gathered: Set[str],
     joint: bool,
-    stored: Set[fx.Node],
 ) -> list[Lifetime]:
     """What is alive when, except gathered and packed buffers, which are part of the plan.
 
@@ -406,7 +402,7 @@ def _alive_beside_plan(
         added.append((min(used)[0], max(size for _, size in used)))
     position = {node: index for index, node in enumerate(computing)}
     late = {source_of(node): at for node, at in packed.items()} if joint else {}
-    return lifetimes(graph, position, packed, added, joint, stored, late)
+    return lifetimes(graph, position, packed, added, joint, late=late)
 
 
 def _beside_matrices(reduce: Reduce) -> int:

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from torch import fx
 
 from fsdp_compile.passes._torch import inductor_config, is_caller_owned
-from fsdp_compile.passes.graph.nodes import get_tag, is_view, may_be_inlined, reads
+from fsdp_compile.passes.graph.nodes import is_view, may_be_inlined, reads
 from fsdp_compile.passes.graph.work import size_of
 
 
@@ -100,8 +100,6 @@ def last_uses_of(graph: fx.Graph, latest: Mapping[fx.Node, int], inlined: Set[fx
 
 def _own_size(node: fx.Node, position: Mapping[fx.Node, int], inlined: Set[fx.Node]) -> int:
     """Bytes that `node` allocates on the device, or the size of an input."""
-    if (tag := get_tag(node)) is not None and tag.kind == "host":
-        return 0
     if node.op == "placeholder":
         return size_of(node)
     schema = getattr(node.target, "_schema", None)

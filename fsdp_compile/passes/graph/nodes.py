@@ -22,7 +22,7 @@ _OWN_KEYS = (_KEY, "val", "tensor_meta", "eager_input_vals", "recompute", "ac_gr
 
 Kind = Literal[
     "cast", "local", "maximum", "gather", "wait", "view", "pack", "add_accumulated", "defer_reduce", "scale", "reduce",
-    "wait_reduce", "mean", "update", "host", "arriving",
+    "wait_reduce", "mean", "update", "arriving",
 ]  # fmt: skip
 
 
@@ -44,7 +44,6 @@ class Tag:
             reduce, wait_reduce  reduce-scatter or all-reduce, and the wait for it
             mean            of the rows that an all-to-all received, in place of a reduce-scatter
             update          of the unit by the optimizer, in backward
-            host            a copy of an activation in host memory
             arriving        an input of the graph: parameters that the eager runtime gathers meanwhile
         unit: index of the unit in order of its first gather in the traced forward; -1 if that is in another graph.
         path: of the unit's module in the model, for people.

@@ -7,7 +7,7 @@ prices_of                    the prices of a graph, if a link is named
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -108,19 +108,18 @@ class Prices:
         """Seconds of the all-reduce of a number, with its launch."""
         return max(all_reduce_seconds(4, *ranks) for ranks in self.groups.values())
 
-    def read(self, graph: fx.Graph, direction: str, stored: Set[fx.Node] = frozenset()) -> GraphInfo:
+    def read(self, graph: fx.Graph, direction: str) -> GraphInfo:
         """Return `graph` as tasks and units with their seconds, recorded ones where there is a profile.
 
         Args:
             graph: a graph.
             direction: what it is, as in `GraphContext`.
-            stored: as in `analyze`.
 
         Raises:
             PlanError: the profile is none, or has no such graph.
         """
         costs = Costs(self.node, self.collective, self.latency, counts_bytes=True)
-        info = analyze(graph, costs, direction == "joint", stored)
+        info = analyze(graph, costs, direction == "joint")
         if self.profile is None:
             return info
         return replace(info, workload=with_profile(info.workload, stretches_of(info.tasks), direction, self.profile))

@@ -19,7 +19,7 @@ def choose_reshard(context: GraphContext) -> None:
     budget for forward and backward together allows.
 
     If the configuration describes the optimizer's update, the step is planned with it, and tags tell when the gathers
-    end that are launched behind updates. (With recomputed activations `choose_activations` has done so.)
+    end that are launched behind updates.
 
     Raises:
         PlanError: no plan fits into `config.budget`, or the profile is of another model.
@@ -32,7 +32,7 @@ def choose_reshard(context: GraphContext) -> None:
     if prices is None:
         return
     is_open = any(tag_of(gather).reshard is None for gather in gathers)
-    has_update = config.activations == "keep" and config.update is not None
+    has_update = config.update is not None
     if not (is_open or has_update):
         return
     info = prices.read(graph, "joint")

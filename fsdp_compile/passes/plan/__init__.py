@@ -3,5 +3,4 @@
 workload.py   the planner's input: tasks and units of a step, also with the optimizer's update; bounds for any plan
 plan.py       the plan as data and text; `verify` checks any plan; `simulate` gives its time and memory
 schedule.py   `search_plan`, a list scheduler and the preferences that it is tried with; plans by fixed rules
-memory.py     what becomes of activations, chosen together with the plan
 """

@@ -99,8 +99,8 @@ def pin_order(context: GraphContext) -> None:
 
 
 _EVENTS = (
-    *STARTS, WAIT, ops.TO_HOST, ops.FROM_HOST, ops.WAIT_COPY,
-    ops.WAIT_COLLECTIVE, ops.DEFER_REDUCE, ops.UPDATE_SHARD, ops.CHECK_RANKS, ops.RECORD_TIME, ops.PREFETCH_NEXT,
+    *STARTS, WAIT, ops.WAIT_COLLECTIVE, ops.DEFER_REDUCE, ops.UPDATE_SHARD, ops.CHECK_RANKS, ops.RECORD_TIME,
+    ops.PREFETCH_NEXT,
 )  # fmt: skip
 
 

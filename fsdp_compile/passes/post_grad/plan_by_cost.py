@@ -69,13 +69,7 @@ def choose_plan(context: GraphContext) -> None:
                             f"{', '.join(map(reprlib.repr, plans))}")  # fmt: skip
         context.plan = plans[context.direction]
     elif config.link is not None and tagged(context.graph, "gather", "reduce"):  # else nothing is planned
-        try:
-            context.plan, _ = plan_together(context.workload, config, context.direction)
-        except PlanError as error:
-            if config.activations == "keep":
-                raise
-            raise PlanError(f"activations={config.activations!r}: {context.direction} needs more than was planned for "
-                            f"the step as a whole, so that it takes a larger budget; {error}") from None  # fmt: skip
+        context.plan, _ = plan_together(context.workload, config, context.direction)
         if plan_log.isEnabledFor(logging.DEBUG):
             context.plan = replace(context.plan, note=_in_symbols(context, context.plan))
     else:

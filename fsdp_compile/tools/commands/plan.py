@@ -5,7 +5,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from fsdp_compile.config import ACTIVATIONS
 from fsdp_compile.explain.prediction import OPTIMIZERS
 from fsdp_compile.tools.files import load_factory, load_functions
 from fsdp_compile.tools.options import Add, check_folders, positive, write_files
@@ -30,7 +29,6 @@ def add_options(add: Add) -> None:
     add("--batch", type=positive, default=1, metavar="N", help="sequences per rank and forward (default: 1)")
     add("--seq", type=positive, default=2048, metavar="N", help="tokens of a sequence (default: 2048)")
     add("--budget", type=positive, metavar="BYTES", help="memory that may be in use at once")
-    add("--activations", choices=ACTIVATIONS, default="keep", help="what becomes of those of each block")
     add("--optimizer", choices=OPTIMIZERS, help="plan the step of compile_step with it")
     add("--clip", action="store_true", help="clip gradients in that step")
     add("--trace", type=Path, metavar="JSON", help="also write a timeline for ui.perfetto.dev")
@@ -50,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
         make_model, given = load_factory(args.factory)
     from fsdp_compile.api import explain_plan
 
-    options = ("link", "world_size", "device", "budget", "activations", "optimizer", "clip", "batch")
+    options = ("link", "world_size", "device", "budget", "optimizer", "clip", "batch")
     chosen = {option: getattr(args, option) for option in options}
     report = explain_plan(make_model, given, sequence=args.seq, **chosen)
     print(report, end="")
