@@ -35,7 +35,6 @@ WIRES: dict[str, Any] = {
     "int8": "int8",
     "fp8": "fp8",
     "fp8 and bf16": Wire("fp8", "bf16"),
-    "auto": "auto",
 }
 COLUMNS = ("step", "sent", "link", "exposed")
 

@@ -6,7 +6,7 @@ All but the first is in construct/. See Note [Nothing is changed on refusal] in 
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
 
@@ -123,7 +123,6 @@ def fully_shard(
     reduction_order: Literal["any", "tree"] = "any",
     find_unused_parameters: bool | None = None,
     wire: WireArgument = None,
-    allow: Mapping[str, Sequence[str]] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
@@ -202,9 +201,7 @@ def fully_shard(
         wire: the format in which ranks send parameters and gradients, to send fewer bytes: "bf16", "fp8" or "int8", or
             a `Wire`, which may choose one for gathers and one for reduces. A mapping has choices by patterns of
             parameter names (the first that fits), a function returns one for each name; None: in full. Parameters of a
-            unit that are sent in different ways are flat parameters of their own. With "auto" the plan of a compiled
-            step chooses: see docs/wire.md.
-        allow: among which formats "auto" may choose: {"gather": [...], "reduce": [...]}, by default "bf16" for both.
+            unit that are sent in different ways are flat parameters of their own. See docs/wire.md.
         mp_policy: FSDP2's name of `mixed_precision`. Inputs of every unit are cast to `param_dtype`, unless
             `cast_forward_inputs` is False; floating outputs of `module` are cast to `output_dtype`, if it is given.
         offload_policy: FSDP2's name of `cpu_offload`; a `CPUOffloadPolicy` offloads.
@@ -271,7 +268,7 @@ def fully_shard(
     check_model(model, of_units, ignored)
     prepared_units = prepare_units(model, of_units, ignored)
     check_prepared(model, prepared_units, beside)
-    wires = chosen_wires(wire, allow, prepared_units)
+    wires = chosen_wires(wire, prepared_units)
     # No argument is refused from here on, and modules change: Note [Nothing is changed on refusal].
     join_divided(model, FSDPModule)
     set_wires(wires)

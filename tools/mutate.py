@@ -69,7 +69,6 @@ def nearest() -> dict[str, str]:
 _JOINT, _POST = "passes/joint", "passes/post_grad"
 BROKEN = {
     "insert_collectives": (f"{_JOINT}/insert_collectives.py", "in reversed(spec.groups):", "in spec.groups:"),
-    "choose_wires": (f"{_JOINT}/choose_wires.py", "_set_format(starts, chosen[slot])", '_set_format(starts, "")'),
     "smallest_gather": (f"{_JOINT}/smallest_gather.py", "capacity=size * len(values.values) + order", "capacity=order"),
     "keep_where_forward_ends": (f"{_JOINT}/reshard.py", "tagged_as in roots:", "tagged_as not in roots:"),
     "choose_reshard": (f"{_JOINT}/reshard.py", "in by_first_read[:1])", "in by_first_read[:0])"),

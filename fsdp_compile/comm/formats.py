@@ -19,7 +19,7 @@ A block of zeros arrives as zeros. Blocks begin with each row, and are filled up
 The functions are made of operators that Inductor fuses: eager code calls them, and graph passes trace them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Literal
 
@@ -128,19 +128,7 @@ def add_up_at_once(messages: Tensor, numel: int, format: str, op: str, dtype: to
     return (values.mean(0) if op == "avg" else values.sum(0)).to(dtype)
 
 
-def open_format(formats: Sequence[str]) -> str:
-    """What stands for a format that a graph's plan is to choose among some: values are sent in full until then."""
-    widest_first = sorted(formats, key=FORMATS.index)
-    return ".".join(["auto", *widest_first]) if formats else ""
-
-
-def allowed_formats(format: str) -> tuple[str, ...]:
-    """Those that `open_format` was given, the widest first; none of a format, or of values in full."""
-    first, *formats = format.split(".")
-    return tuple(formats) if first == "auto" else ()
-
-
 @cache
 def ratio(format: str, dtype: torch.dtype) -> float:
     """Bytes of a long message, relative to those of its values in `dtype`; 1 without a format."""
-    return 1.0 if format not in FORMATS else message_bytes(BLOCK, format) / (BLOCK * dtype.itemsize)
+    return 1.0 if not format else message_bytes(BLOCK, format) / (BLOCK * dtype.itemsize)

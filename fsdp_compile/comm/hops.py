@@ -101,21 +101,6 @@ class Wire:
         return (*_with_formats(stages[:crossing], *formats), *stages[crossing:]), _hop_with_formats(replicas, *formats)
 
 
-class OpenWire(NamedTuple):
-    """`wire="auto"`: the plan of a compiled step chooses among formats; an eager step sends all in full."""
-
-    gather: str
-    reduce: str
-    error_feedback: bool = False
-    between_nodes_only: bool = False
-
-    def hops(
-        self, stages: Sequence[NamedGroup], replicas: NamedGroup | None
-    ) -> tuple[tuple[NamedGroup, ...], NamedGroup | None]:
-        """As `Wire.hops`."""
-        return _with_formats(stages, self.gather, self.reduce), _hop_with_formats(replicas, self.gather, self.reduce)
-
-
 def _with_formats(hops: Sequence[NamedGroup], gather: str, reduce: str) -> tuple[NamedGroup, ...]:
     """`hops` with these formats; one rank alone sends nothing."""
     return tuple(each._replace(gather=gather, reduce=reduce) if each.size > 1 else each for each in hops)
@@ -128,7 +113,7 @@ def _hop_with_formats(hop: NamedGroup | None, gather: str, reduce: str) -> Named
 _ATTRIBUTE = "_fsdp_wire"
 
 
-def set_wire(param: nn.Parameter, wire: Wire | OpenWire | None) -> None:
+def set_wire(param: nn.Parameter, wire: Wire | None) -> None:
     """Note how `param` is sent, for the flat parameter that it will be part of."""
     vars(param)[_ATTRIBUTE] = wire
 
@@ -182,7 +167,7 @@ class Decoding(NamedTuple):
 
 def start_gather(full: Tensor, shard: Tensor, hop: NamedGroup) -> Any:
     """Begin to gather `shard`, 1-D `[n]`, cast to the dtype of `full`, into `full`, 1-D `[n * hop.size]`."""
-    if hop.gather not in FORMATS:
+    if not hop.gather:
         return collectives.start_all_gather(full, shard, hop.name)
     message = encode(shard.to(full.dtype)[None], hop.gather)[0]
     messages = message.new_empty(len(message) * hop.size)
@@ -200,7 +185,7 @@ def start_reduce_scatter(packed: Tensor, hop: NamedGroup, op: str) -> tuple[Tens
     """Begin to reduce `packed`, 1-D `[n * hop.size]`; return this rank's slice, 1-D `[n]`, and what completes it.
     `op`: "sum", "avg", or "tree" for a sum that is a binary tree over the ranks, where there is no format.
     """
-    if hop.reduce not in FORMATS:
+    if not hop.reduce:
         return collectives.start_reduce_scatter(packed, hop.size, hop.name, op)
     numel = packed.numel() // hop.size
     exchange = collectives.start_exchange(encode(packed.view(hop.size, numel), hop.reduce).view(-1), hop.name)
@@ -224,7 +209,7 @@ def start_all_reduce(full: Tensor, hop: NamedGroup, op: str) -> Callable[[], Non
     """Begin to reduce `full`, 1-D, in place; return what completes it. `op` as for `start_reduce_scatter`."""
     if op == "tree":
         return collectives.start_all_reduce_by_tree(full, hop.size, hop.name)
-    if hop.reduce not in FORMATS:
+    if not hop.reduce:
         return collectives.start_all_reduce(full, hop.name, op).wait
     missing = -full.numel() % hop.size
     padded = torch.nn.functional.pad(full, (0, missing)) if missing else full

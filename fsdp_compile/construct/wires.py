@@ -1,6 +1,6 @@
 """The argument `wire` of `fully_shard`: in which formats each parameter is sent, checked before anything changes."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -8,23 +8,19 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_compile.comm.formats import FORMATS, SENDABLE, allowed_formats, open_format
-from fsdp_compile.comm.hops import OpenWire, Wire, set_wire
+from fsdp_compile.comm.formats import SENDABLE
+from fsdp_compile.comm.hops import Wire, set_wire
 from fsdp_compile.construct.prepare import PreparedUnit
 
 Choice = str | Wire | None
-AnyWire = Wire | OpenWire | None
 WireArgument = Choice | Mapping[str, Choice] | Callable[[str], Choice]
 
 
-def chosen_wires(
-    wire: WireArgument, allow: Mapping[str, Sequence[str]] | None, units: Iterable[PreparedUnit]
-) -> list[tuple[nn.Parameter, AnyWire]]:
+def chosen_wires(wire: WireArgument, units: Iterable[PreparedUnit]) -> list[tuple[nn.Parameter, Wire | None]]:
     """The wire of each parameter of `units`.
 
     Args:
         wire: as `fully_shard` takes it.
-        allow: likewise.
         units: with their parameters, which stay as they are.
 
     Raises:
@@ -32,30 +28,19 @@ def chosen_wires(
         ValueError: a format is unknown, a parameter cannot be sent in its format, a pattern names no parameter, or the
             other options of the unit do not go with the wire.
     """
-    open_wire = _open_wire(allow)
     if wire is None:  # of an earlier call they stay, as the units do that it divided
         return []
     units = list(units)
     named = [(unit, f"{unit.path}.{name}".lstrip("."), param) for unit in units for name, param in unit.params]
     choose = _choice_by_name(wire, [name for _, name, _ in named])
-    found = [(unit, name, param, _checked_choice(choose(name), open_wire)) for unit, name, param in named]
+    found = [(unit, name, param, _checked_choice(choose(name))) for unit, name, param in named]
     for unit, name, param, chosen in found:
         if chosen is not None:
             _check_sendable(unit, name, param, chosen)
     return [(param, chosen) for _, _, param, chosen in found]
 
 
-def _open_wire(allow: Mapping[str, Sequence[str]] | None) -> OpenWire:
-    chosen = {"gather": ("bf16",), "reduce": ("bf16",)} if allow is None else dict(allow)
-    if not isinstance(allow, Mapping | None) or not chosen or not chosen.keys() <= {"gather", "reduce"}:
-        raise ValueError(f"allow: expected a mapping of 'gather', 'reduce' or both to formats, found {allow!r}")
-    for name, formats in chosen.items():
-        if isinstance(formats, str) or not all(each in FORMATS for each in formats):
-            raise ValueError(f"allow: {name}: expected a list of {', '.join(FORMATS)}, found {formats!r}")
-    return OpenWire(open_format(chosen.get("gather", ())), open_format(chosen.get("reduce", ())))
-
-
-def set_wires(wires: Iterable[tuple[nn.Parameter, AnyWire]]) -> None:
+def set_wires(wires: Iterable[tuple[nn.Parameter, Wire | None]]) -> None:
     """Note the wires on the parameters, for the units that will be made of them."""
     for param, wire in wires:
         set_wire(param, wire)
@@ -76,15 +61,15 @@ def _choice_by_name(wire: WireArgument, names: list[str]) -> Callable[[str], Cho
     return lambda _: wire
 
 
-def _checked_choice(choice: Any, open_wire: OpenWire) -> AnyWire:
+def _checked_choice(choice: Any) -> Wire | None:
     if choice is None or isinstance(choice, Wire):
         return choice
     if isinstance(choice, str):
-        return open_wire if choice == "auto" else Wire(choice, choice)
+        return Wire(choice, choice)
     raise TypeError(f"wire: expected a format, a Wire or None, found a {type(choice).__name__}")
 
 
-def _check_sendable(unit: PreparedUnit, name: str, param: nn.Parameter, wire: Wire | OpenWire) -> None:
+def _check_sendable(unit: PreparedUnit, name: str, param: nn.Parameter, wire: Wire) -> None:
     """Raise ValueError if `param`, called `name`, cannot be sent as `wire` says."""
     settings, precision = unit.settings, unit.settings.precision
     computed = precision.param_dtype or param.dtype
@@ -112,17 +97,12 @@ def _check_sendable(unit: PreparedUnit, name: str, param: nn.Parameter, wire: Wi
             f"wire: error_feedback is of reduces over one group, and the unit of parameter {name} has none or two; "
             f"shard it with reshard_after_forward True or False"
         )
-    for format in _formats(wire):
-        _check_device(format, name, unit.device)
+    if "fp8" in (wire.gather, wire.reduce):
+        _check_device(name, unit.device)
 
 
-def _formats(wire: Wire | OpenWire) -> Iterator[str]:
-    for each in filter(None, (wire.gather, wire.reduce)):
-        yield from allowed_formats(each) or (each,)
-
-
-def _check_device(format: str, name: str, device: torch.device) -> None:
-    if format == "fp8" and device.type == "cuda" and torch.version.cuda is not None:
+def _check_device(name: str, device: torch.device) -> None:
+    if device.type == "cuda" and torch.version.cuda is not None:
         capability = torch.cuda.get_device_capability(device)
         if capability < (8, 9):
             raise ValueError(

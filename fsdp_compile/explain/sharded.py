@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compile.comm.collectives import STARTS
-from fsdp_compile.comm.formats import FORMATS, ratio
+from fsdp_compile.comm.formats import ratio
 from fsdp_compile.config import CompileConfig, StepUpdate
 from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.explain._torch import fake_tensors
@@ -178,8 +178,8 @@ def read_step(model: nn.Module, inputs: Sequence[object], named: Mapping[str, An
         found.append(_Read(step, setting, flops, links))
         raise _GraphRead
 
-    before = tuple(each for each in PASSES if each.name in ("insert_collectives", "choose_wires"))
-    backend = partial(compile_with, passes=(*before, Pass("read_graph", "joint", read_graph)), config=config)
+    passes = PASSES[0], Pass("read_graph", "joint", read_graph)  # behind `insert_collectives`
+    backend = partial(compile_with, passes=passes, config=config)
     reset_dynamo()
     try:
         torch.compile(model, backend=backend, fullgraph=True)(*inputs, **named)
@@ -201,7 +201,7 @@ def messages_of(info: GraphInfo) -> dict[str, Message]:
         starts[f"replicate {name}"] = [node for node in (*reduce.wait, *reduce.end) if node.target in STARTS]
     for name, nodes in starts.items():
         formats = [tag_of(node).wire for node in nodes]
-        if any(format in FORMATS for format in formats):
+        if any(formats):
             sizes = [max(size_of(node), size_of(node.all_input_nodes[0])) for node in nodes]
             parts = [ratio(format, node.meta["val"].dtype) for format, node in zip(formats, nodes, strict=True)]
             sent = sum(size * part for size, part in zip(sizes, parts, strict=True))

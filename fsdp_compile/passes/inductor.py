@@ -36,7 +36,6 @@ from fsdp_compile.passes.graph.nodes import is_ours
 from fsdp_compile.passes.graph.prices import hardware_at
 from fsdp_compile.passes.hooks import CORE_PASSES, OURS, Refused, pipelines
 from fsdp_compile.passes.joint import reshard_by_cost
-from fsdp_compile.passes.joint.choose_wires import choose_wires
 from fsdp_compile.passes.joint.smallest_gather import smallest_gather
 from fsdp_compile.passes.measure import NoLink, NotMeasured, measured_link, measured_speed
 from fsdp_compile.passes.notice import CompileNotice
@@ -71,7 +70,6 @@ def placed(passes: Sequence[Pass], extra: Sequence[Pass]) -> tuple[Pass, ...]:
 
 
 EXTRA_PASSES = (
-    Pass("choose_wires", "joint", choose_wires, needs=("insert_collectives",), after="insert_collectives"),
     Pass("smallest_gather", "joint", smallest_gather, needs=("insert_collectives",), after="insert_collectives"),
     Pass("choose_reshard", "joint", reshard_by_cost.choose_reshard),
     Pass("check_saved", "post_grad", check_saved, after="reshard"),
@@ -82,7 +80,7 @@ EXTRA_PASSES = (
     Pass("place_updates", "post_grad", updates.place_updates, after="order"),
     Pass("name_prefetched", "post_grad", updates.name_prefetched, needs=("read_graph",), after="order"),
     Pass("record_times", "post_grad", record_times, needs=("read_graph",), after="order"),
-    Pass("send_messages", "post_grad", send_messages, needs=("choose_wires",), after="order"),
+    Pass("send_messages", "post_grad", send_messages, after="order"),
     Pass("coalesce_launches", "post_grad", coalesce_launches, after="order"),
     Pass("check_ranks", "post_grad", check_ranks, after="all_gather_into_buffer"),
     Pass("start_reduces", "post_grad", blocks.start_reduces, after="all_gather_into_buffer"),

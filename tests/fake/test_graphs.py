@@ -34,7 +34,6 @@ def test_passes_are_printed_with_their_names(graphs: dict[str, str]) -> None:
         "\n".join(graphs),
         """\
 joint after insert_collectives
-joint after choose_wires
 joint after smallest_gather
 joint after keep_where_forward_ends
 joint after choose_reshard

@@ -1,4 +1,4 @@
-"""Wires on a fake group: what is refused, which formats "auto" chooses, and the code that sends messages."""
+"""Wires on a fake group: what is refused, and the code that sends messages."""
 
 import re
 from typing import Any
@@ -54,9 +54,6 @@ def test_dtypes_without_formats(dtype: torch.dtype) -> None:
         ("fp8", ValueError, "only Wire.gather='bf16'. goes with it", {"reduction_order": "tree"}),
         (Wire("fp8", between_nodes_only=True), ValueError, "sharded over one group", {}),
         (Wire(reduce="fp8", error_feedback=True), ValueError, "reduces over one group", {"reshard_after_forward": 2}),
-        ("auto", ValueError, "allow: expected a mapping", {"allow": {"scatter": ["fp8"]}}),
-        ("auto", ValueError, "allow: gather: expected a list", {"allow": {"gather": "fp8"}}),
-        ("auto", ValueError, "allow: reduce: expected a list", {"allow": {"reduce": ["fp4"]}}),
     ],
 )
 def test_refused_arguments(wire: Any, error: type[Exception], message: str, others: dict[str, Any]) -> None:
@@ -117,16 +114,6 @@ def _formats(wire: Any, link: str | None, model: nn.Module | None = None, **opti
     )
     squared_error(run, (torch.rand(8, 7), torch.rand(8, 5))).backward()
     return found
-
-
-def test_open_formats() -> None:
-    """`wire="auto"` sends all in full where no link is known or communication is hidden, and in the narrowest of what
-    is allowed where it takes nearly all of the time.
-    """
-    allow = {"gather": ["fp8", "bf16"], "reduce": ["bf16"]}
-    for link in (None, "custom:1e-9,1e15"):
-        assert {format for _, format in _formats("auto", link, allow=allow)} == {""}
-    assert set(_formats("auto", "custom:1e-9,1e3", allow=allow)) == {("gather", "fp8"), ("reduce", "bf16")}
 
 
 def test_names_say_the_format() -> None:

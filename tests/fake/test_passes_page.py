@@ -159,7 +159,6 @@ CASES = {
         nn.Sequential,
         sharding={"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
     ),
-    "open": Case(lambda: Linears(1), nn.Sequential, {"link": "custom:1e-9,1e3"}, {"wire": "auto"}),
     "wired": Case(lambda: Linears(1), nn.Sequential, sharding={"reshard_after_forward": True, "wire": "bf16"}),
     "updating": THREE._replace(updates_in_backward=True),
     "repeated": THREE._replace(options={"link": "custom:1e-3,1e9", "update": StepUpdate(update_moves(0))}),
@@ -403,7 +402,7 @@ def test_a_changed_pass_is_no_hit(tmp_path: Path) -> None:
     ("passes", "options", "text"),
     [
         ((*PASSES, PASSES[0]), {}, "passes: 'insert_collectives' is there twice"),
-        (PASSES[1:], {}, "passes: 'choose_wires' needs 'insert_collectives', which is not among the passes before"),
+        (PASSES[1:], {}, "passes: 'smallest_gather' needs 'insert_collectives', which is not among the passes before"),
         (PASSES, {"budgett": 1}, "expected names among .*found budgett"),
         (PASSES, {"disable": ("ordr",)}, "found ordr"),
         (PASSES, {"link": None, "budget": 1}, "budget=1 needs a link"),

@@ -1,6 +1,5 @@
-"""A GPT on eight ranks with wires: bytes by count, which formats "auto" chooses, and what the plan says of them."""
+"""A GPT on eight ranks with wires: bytes by count, and what the plan says of them."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from bench.link import LINK
 from bench.models import Workload, gpt
 from fsdp_compile import Wire, explain, explain_plan, fully_shard
-from fsdp_compile.config import CompileConfig
-from fsdp_compile.explain.sharded import read_step
-from fsdp_compile.passes.joint.choose_wires import Formats, widest
 
 SMALL = dict(batch=2, context=32, layers=2, heads=4, dim=128)
 KINDS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_to_all": "reduce"}
@@ -73,107 +69,12 @@ def test_kept_code_has_the_wire(emulated: None, tmp_path: Path, monkeypatch: pyt
     assert len({each["gather"] for each in once}) == len({each["reduce"] for each in once}) == 3, once
 
 
-# --- what "auto" chooses ----------------------------------------------------------------------------------------------
-
-
-class _Serial:
-    """Predicts a step in which nothing is hidden: the sum of the seconds of what is sent, and some that computes."""
-
-    def __init__(self, computing: float, seconds: dict[str, float]) -> None:
-        self.computing, self.seconds, self.made = computing, seconds, 0
-
-    def planned(self, chosen: Formats) -> float:
-        self.made += 1
-        return self.by_known_plans(chosen)
-
-    def by_known_plans(self, chosen: Formats) -> float:
-        part = {"": 1.0, "bf16": 0.5, "fp8": 0.25}
-        return self.computing + sum(part[chosen["gather", at]] * took for at, took in enumerate(self.seconds.values()))
-
-
-def _chosen(computing: float, *seconds: float) -> list[str]:
-    """The formats of gathers that take so many seconds in full."""
-    by_name = {str(at): each for at, each in enumerate(seconds)}
-    allowed = {("gather", at): ("", "bf16", "fp8") for at in sorted(range(len(seconds)), key=seconds.__getitem__)}
-    found = widest(allowed, _Serial(computing, by_name))
-    return [found["gather", at] for at in range(len(seconds))]
-
-
-def test_what_is_chosen() -> None:
-    """All in full where all narrow ones save less than 1 %, or what would be chosen saves less than 1 %; else the step
-    is within 1 % of the shortest, and the longest collectives are the narrow ones.
-    """
-    assert _chosen(100.0, 1.0, 0.1) == ["", ""]  # fp8 saves 0.8 %
-    assert _chosen(100.0, 0.4, 0.4, 0.4, 0.4, 0.4) == [""] * 5  # 1.5 %, of which 1 % would be given back
-    assert _chosen(100.0, 8.0, 0.5, 0.5) == ["fp8", "", ""]
-    assert _chosen(10.0, *[1.0] * 10).count("fp8") >= 9
-    for computing in (1.0, 10.0, 40.0):
-        prediction = _Serial(computing, {"0": 1.0, "1": 2.0, "2": 0.5})
-        found = widest({("gather", at): ("", "bf16", "fp8") for at in (2, 0, 1)}, prediction)
-        shortest = prediction.by_known_plans(dict.fromkeys(found, "fp8"))
-        full = prediction.by_known_plans(dict.fromkeys(found, ""))
-        took = prediction.by_known_plans(found)
-        assert took <= 1.01 * shortest or full <= 1.01 * 1.01 * shortest
-
-
-def test_few_plans_are_made() -> None:
-    """Each plan takes a second: with 40 collectives there are at most six."""
-    prediction = _Serial(100.0, {str(at): 1.0 + at / 40 for at in range(40)})
-    widest({("gather", at): ("", "bf16", "fp8") for at in range(40)}, prediction)
-    assert prediction.made <= 6
-
-
-ALL = {"gather": ["bf16", "fp8"], "reduce": ["bf16", "fp8"]}
+# --- what is said -----------------------------------------------------------------------------------------------------
 
 
 def _report(link: str, **options: Any) -> Any:
     workload = gpt(**SMALL)
     return explain_plan(_sharded(workload, **options), workload.batch(0, 0), link=link)
-
-
-def _link_of(ratio: float) -> str:
-    """On which what is sent in full takes so many times as long as what computes."""
-    bandwidth = 1e9
-    for _ in range(2):
-        found = _report(f"custom:1e-9,{bandwidth}")
-        sent = sum(each.seconds for each in found.collectives)
-        bandwidth *= sent / sum(each.seconds for each in found.workload.tasks) / ratio
-    return f"custom:1e-9,{bandwidth}"
-
-
-def test_full_precision_where_communication_is_hidden(emulated: None) -> None:
-    """Where communication takes 0.3 of the computation the plan of "auto" is that in full precision, whatever is
-    allowed; where it takes four times as long, it is nearly as short as with all in the narrowest format.
-    """
-    link = _link_of(0.3)
-    found = _report(link, wire="auto", allow=ALL)
-    assert {each.format for each in found.collectives} == {""}
-    assert found.timeline.makespan <= 1.001 * _report(link).timeline.makespan
-    link = _link_of(4.0)
-    found, narrow, full = (
-        _report(link, **options) for options in ({"wire": "auto", "allow": ALL}, {"wire": "fp8"}, {})
-    )
-    assert found.timeline.makespan <= 1.02 * narrow.timeline.makespan < 0.6 * full.timeline.makespan
-
-
-def test_formats_go_by_recorded_seconds(emulated: None, tmp_path: Path) -> None:
-    """On a link that looks slow beside estimates all is in full if a profile says that computing takes a minute."""
-    (tmp_path / "profile.json").write_text(
-        json.dumps({f"{each} of 0 products": [60.0] for each in ("forward", "backward")})
-    )
-    workload, found = gpt(**SMALL), list[bool]()
-    for profile in (None, str(tmp_path / "profile.json")):
-        model, config = (
-            _sharded(workload, wire="auto", allow=ALL),
-            CompileConfig(link="custom:1e-9,1e6", profile=profile),
-        )
-        read = read_step(model, workload.batch(0, 0), {}, config)
-        found.append(bool(read.links["messages"]))
-    assert found == [True, False]
-    assert read.links["sources"][-1] == f"tasks     recorded, {tmp_path / 'profile.json'}"
-
-
-# --- what is said -----------------------------------------------------------------------------------------------------
 
 
 def test_the_plan_prints_formats_and_bytes(emulated: None) -> None:

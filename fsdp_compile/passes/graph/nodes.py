@@ -115,22 +115,30 @@ def add_call(
     return node
 
 
-Emit = Callable[..., fx.Node]  # (kind, target, *args, **kwargs)
+Emit = Callable[..., fx.Node]  # (kind, target, *args, wire="", **kwargs)
+
+
+# Note [Names say the format]
+# Compilers keep code by the text of graphs, which has names but no tags, and what is sent in a format is rewritten
+# behind that (post_grad/messages.py). So names differ where formats do: else a model would run with the code of another
+# one, or of a run before, that has other formats.
 
 
 def emitter(graph: fx.Graph, before: fx.Node, tag: Tag, like: fx.Node | None = None) -> Emit:
     """Return a function that adds a node before `before`, with its fake value and with `tag` of another kind.
 
-    Other metadata come from `like`, or else from `before`, except for recomputation, which `reshard` decides.
+    Its name has the format `wire` that it is given: see Note [Names say the format]. Other metadata come from `like`,
+    or else from `before`, except for recomputation, which `reshard` decides.
     """
     inherited = {key: value for key, value in (like or before).meta.items() if key not in _OWN_KEYS}
     mode = (like or before).meta["val"].fake_mode
 
-    def emit(kind: Kind, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def emit(kind: Kind, target: Any, *args: Any, wire: str = "", **kwargs: Any) -> fx.Node:
+        name = f"{kind}_{tag.path or 'root'}" + f"_{wire}" * bool(wire)
         with graph.inserting_before(before):
-            node = add_call(graph, target, args, kwargs, mode=mode, name=f"{kind}_{tag.path or 'root'}")
+            node = add_call(graph, target, args, kwargs, mode=mode, name=name)
         node.meta = {**inherited, "val": node.meta["val"]}
-        set_tag(node, replace(tag, kind=kind))
+        set_tag(node, replace(tag, kind=kind, wire=wire))
         return node
 
     return emit

@@ -17,7 +17,7 @@ from torch import fx
 
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, GROUP_ARGUMENT
-from fsdp_compile.comm.formats import FORMATS, ratio
+from fsdp_compile.comm.formats import ratio
 from fsdp_compile.comm.groups import shared_name
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes.cost.hardware import Hardware, Link, device, link, reported_device
@@ -96,7 +96,7 @@ class Prices:
     def collective(self, start: fx.Node) -> float:
         """Seconds of the collective that a node starts, beside `latency`."""
         wire, full = tag_of(start).wire, max(size_of(start), size_of(start.args[0]))  # type: ignore[arg-type]  # fx arguments are untyped
-        sent = full * ratio(wire, start.meta["val"].dtype) if wire in FORMATS else None
+        sent = full * ratio(wire, start.meta["val"].dtype) if wire else None
         return self.message(group_of(start).group_name, full, sent, start.target in ALL_REDUCES)
 
     def update(self, moved: float) -> float:

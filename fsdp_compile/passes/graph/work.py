@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from fsdp_compile.comm.formats import FORMATS, ratio
+from fsdp_compile.comm.formats import ratio
 from fsdp_compile.passes._torch import largest_size, size_hint, tree_leaves
 from fsdp_compile.passes.graph.nodes import (
     aten,
@@ -235,4 +235,4 @@ def relative_costs(graph: fx.Graph) -> Costs:
 def message_size(start: fx.Node) -> int:
     """Bytes that a gather or reduce holds beside what it fills or sends, while it is under way: its messages."""
     tag, full = get_tag(start), max(map(size_of, (start, *start.all_input_nodes)))
-    return int(full * ratio(tag.wire, start.meta["val"].dtype)) if tag is not None and tag.wire in FORMATS else 0
+    return int(full * ratio(tag.wire, start.meta["val"].dtype)) if tag is not None and tag.wire else 0

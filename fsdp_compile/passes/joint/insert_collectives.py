@@ -200,8 +200,7 @@ def _expand_unshard(marker: fx.Node, spec: ops.UnshardSpec, retained: nodes.Emit
         full = emit("cast", nodes.CAST, full, spec.compute_dtype)
     for group in spec.groups if spec.is_sharded else ():
         stage = emit if group is spec.groups[-1] else retained
-        full = stage("gather", collectives.ALL_GATHER, full, group.size, group.name)
-        nodes.set_tag(full, replace(nodes.tag_of(full), wire=group.gather))
+        full = stage("gather", collectives.ALL_GATHER, full, group.size, group.name, wire=group.gather)
         full = stage("wait", collectives.WAIT, full)
     for split in [user for user in marker.users if user.target is aten.split_with_sizes.default]:
         for element in split.users:  # a slice for each one that is used: unlike the split, it can be moved
@@ -227,14 +226,13 @@ def _expand_reduce(marker: fx.Node, emit: nodes.Emit) -> fx.Node:
     all_reduced = [spec.replicas] if spec.replicas is not None else []  # hybrid: the shard alone crosses the slow links
     if spec.is_sharded:
         for group in reversed(spec.groups):
-            start = emit("reduce", collectives.REDUCE_SCATTER, packed, how.op, group.size, group.name)
-            nodes.set_tag(start, replace(nodes.tag_of(start), wire=group.reduce))
+            args = packed, how.op, group.size, group.name
+            start = emit("reduce", collectives.REDUCE_SCATTER, *args, wire=group.reduce)
             packed = emit("wait_reduce", collectives.WAIT, start)
     else:
         all_reduced += [group for group in spec.groups if group.size > 1]
     for group in all_reduced:
-        start = emit("reduce", collectives.ALL_REDUCE, packed, how.op, group.name)
-        nodes.set_tag(start, replace(nodes.tag_of(start), wire=group.reduce))
+        start = emit("reduce", collectives.ALL_REDUCE, packed, how.op, group.name, wire=group.reduce)
         packed = emit("wait_reduce", collectives.WAIT, start)
     return packed if how.after == 1 else emit("scale", SCALE, packed, how.after)
 

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.comm.formats import FORMATS, add_up_at_once, decode, encode
+from fsdp_compile.comm.formats import add_up_at_once, decode, encode
 from fsdp_compile.core.ops import define
 from fsdp_compile.passes._torch import V, ir, register_lowering, select_decomp_table
 from fsdp_compile.passes.graph import nodes
@@ -42,7 +42,7 @@ def send_messages(context: GraphContext) -> None:
     """Replace each collective with a format by one of messages, and what encodes and decodes these."""
     graph = context.graph
     for start in nodes.tagged(graph, "gather", "reduce"):
-        if nodes.tag_of(start).wire in FORMATS:
+        if nodes.tag_of(start).wire:
             (wait,) = (user for user in start.users if user.target is collectives.WAIT)
             values = (
                 _emit_gather(graph, start, wait)
