@@ -10,7 +10,6 @@ optim_state_dict             an optimizer's state by original names and shapes; 
 explain                      what a step takes on any cluster: seconds, tokens/s, memory; needs no GPU, no other rank
 explain_plan                 the plan of a compiled step: each collective, what of it is hidden and what limits the rest
 Wire                         in which formats ranks send parameters and gradients: fewer bytes on slow links
-Float8ErrorFeedback          with float8_reduce_scatter, a communication hook that sends gradients in float8
 microbatch_seed              with mean_over_ranks and reduction_order="tree": the same bits on any number of ranks
 profile_step                 measure what the tasks of a compiled step take, for a plan by these seconds
 CompileConfig                what to choose about compilation, for `backend="fsdp_compile", options={...}`
@@ -52,8 +51,6 @@ if TYPE_CHECKING:  # each name `as` itself: for type checkers it is exported
     from fsdp_compile.api import explain_plan as explain_plan
     from fsdp_compile.api import fully_shard as fully_shard
     from fsdp_compile.comm.hops import Wire as Wire
-    from fsdp_compile.comm_hooks import Float8ErrorFeedback as Float8ErrorFeedback
-    from fsdp_compile.comm_hooks import float8_reduce_scatter as float8_reduce_scatter
     from fsdp_compile.config import CompileConfig as CompileConfig
     from fsdp_compile.construct.arguments import DataParallelMeshDims as DataParallelMeshDims
     from fsdp_compile.eager.unsharded import UnshardHandle as UnshardHandle
@@ -84,7 +81,6 @@ _NAMES = {
     "torch.distributed.fsdp.wrap": "CustomPolicy ModuleWrapPolicy size_based_auto_wrap_policy",
     "fsdp_compile.api": "explain explain_plan fully_shard",
     "fsdp_compile.comm.hops": "Wire",
-    "fsdp_compile.comm_hooks": "Float8ErrorFeedback float8_reduce_scatter",
     "fsdp_compile.config": "CompileConfig",
     "fsdp_compile.construct.arguments": "DataParallelMeshDims",
     "fsdp_compile.edits.summon": "summon_full_params",

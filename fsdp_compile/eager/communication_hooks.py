@@ -6,7 +6,7 @@ The user's function reduces a unit's gradients in place of our collectives, over
 The hook divides (E-HOOK-1), as those of `torch.distributed.algorithms._comm_hooks.default_hooks` do. It may give its
 tensors another dtype, so the dtype of the result is only looked at after the call. Hooks of torch that compress
 gradients get them in the dtype of the computation, and choose the dtype on the wire themselves (E-HOOK-3). A state
-with a method `of_flat_param`, such as that of `float8_reduce_scatter`, knows which gradient it is called for.
+with a method `of_flat_param` knows which gradient it is called for.
 """
 
 from collections.abc import Callable

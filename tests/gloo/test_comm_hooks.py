@@ -44,6 +44,12 @@ class _Seen:
 
     def __init__(self) -> None:
         self.calls: list[tuple[tuple[int, ...], torch.dtype, int]] = []
+        self.names: list[str] = []
+
+    def of_flat_param(self, flat_param: object, name: str, group: dist.ProcessGroup) -> "_Seen":
+        assert group is dist.group.WORLD
+        self.names.append(name)
+        return self
 
 
 def _sum(state: _Seen, gradients: Tensor, output: Tensor | None = None) -> None:
@@ -63,6 +69,7 @@ def _use_own(rank: int, strategy: str) -> None:
     outputs = [-1 if strategy == "NO_SHARD" else flat.layout.shard_numel for flat in flats]
     expected = [((flat.layout.numel,), torch.float32, output) for flat, output in zip(flats, outputs, strict=True)]
     assert sorted(state.calls) == sorted(expected), state.calls
+    assert sorted(state.names) == sorted(flat.names[0] for flat in flats)
     for param in reference.parameters():
         assert param.grad is not None
         param.grad.mul_(dist.get_world_size())
@@ -71,7 +78,8 @@ def _use_own(rank: int, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_a_hook_takes_over(two: Ranks, strategy: str) -> None:
-    """A hook gets a unit's whole gradient and, if sharded, where to put this rank's slice; nobody else divides.
+    """A hook gets a unit's whole gradient and, if sharded, where to put this rank's slice; nobody else divides. A
+    state may tell flat parameters apart.
 
     E-HOOK-1, E-RED-2.
     """

@@ -299,6 +299,30 @@ def test_error_feedback(two: Ranks, how: str) -> None:
     two.run(_add_up, how, False)
 
 
+def _interrupt(rank: int) -> None:
+    model = fully_shard(_Scaled(), wire=Wire(reduce="fp8", error_feedback=True))
+    assert isinstance(model, FSDPModule)
+    grads = torch.randn(300, generator=torch.Generator().manual_seed(rank))
+    grads[[3, 200]] = torch.tensor([torch.nan, torch.inf])
+    model(grads).backward()
+    arrived, lost = model.weight.grad.full_tensor(), model.error_feedback()["weight"]  # type: ignore[union-attr]
+    assert arrived.isfinite().logical_not().nonzero().flatten().tolist() == [3, 200]
+    assert lost.isfinite().all() and lost.any() and not lost[[3, 200]].any()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConnectionError):
+        patch.setattr(collectives, "start_exchange", _raise)
+        model(torch.ones(300)).backward()
+    assert torch.equal(model.error_feedback()["weight"], lost)
+
+
+def _raise(*args: Any) -> Tensor:
+    raise ConnectionError
+
+
+def test_residuals_are_finite_and_outlive_failures(two: Ranks) -> None:
+    """Elements that are not finite arrive at their places and leave no residual; a reduce that raises changes none."""
+    two.run(_interrupt)
+
+
 def _save(rank: int, folder: str, steps: int) -> list[Tensor]:
     """Train, save, train on."""
     model, optimizer = _model_with_feedback()
