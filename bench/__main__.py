@@ -4,7 +4,7 @@ import importlib
 import sys
 
 COMMANDS = {
-    **{name: f"bench.{name}" for name in ("host_overhead", "compile_time", "planner", "planned_step",
+    **{name: f"bench.{name}" for name in ("host_overhead", "compile_time", "planner",
                                           "foresight", "checkpoint", "links", "convergence",
                                           "second_opinion", "first_plan", "muon",
                                           "titan_link", "wire")},

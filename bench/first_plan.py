@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from bench.emulated import count_one_thread
 from bench.link import FREE, LINK
 from bench.models import WORKLOADS
 from bench.parts import link_for
-from bench.planned_step import count_one_thread
 from bench.report import parser, write
 from fsdp_compile import fully_shard
 from fsdp_compile.compare.memory import curve

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from bench.emulated import WORLD, count_one_thread
 from bench.link import FREE, LINK
 from bench.memory import peak
 from bench.models import gpt
 from bench.parts import link_for
-from bench.planned_step import WORLD, count_one_thread
 from bench.report import RESULTS, parser, write
 from fsdp_compile import compile_step, explain, fully_shard
 from fsdp_compile.explain.calibrate import Case, Rounds, device_cases, fitted, midmean, step_cases

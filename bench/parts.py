@@ -4,8 +4,8 @@ python -m bench                      all parts for this machine, then the report
 python -m bench link many_small      some of them (`--list` names them)
 python -m bench report               tables and pictures of the newest results, those of docs/measurements.md too
 python -m bench runs CSV             a table of training runs beside predictions; `fit` fits constants to reported ones
-python -m bench NAME --help          foresight, planned_step, planner, host_overhead, compile_time or checkpoint,
-                                     with options of their own
+python -m bench NAME --help          foresight, planner, host_overhead, compile_time or checkpoint, with options of
+                                     their own
 
 Each part is a model, a link and the systems that run side by side on it.
 """

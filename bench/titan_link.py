@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from bench.emulated import WORLD, count_one_thread
 from bench.link import FREE, LINK
 from bench.parts import link_for
-from bench.planned_step import WORLD, count_one_thread
 from bench.report import parser, write
 from bench.systems.fsdp2 import overlap
 from bench.systems.ours import measure

@@ -11,7 +11,6 @@ explain                      what a step takes on any cluster: seconds, tokens/s
 explain_plan                 the plan of a compiled step: each collective, what of it is hidden and what limits the rest
 Wire                         in which formats ranks send parameters and gradients: fewer bytes on slow links
 microbatch_seed              with mean_over_ranks and reduction_order="tree": the same bits on any number of ranks
-profile_step                 measure what the tasks of a compiled step take, for a plan by these seconds
 CompileConfig                what to choose about compilation, for `backend="fsdp_compile", options={...}`
 
 `import fsdp_compile` is quick and imports nothing of torch: each name is imported when it is first asked for.
@@ -58,7 +57,6 @@ if TYPE_CHECKING:  # each name `as` itself: for type checkers it is exported
     from fsdp_compile.fsdp_module import FSDPModule as FSDPModule
     from fsdp_compile.fsdp_module import register_fsdp_forward_method as register_fsdp_forward_method
     from fsdp_compile.fsdp_module import share_comm_ctx as share_comm_ctx
-    from fsdp_compile.passes.post_grad.record_times import profile_step as profile_step
     from fsdp_compile.reproducibility import mean_over_ranks as mean_over_ranks
     from fsdp_compile.reproducibility import microbatch_seed as microbatch_seed
     from fsdp_compile.state_dict.model import get_state_dict_type as get_state_dict_type
@@ -86,7 +84,6 @@ _NAMES = {
     "fsdp_compile.edits.summon": "summon_full_params",
     "fsdp_compile.eager.unsharded": "UnshardHandle",
     "fsdp_compile.fsdp_module": "FSDPModule register_fsdp_forward_method share_comm_ctx",
-    "fsdp_compile.passes.post_grad.record_times": "profile_step",
     "fsdp_compile.reproducibility": "mean_over_ranks microbatch_seed",
     "fsdp_compile.state_dict.model": "get_state_dict_type set_state_dict_type state_dict_type",
     "fsdp_compile.state_dict.optimizer": "optim_state_dict optim_state_dict_to_load rekey_optim_state_dict",

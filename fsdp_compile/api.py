@@ -395,7 +395,7 @@ def _check_environment() -> None:
     """Raise ValueError now, and not when a compiled forward is traced, if `FSDP_COMPILE_*` have impossible values."""
     try:
         config = CompileConfig.from_environment()
-        if config.link not in (None, MEASURE) or any((config.disable, config.device, config.profile, config.plan)):
+        if config.link not in (None, MEASURE) or any((config.disable, config.device, config.plan)):
             from fsdp_compile.passes.inductor import checked  # imports Inductor
 
             checked(config)

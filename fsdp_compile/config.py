@@ -87,10 +87,9 @@ class CompileConfig:
             name, is measured with the link.
         budget: bytes that may be alive at once in a graph: shards, activations, gathered and packed buffers. The plan
             is searched within it, for a link that the ranks measure if none is named. None: there is no limit.
-        profile: path of a JSON file with measured seconds, as `fsdp_compile.profile_step` saves it. Needs `link`, and
-            the same file on all ranks.
+        profile: has no effect, warns, and will go; plans are made from the figures of `device`.
         plan: path of a file with plans to follow, as `str(plan)` under the headings `forward:` and `backward:`.
-        record_profile: whether graphs measure the seconds of each task while they run, for `profile_step`.
+        record_profile: likewise.
         reshard_after_forward: in graphs of another sharding, whether backward gathers parameters again. False: what
             forward saves is torch's choice. `fully_shard` has an argument of this name for its own graphs.
         update: what follows a backward, if that is known: `compile_step` says so. With a link it is planned with
@@ -131,17 +130,20 @@ class CompileConfig:
             raise ValueError(f"check_ranks_timeout must be above 0 seconds, not {self.check_ranks_timeout}")
         if self.budget is not None and self.budget < 1:
             raise ValueError(f"budget must be at least 1 byte, or None, not {self.budget}")
+        if self.profile is not None or self.record_profile:
+            warnings.warn(_NO_PROFILES, FutureWarning, stacklevel=3)
+            object.__setattr__(self, "profile", None)
+            object.__setattr__(self, "record_profile", False)
         if self.link == "auto":
             text = "link='auto' is link='measure' now; without a link steps follow the order of blocks: leave it out"
             warnings.warn(text, FutureWarning, stacklevel=3)
-        asks = (self.device, self.budget, self.profile) != (None,) * 3
-        if self.link == "auto" or (self.link is None and asks):
+        if self.link == "auto" or (self.link is None and (self.device, self.budget) != (None, None)):
             object.__setattr__(self, "link", MEASURE)
 
     @property
     def without_search(self) -> "CompileConfig":
         """This configuration where no link is known: collectives follow the order of blocks."""
-        return replace(self, link=None, device=None, budget=None, profile=None)
+        return replace(self, link=None, device=None, budget=None)
 
     @property
     def deciding_code(self) -> "CompileConfig":
@@ -156,7 +158,7 @@ class CompileConfig:
             ValueError: a file cannot be read, and is named.
         """
         device = self.device if self.device is not None and self.device.endswith(".json") else None
-        files = {"device": device, "profile": self.profile, "plan": self.plan}
+        files = {"device": device, "plan": self.plan}
         return tuple(_text_of(name, path) for name, path in files.items() if path is not None)
 
     @classmethod
@@ -188,6 +190,12 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 
 
 _GONE = {"activations": "torch.utils.checkpoint and torch._functorch.config.activation_memory_budget are what remains"}
+
+
+_NO_PROFILES = (
+    "profile and record_profile have no effect any more, and version 0.4 will not take them: plans are made from the "
+    "figures of the device, which the option device may name, as a file that `fsdp-compile calibrate` has written"
+)
 
 
 def _text_of(name: str, path: str) -> str:

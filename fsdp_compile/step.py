@@ -25,7 +25,6 @@ from fsdp_compile.config import CompileConfig, StepUpdate, check_type, update_mo
 from fsdp_compile.construct.blocks import repeated_blocks
 from fsdp_compile.core._torch import tree_map
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.ops import RECORD_TIME
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit, VersionCounters, check_idle
 from fsdp_compile.eager.accumulate import drop_cleared
@@ -151,20 +150,18 @@ def compile_step(
     for unit in units:
         unit.set_may_update(update_in_backward)
     run: Any = model
-    records = False
     compiles = called is model and model._compiled_call_impl is None
     if compiles and backend == "fsdp_compile":
         default = CompileConfig.from_environment()
         chosen = {each.name: getattr(default, each.name) for each in fields(CompileConfig)}
         options = {**chosen, "update": None if regional else planned, **(options or {})}
-        records = options["record_profile"] and not regional
     if regional:
         for block in _blocks_to_compile(sharded, compiles):
             block.compile(backend=backend, options=options)
     elif compiles:
         run = torch.compile(model, backend=backend, options=options)
     first = _PREFETCHED if prefetch == "auto" else prefetch
-    step_options = _StepOptions(loss_fn, clip_norm, accumulate, scaler, records)
+    step_options = _StepOptions(loss_fn, clip_norm, accumulate, scaler)
     return CompiledStep(sharded, optimizer, run, update, in_backward, NextForward(units, first), step_options)
 
 
@@ -193,13 +190,12 @@ def _count_states(optimizer: Optimizer) -> int:
 
 @dataclass(frozen=True)
 class _StepOptions:
-    """Arguments of `compile_step`; `records`: whether to note times for `TaskProfile`."""
+    """Arguments of `compile_step`."""
 
     loss_fn: Callable[..., Tensor] | None
     clip_norm: float | None
     accumulate: int
     scaler: torch.amp.GradScaler | None
-    records: bool
 
 
 class CompiledStep:
@@ -302,8 +298,6 @@ class CompiledStep:
         """Run forward and backward of one micro-batch, maybe the first one since the update; return its loss."""
         options = self._options
         with torch.enable_grad():
-            if is_first:
-                self._record_time(len(self._flats) + 1, ends=True)
             with self._next_forward.offered() if is_first else nullcontext():
                 output = self._run(*args, **kwargs)
             loss: Tensor = output
@@ -316,7 +310,6 @@ class CompiledStep:
 
     def _update_parameters(self) -> None:
         """Clip and update, unless the scaler skips it."""
-        self._record_time(0, ends=False)
         if (scaler := self._options.scaler) is None:
             self._clip_and_update()
             return
@@ -333,12 +326,6 @@ class CompiledStep:
     def _zero_grad(self) -> None:
         for optimizer in self._update.optimizers:
             optimizer.zero_grad()
-
-    def _record_time(self, stretch: int, ends: bool) -> None:
-        """Note the time for `TaskProfile`. Stretches: before the first update, each unit's, until the next step."""
-        if self._options.records:
-            name = f"update of {len(self._flats)} units"  # as passes/cost/roofline.py reads it
-            RECORD_TIME(name, stretch, 2 * stretch + ends, self._flats[0].shard.device)
 
     def _clip_and_update(self) -> None:
         limit = self._options.clip_norm
@@ -371,17 +358,12 @@ class CompiledStep:
         pending: dict[FlatParam, list[FlatUpdate]] = {}
         for update in updates:
             pending.setdefault(update.flat, []).append(update)
-        self._record_time(0, ends=True)
-        stretch = 0
         for unit in self._next_forward.units:
             for flat in unit.flats:
-                stretch += 1
-                self._record_time(stretch, ends=False)
                 if flat not in pending and not self._update.has_pending(flat):
                     flat.binding.show_gradient()  # no parameter of it is the optimizer's
                 for flat_update in pending.pop(flat, ()):
                     flat_update.run(coefficient)
-                self._record_time(stretch, ends=True)
             self._start_next(unit)
         for update in (update for some in pending.values() for update in some):  # of another model
             update.run(coefficient)
@@ -390,7 +372,6 @@ class CompiledStep:
             if flat in units:
                 self._start_next(units[flat])
         self._next_forward.start_next_stages()
-        self._record_time(stretch + 1, ends=False)
 
     def _start_next(self, unit: Unit) -> None:
         """Begin to gather `unit` for the next forward if all of it has been updated."""

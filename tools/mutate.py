@@ -85,7 +85,6 @@ BROKEN = {
     "check_order": ("passes/checks.py", "if actual != planned:", "if len(actual) != len(planned):"),
     "place_updates": (f"{_POST}/updates.py", "if last > update:", "if last < update:"),
     "name_prefetched": (f"{_POST}/updates.py", ".arrives is not None]", ".arrives is None]"),
-    "record_times": (f"{_POST}/record_times.py", "record(stretch, 2 * index + 1)", "record(stretch, 2 * index)"),
     "send_messages": (
         f"{_POST}/messages.py",
         "return encode(padded.view(ranks, numel)",

@@ -1,6 +1,5 @@
 """This package: eager, blocks compiled, the whole model compiled, and planned for the link."""
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,9 +11,9 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from bench.models import in_float8
 from bench.systems import Prepared, Setup, layers_of
 from bench.systems.replicated import autocast
-from fsdp_compile import FSDPModule, MixedPrecision, Wire, compile_step, fully_shard, profile_step
-
-PROFILED = 5  # steps
+from fsdp_compile import FSDPModule, MixedPrecision, Wire, compile_step, fully_shard
+from fsdp_compile.passes.cost.hardware import device
+from fsdp_compile.passes.measure import measured_speed
 
 
 def shard(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup, **options: Any) -> nn.Module:
@@ -91,16 +90,15 @@ def _prepare(prepared: Prepared, batch: Sequence[Tensor]) -> None:
 
 
 class Planned(Prepared):
-    """Compiled again for each link: first to record a profile of its tasks, then with the plan for that profile."""
+    """Compiled again for each link, with the plan for it and for the speed of a CPU, which has no file of its own."""
 
     def configured(self, link: str, batch: Sequence[Tensor]) -> None:
         """Plan for `link`; the link itself takes no time meanwhile."""
-        self.compile(link=link, record_profile=True)
-        with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            profile_step(lambda: self.run(*batch), file.name, PROFILED)
-            self.compile(link=link, profile=file.name)
-            for _ in range(2):
-                self.run(*batch)
+        here = batch[0].device
+        speed = measured_speed(device("cpu"), torch.float32, here) if here.type == "cpu" else None
+        self.compile(link=link, **({} if speed is None else {"device": f"cpu:{speed:g}"}))
+        for _ in range(2):
+            self.run(*batch)
 
     def compile(self, **options: Any) -> None:
         torch._dynamo.reset()

@@ -21,7 +21,6 @@
     start_reduce_(packed,      nothing                                     Inductor's backward graphs of a block: the
       full)                                                                eager runtime reduces `packed` from here on
     check_ranks(...)           an empty tensor                             Inductor, where ranks compare their graphs
-    record_time(...)           an empty tensor                             Inductor, where a profile is recorded
     prefetch_next(shards)      an empty tensor                             Inductor's forwards, planned with an update
     sum_in_pairs(rows)         their sum by a tree; overwrites the rows    graphs whose reduces have that order
     send_buffer(payload)       the payload, in one buffer                  Inductor's graphs
@@ -94,9 +93,6 @@ START_REDUCE_ = define("start_reduce_", "(Tensor(a!) packed, Tensor full) -> ()"
 WAIT_COLLECTIVE = define("wait_collective", "(Tensor full, Tensor sent) -> Tensor")
 CHECK_RANKS = has_side_effect(
     define("check_ranks", "(Tensor[] shards, str sequence, str[] groups, float timeout, Device device) -> Tensor")
-)
-RECORD_TIME = has_side_effect(
-    define("record_time", "(str graph, int stretch, int index, Device device, float expected=0) -> Tensor", _OPAQUE)
 )
 PREFETCH_NEXT = has_side_effect(define("prefetch_next", "(Tensor[] shards, Device device) -> Tensor", _OPAQUE))
 SUM_IN_PAIRS = define("sum_in_pairs", "(Tensor(a!) rows) -> Tensor")
@@ -253,7 +249,7 @@ for _name in ("add_accumulated", "leave_out", "wait_collective", "send_buffer"):
     torch.library.register_fake(f"fsdp_flat::{_name}", lambda tensor, *_, **__: torch.empty_like(tensor))
 for _name in ("defer_reduce", "update_shard"):
     torch.library.register_fake(f"fsdp_flat::{_name}", lambda grad, *_, **__: grad.new_empty((), dtype=torch.float32))
-for _name in ("check_ranks", "record_time", "prefetch_next"):
+for _name in ("check_ranks", "prefetch_next"):
     torch.library.register_fake(
         f"fsdp_flat::{_name}",
         lambda *given: torch.empty(0, device=next(each for each in given if isinstance(each, torch.device))),

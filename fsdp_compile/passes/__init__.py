@@ -11,7 +11,7 @@ artifacts.py   compiled code in a folder or on the way to other ranks
 graph/         reading a graph: tags, kinds of nodes, costs, lifetimes, tasks and units
 joint/         passes on forward and backward in one graph, which the partitioner then splits
 post_grad/     passes on each graph alone
-cost/          seconds of collectives and of computing: hardware, roofline, recorded profiles
+cost/          seconds of collectives and of computing: hardware, roofline
 plan/          plans as data, without torch: rules, search, simulation, verification
 """
 

@@ -31,7 +31,6 @@ from fsdp_compile.passes._torch import (
 from fsdp_compile.passes.artifacts import share_artifacts
 from fsdp_compile.passes.checks import check_order, check_saved, check_settings
 from fsdp_compile.passes.cost.hardware import device, link, measured_text
-from fsdp_compile.passes.cost.roofline import read_profile
 from fsdp_compile.passes.graph.nodes import is_ours
 from fsdp_compile.passes.graph.prices import hardware_at
 from fsdp_compile.passes.hooks import CORE_PASSES, OURS, Refused, pipelines
@@ -46,7 +45,6 @@ from fsdp_compile.passes.post_grad.coalesce import coalesce_launches
 from fsdp_compile.passes.post_grad.foreign import PipelineOfOthers, Sent, communicated
 from fsdp_compile.passes.post_grad.messages import send_messages
 from fsdp_compile.passes.post_grad.plan_by_cost import plans_in_file
-from fsdp_compile.passes.post_grad.record_times import record_times
 from fsdp_compile.passes.post_grad.reuse_gathered import lower_pack_grads, reuse_gathered
 from fsdp_compile.passes.printed import print_graph
 
@@ -79,7 +77,6 @@ EXTRA_PASSES = (
     Pass("check_order", "post_grad", check_order, needs=("order",), after="order"),
     Pass("place_updates", "post_grad", updates.place_updates, after="order"),
     Pass("name_prefetched", "post_grad", updates.name_prefetched, needs=("read_graph",), after="order"),
-    Pass("record_times", "post_grad", record_times, needs=("read_graph",), after="order"),
     Pass("send_messages", "post_grad", send_messages, after="order"),
     Pass("coalesce_launches", "post_grad", coalesce_launches, after="order"),
     Pass("check_ranks", "post_grad", check_ranks, after="all_gather_into_buffer"),
@@ -195,8 +192,6 @@ def checked(config: CompileConfig, passes: Sequence[Pass] = PASSES) -> CompileCo
         link(config.link)
     if config.device is not None:
         device(config.device)
-    if config.profile is not None:
-        read_profile(config.profile)
     if config.plan is not None:
         plans_in_file(config.plan)
     return config

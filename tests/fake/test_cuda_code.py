@@ -11,7 +11,7 @@ from models import WIDTH, Stack, mlp, squared_error
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
-from bench.planned_step import noted
+from bench.emulated import noted
 from fsdp_compile import fully_shard
 from fsdp_compile.optim.program import fused, record
 from fsdp_compile.passes.inductor import fsdp_compile_backend

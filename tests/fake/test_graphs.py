@@ -50,7 +50,6 @@ forward after order
 forward after check_order
 forward after place_updates
 forward after name_prefetched
-forward after record_times
 forward after send_messages
 forward after coalesce_launches
 forward after reduce_scatter_by_all_to_all
@@ -71,7 +70,6 @@ backward after order
 backward after check_order
 backward after place_updates
 backward after name_prefetched
-backward after record_times
 backward after send_messages
 backward after coalesce_launches
 backward after reduce_scatter_by_all_to_all

@@ -111,12 +111,9 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({**LINK, "budget": "4GB"}, "budget: expected an int or None, found str"),
     ({**LINK, "budget": -1}, "budget must be at least 1 byte, or None, not -1"),
     ({"activations": "recompute"}, "options: expected names among .*, found activations"),
-    ({**LINK, "profile": "absent"}, "profile: expected absent to be JSON"),
-    ({**LINK, "profile": 3}, "profile: expected a str or None, found int"),
     ({"plan": "absent"}, "plan: expected absent to be text with plans"),
     ({"plan": Path("absent")}, "plan: expected absent to be text with plans"),
     ({"plan": 3}, "plan: expected a str or None, found int"),
-    ({"record_profile": "no"}, "record_profile: expected a bool, found str"),
     ({"share_artifacts": 1}, "share_artifacts: expected a bool, found int"),
     ({"update": 7}, "update: expected a StepUpdate or None, found int"),
 ]

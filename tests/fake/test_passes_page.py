@@ -144,7 +144,6 @@ CASES = {
     "accumulated": Case(lambda: Linears(1), nn.Sequential, synchronizes=(False, True)),
     "autocast": Case(Autocast, nn.Linear, width=16),
     "block": Case(lambda: Linears(2), nn.Sequential, by_block=True),
-    "profile": Case(lambda: Linears(1), nn.Sequential, {"record_profile": True}),
     "far": THREE._replace(options={"link": "custom:1e-3,1e9"}, launches_several=True),
     "simple_fsdp": Case(_simple_fsdp, nn.Sequential, foreign=True),
     "hybrid": Case(

@@ -1,6 +1,5 @@
 """Plans on graphs: read, applied, pinned; the generated code has their order (I6)."""
 
-import json
 import operator
 import pathlib
 import re
@@ -20,10 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import explain_plan, fully_shard
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.passes import agreement, inductor
+from fsdp_compile.passes import inductor
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate
-from fsdp_compile.passes.plan.schedule import TOLERANCE, PlannedStep, search_plan
+from fsdp_compile.passes.plan.schedule import TOLERANCE
 from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.plan_by_rule import plan_log
 
@@ -231,33 +230,6 @@ def kept_of(plans: dict[str, Plan], options: dict[str, object]) -> int:
         run = torch.compile(model, backend=fsdp_compile_backend, options=options)
         CASES["mlp"].loss(run, CASES["mlp"].batch(1, 1)).backward()
     return 6 - len(plans["backward"].of("gather"))
-
-
-@pytest.mark.nightly
-def test_auto_keeps_by_measured_times(
-    plans: dict[str, Plan], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is kept is planned with the seconds measured in each direction; a file that lacks one is refused."""
-    seen: list[Workload] = []
-
-    def see(workload: Workload, budget: int | None, coalesce: int = 8) -> PlannedStep:
-        seen.append(workload)
-        return search_plan(workload, budget)
-
-    monkeypatch.setattr(agreement, "search_plan", see)
-    path = tmp_path / "profile.json"
-    options: dict[str, object] = {"link": SLOW, "profile": str(path)}
-    table = {"forward of 10 products": [0.5] * 11, "forward of 900 products": [9.0] * 901}
-    path.write_text(json.dumps({**table, "backward of 7 products": [0.5] * 8}))
-    with pytest.raises(Exception, match=r"profile: expected .* to have 'backward of \d+ products'"):
-        kept_of(plans, options)  # not by the whole step, but by the graph of backward
-    step = seen[0]  # the first plan is that of the joint graph
-    forward, backward = step.tasks[: step.backward], step.tasks[step.backward :]
-    assert sum(task.seconds for task in forward) == pytest.approx(5.5)
-    assert sum(task.seconds for task in backward) == pytest.approx(4.0)
-    path.write_text(json.dumps(table))
-    with pytest.raises(Exception, match=r"profile: expected .* to have a backward, found forward of 10 products"):
-        kept_of(plans, options)
 
 
 @pytest.mark.nightly

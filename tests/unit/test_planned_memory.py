@@ -9,8 +9,8 @@ import torch.distributed as dist
 from models import GPT, MODELS, mlp
 from torch import Tensor, nn
 
+from bench.emulated import noted
 from bench.link import start
-from bench.planned_step import noted
 from fsdp_compile import fully_shard
 from fsdp_compile.compare.memory import curve, resident
 from fsdp_compile.passes.plan.plan import simulate

@@ -13,8 +13,8 @@ from models import MODELS, mlp
 from torch import Tensor, fx, nn
 from workloads import blocks, no_prefetch, random_workload
 
+from bench.emulated import noted
 from bench.link import FREE, start
-from bench.planned_step import noted
 from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.comm.collectives import WAIT
 from fsdp_compile.compare.memory import curve

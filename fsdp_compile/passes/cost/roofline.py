@@ -2,7 +2,6 @@
 
 collectives    seconds by bytes and ranks, over one link or over a cluster
 operations     seconds of single kernels on one device
-profile        measured seconds in place of estimates
 
 Note [How operations are priced]
     product      2 m k n / (peak x efficiency), times (1 + ramp / k) for the beginning and end of each tile's loop, or
@@ -27,18 +26,11 @@ send: its steps come one after the other. `python -m bench links` compares with 
 import logging
 import math
 import re
-import reprlib
-from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Literal
 
-from fsdp_compile.config import read_json
-from fsdp_compile.passes.cost.hardware import Hardware, Link, Protocol, is_finite
-from fsdp_compile.passes.plan.plan import PlanError
-from fsdp_compile.passes.plan.workload import Task, Workload
+from fsdp_compile.passes.cost.hardware import Hardware, Link, Protocol
 
 log = logging.getLogger("fsdp_compile")
 
@@ -164,118 +156,3 @@ def chain_seconds(moved_bytes: float, fused: bool, hardware: Hardware) -> float:
 def update_seconds(moved_bytes: float, hardware: Hardware) -> float:
     """Seconds of the optimizer's update that reads and writes so many bytes."""
     return moved_bytes / (hardware.bandwidth * hardware.update_efficiency)
-
-
-# --- profile ----------------------------------------------------------------------------------------------------------
-
-# A profile has the seconds of each stretch of a graph, as post_grad/record_times.py recorded them. A stretch is all
-# from one matrix product to the next. Plans cut stretches into tasks at different places, but none changes the
-# stretches, so a profile measured under one plan serves another. The tasks of a stretch share its seconds in proportion
-# to their estimates.
-
-Profile = dict[str, list[float]]  # by `graph_name`, the seconds of each stretch
-MOST_SECONDS = 1_000_000  # of a stretch: twelve days, so that no sum overflows
-_GRAPH_NAME = re.compile(r"(?:forward|backward|inference) of ([0-9]{1,9}) products|update of ([0-9]{1,9}) units")
-
-
-def graph_name(direction: str, stretches: Sequence[int]) -> str:
-    """The name of a graph in profiles: its direction and its number of matrix products."""
-    return f"{direction} of {max(stretches, default=0)} products"
-
-
-def with_profile(workload: Workload, stretches: Sequence[int], direction: str, path: str) -> Workload:
-    """Return `workload` with measured seconds.
-
-    A joint graph lacks the matrix products that backward repeats. If the numbers of products differ, the whole
-    direction is one stretch there, as measured in the graph with the nearest number.
-
-    Args:
-        workload: with estimated seconds.
-        stretches: the stretch of each task: 0 before the first matrix product, each product begins one.
-        direction: "joint", or that of the graph.
-        path: of the profile.
-
-    Raises:
-        PlanError: the file is no profile, or lacks a direction, or has no graph of this one with as many products.
-    """
-    profile, split, tasks = read_profile(path), workload.backward, list[Task]()
-    if direction != "joint":
-        name = graph_name(direction, stretches)
-        if name not in profile:
-            raise _not_measured(path, repr(name), profile)
-        return replace(workload, tasks=tuple(_share(workload.tasks, stretches, profile[name])))
-    before = stretches[split - 1] if split else 0
-    for of, part, numbers in (
-        ("forward", workload.tasks[:split], list(stretches[:split])),
-        ("backward", workload.tasks[split:], [each - before for each in stretches[split:]]),
-    ):
-        graphs = [seconds for name, seconds in profile.items() if name.startswith(of)]
-        if not graphs:
-            raise _not_measured(path, f"a {of}", profile)
-        expected = max(numbers, default=0) + 1
-        seconds = min(graphs, key=lambda each: abs(len(each) - expected))
-        if len(seconds) != expected:
-            numbers, seconds = [0] * len(numbers), [sum(seconds)]
-        tasks += _share(part, numbers, seconds)
-    return replace(workload, tasks=tuple(tasks))
-
-
-def measured_update(path: str, sizes: Sequence[int]) -> list[float] | None:
-    """Measured seconds of `compile_step`'s update: before the first unit's, of each unit's, until the next forward.
-
-    None if the profile has none.
-
-    Args:
-        path: of the profile.
-        sizes: bytes of each unit's shard. If the profile is of another number of units, they share its seconds.
-
-    Raises:
-        PlanError: the file is no profile.
-    """
-    measured = [seconds for name, seconds in read_profile(path).items() if name.startswith("update")]
-    if not measured or len(measured[-1]) == len(sizes) + 2:
-        return measured[-1] if measured else None
-    before, *units, after = measured[-1]
-    return [before, *(sum(units) * size / (sum(sizes) or 1) for size in sizes), after]
-
-
-def _share(tasks: Sequence[Task], stretches: Sequence[int], seconds: Sequence[float]) -> list[Task]:
-    """`tasks` with the seconds of their stretches, in proportion to their estimates, or equally without any."""
-    estimated, count = [0.0] * len(seconds), [0] * len(seconds)
-    for task, stretch in zip(tasks, stretches, strict=True):
-        estimated[stretch] += task.seconds
-        count[stretch] += 1
-    shared: list[Task] = []
-    for task, stretch in zip(tasks, stretches, strict=True):
-        share = task.seconds / estimated[stretch] if estimated[stretch] else 1 / count[stretch]
-        shared.append(replace(task, seconds=seconds[stretch] * share))
-    return shared
-
-
-def read_profile(path: str) -> Profile:
-    """Read a profile, which anybody may have written."""
-    try:
-        table = read_json(Path(path))
-    except ValueError as error:
-        raise PlanError(f"profile: expected {path} to be JSON as profile_step writes it, found {error}") from None
-    if type(table) is not dict:
-        raise PlanError(f"profile: expected {path} to be an object of seconds by graph, found {reprlib.repr(table)}")
-    for name, seconds in table.items():
-        where, graph = f"profile: {path}, {reprlib.repr(name)}", _GRAPH_NAME.fullmatch(name)
-        if graph is None:
-            raise PlanError(f"{where}: expected the name of a graph, such as 'forward of 10 products', found another")
-        count, what = int(graph[1] or graph[2]), "one more than products"
-        if graph[2]:
-            count, what = count + 1, "two more than units"
-        if type(seconds) is not list or len(seconds) != count + 1:
-            raise PlanError(f"{where}: expected a list of {count + 1} seconds, {what}, found {reprlib.repr(seconds)}")
-        for stretch, each in enumerate(seconds):
-            if not is_finite(each) or each > MOST_SECONDS:
-                raise PlanError(f"{where}, number {stretch} of its list: expected seconds from 0 to {MOST_SECONDS:,}, "
-                                f"found {reprlib.repr(each)}")  # fmt: skip
-    return {name: list(map(float, seconds)) for name, seconds in table.items()}
-
-
-def _not_measured(path: str, expected: str, profile: Profile) -> PlanError:
-    return PlanError(f"profile: expected {path} to have {expected}, found {', '.join(profile) or 'nothing'}; measure "
-                     "this model with these inputs again")  # fmt: skip

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.passes.cost.roofline import measured_update
 from fsdp_compile.passes.graph.analyze import GraphInfo, stored_shard
 from fsdp_compile.passes.graph.nodes import set_tag, tag_of
 from fsdp_compile.passes.graph.prices import Prices
@@ -25,26 +24,19 @@ def update_cost(info: GraphInfo, prices: Prices | None, config: CompileConfig) -
 
     A graph that reduces nothing is that of a micro-batch whose gradients are accumulated; in the first of a step the
     update comes right before it.
-
-    Raises:
-        PlanError: the profile is none.
     """
     update, step = config.update, info.workload
     if prices is None or update is None or step.backward == len(step.tasks):
         return None
     sizes = [_shard_bytes(info, unit.name) for unit in step.units]
-    estimated = [prices.update(sum(sizes)) if update.clips else 0.0, *(prices.update(update.moves * n) for n in sizes)]
-    in_backward = units_updated_in_backward(info)  # then tasks have been measured with updates in them
-    measured = measured_update(prices.profile, sizes) if prices.profile is not None and not in_backward else None
-    before, *seconds, after = measured or [*estimated, prices.device.step_seconds]
     return UpdateCost(
-        tuple(each if size else 0.0 for each, size in zip(seconds, sizes, strict=True)),
+        tuple(prices.update(update.moves * size) if size else 0.0 for size in sizes),
         tuple(sizes),
-        before,
-        after,
+        prices.update(sum(sizes)) if update.clips else 0.0,
+        prices.device.step_seconds,
         norm=prices.norm if update.clips else None,
         prefetch=None if update.prefetch == "auto" else update.prefetch,
-        in_backward=in_backward,
+        in_backward=units_updated_in_backward(info),
         compare=prices.norm if update.prefetch != 0 and prices.device.name == "cpu" else 0.0,  # else not over the link
     )
 

@@ -7,9 +7,8 @@ prices_of                    the prices of a graph, if a link is named
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -31,10 +30,9 @@ from fsdp_compile.passes.cost.roofline import (
     product_seconds,
     transfer_seconds,
     update_seconds,
-    with_profile,
 )
 from fsdp_compile.passes.graph.analyze import GraphInfo, analyze
-from fsdp_compile.passes.graph.nodes import is_product, tag_of, tagged
+from fsdp_compile.passes.graph.nodes import tag_of, tagged
 from fsdp_compile.passes.graph.work import Costs, Work, node_work, size_of
 
 ALL_REDUCES = (ALL_REDUCE, ALL_REDUCE_IN_PLACE)
@@ -65,13 +63,11 @@ class Prices:
         device: what computes.
         groups: how many ranks communicate, and what connects them, by the name of their group.
         latency: seconds of a launch; what one of a group takes beside these counts with its messages.
-        profile: the path of recorded seconds, which take the place of those of tasks and updates.
     """
 
     device: Hardware
     groups: Mapping[str, tuple[int, Link]]
     latency: float
-    profile: str | None = None
 
     def node(self, node: fx.Node) -> float:
         """Seconds that a node computes."""
@@ -109,20 +105,14 @@ class Prices:
         return max(all_reduce_seconds(4, *ranks) for ranks in self.groups.values())
 
     def read(self, graph: fx.Graph, direction: str) -> GraphInfo:
-        """Return `graph` as tasks and units with their seconds, recorded ones where there is a profile.
+        """Return `graph` as tasks and units with their seconds.
 
         Args:
             graph: a graph.
             direction: what it is, as in `GraphContext`.
-
-        Raises:
-            PlanError: the profile is none, or has no such graph.
         """
         costs = Costs(self.node, self.collective, self.latency, counts_bytes=True)
-        info = analyze(graph, costs, direction == "joint")
-        if self.profile is None:
-            return info
-        return replace(info, workload=with_profile(info.workload, stretches_of(info.tasks), direction, self.profile))
+        return analyze(graph, costs, direction == "joint")
 
     def level(self, starts: Iterable[fx.Node]) -> Level:
         """The widest links that the collectives take which these nodes start."""
@@ -136,8 +126,6 @@ class Prices:
             yield f"link      {name}: {each.origin}, {each.source.partition(';')[0]}"
         counted = Counter(source.origin for source in self.device.sources.values())
         yield f"device    {self.device.name}: {', '.join(f'{times} {origin}' for origin, times in counted.items())}"
-        if self.profile is not None:
-            yield f"tasks     recorded, {self.profile}"
 
 
 def prices_of(graph: fx.Graph, config: CompileConfig) -> Prices | None:
@@ -151,7 +139,7 @@ def prices_of(graph: fx.Graph, config: CompileConfig) -> Prices | None:
         return None
     groups = {str(each.group_name): (each.size(), _link_of(each, config.link)) for each in map(group_of, starts)}
     latency = min(launch_seconds(*ranks) for ranks in groups.values())
-    return Prices(hardware_at(starts[0].meta["val"].device, config.device), groups, latency, config.profile)
+    return Prices(hardware_at(starts[0].meta["val"].device, config.device), groups, latency)
 
 
 def hardware_at(where: torch.device, named: str | Hardware | None = None) -> Hardware:
@@ -175,8 +163,3 @@ def _link_of(group: dist.ProcessGroup, text: str) -> Link:
         return wire
     each = Counter(rank // wire.ranks_per_node for rank in dist.get_process_group_ranks(group))
     return replace(wire, ranks_per_node=max(each.values()))
-
-
-def stretches_of(tasks: Sequence[Sequence[fx.Node]]) -> list[int]:
-    """The stretch of each task, as profiles count them: 0 before the first matrix product; each product begins one."""
-    return list(accumulate(int(is_product(nodes[0])) for nodes in tasks))

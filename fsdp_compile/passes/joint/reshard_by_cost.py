@@ -22,7 +22,7 @@ def choose_reshard(context: GraphContext) -> None:
     end that are launched behind updates.
 
     Raises:
-        PlanError: no plan fits into `config.budget`, or the profile is of another model.
+        PlanError: no plan fits into `config.budget`.
     """
     graph, config = context.graph, context.config
     prices, gathers = prices_of(graph, config), tagged(graph, "gather")

@@ -17,7 +17,6 @@ from fsdp_compile.passes.plan.workload import Workload
 
 Kind = Literal["gather", "wait", "free", "reduce", "wait_reduce"]
 KINDS: tuple[str, ...] = get_args(Kind)
-FAR = 1.2  # by what factor measured seconds may differ from predicted ones before somebody should know
 
 
 class Step(NamedTuple):

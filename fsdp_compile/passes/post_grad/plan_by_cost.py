@@ -1,7 +1,6 @@
 """Read a graph with what its nodes and collectives cost, and choose its plan: from a file, or by search.
 
-Costs are estimates by the files of a named device and link (passes/cost/hardware.py). A recorded profile replaces the
-seconds of tasks.
+Costs are estimates by the files of a named device and link (passes/cost/hardware.py).
 """
 
 import logging
@@ -30,10 +29,9 @@ from fsdp_compile.passes.post_grad.plan_by_rule import plan_log, tell_plan
 
 
 def read_graph(context: GraphContext) -> None:
-    """Set `context.info` and `context.workload`, with measured seconds if there is a profile.
+    """Set `context.info` and `context.workload`.
 
     Raises:
-        PlanError: the profile that the configuration names has no graph of this direction and as many products.
         ValueError: the configuration names a link or device that is unknown.
     """
     context.info, context.workload = _read_graph(context)
