@@ -4,12 +4,13 @@ Its state dict has their sharded or full values, a loader may assign to them, an
 sharded module around it.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
-from fsdp_compile.core.sharding import get_parameter, original_class, stored_parameters
+from fsdp_compile.core.sharding import by_original_class, get_parameter, original_class, stored_parameters
 from fsdp_compile.edits.writeback import refresh
 from fsdp_compile.state_dict import model as model_state
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
@@ -22,8 +23,9 @@ class HasShardedParameters(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.state_dict`, with values of the kind that `set_state_dict_type` chose.
 
-        All ranks of the process group must call it if parameters are gathered (FULL), and get copies. SHARDED and LOCAL
-        values share memory with the shards, as an unsharded model's values share memory with its parameters.
+        All ranks of the process group must call it if parameters are gathered (FULL), and get copies. SHARDED values
+        share memory with the shards, as an unsharded model's values share memory with its parameters. With
+        `keep_vars=True` the values are the parameters and buffers themselves, whichever kind is set.
         """
         return model_state.collect(self, super().state_dict, *args, **kwargs)
 
@@ -36,12 +38,17 @@ class HasShardedParameters(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         _refresh_own_units(self)
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        stored = stored_parameters(self)
-        for name, param in stored.items() if self._parameters is not stored else ():  # within a forward
-            if param is not None:
-                destination[prefix + name] = param if keep_vars else param.detach()
-        model_state.save(self, destination, prefix)
+        own: Any = OrderedDict()
+        own._metadata = getattr(destination, "_metadata", None)
+
+        def store(module: nn.Module) -> None:
+            original_class(module)._save_to_state_dict(module, own, prefix, keep_vars)
+
+        in_forward = self._parameters is not stored_parameters(self)  # then parameters are read as they are stored
+        (by_original_class(store) if in_forward else store)(self)
+        if not keep_vars:
+            model_state.save(self, own, prefix)
+        destination.update(own)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Convert buffers and parameters that are not sharded. RuntimeError if `fn` would change a sharded one."""
@@ -64,9 +71,12 @@ class HasShardedParameters(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         _refresh_own_units(self)
-        assign = rest[0].get("assign_to_params_buffers", False)  # rest[0]: metadata of the module
-        model_state.load(self, state_dict, prefix, assign, errors=rest[-1])
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+        def take(_: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *others: Any) -> None:
+            model_state.load(self, state, prefix, metadata.get("assign_to_params_buffers", False), errors=others[-1])
+
+        with self.register_load_state_dict_pre_hook(take):  # which runs behind the module's own hooks
+            super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 def _took_values(module: nn.Module, name: str, value: Tensor) -> bool:

@@ -20,7 +20,7 @@ import os
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -74,15 +74,8 @@ class Source:
             tensors={new: self.tensors[name] for new, name in old.items() if name in self.tensors},
             keys={new: self.keys[name][1:] for new, name in old.items()},
             read=lambda name: self.read(old[name]),
-            tied=first_names({new: self.tied.get(name, name) for new, name in old.items()}),
+            tied=directory.first_names({new: self.tied.get(name, name) for new, name in old.items()}),
         )
-
-
-def first_names(memory: Mapping[str, Any]) -> dict[str, str]:
-    """For each name that has the same memory as one before it, that one."""
-    firsts: dict[Any, str] = {}
-    found = {name: firsts.setdefault(each, name) for name, each in memory.items() if each is not None}
-    return {name: first for name, first in found.items() if name != first}
 
 
 def convert(
@@ -178,7 +171,7 @@ def _dcp_source(path: Path, trust: bool) -> Source:
         {name: tuple((metadata.planner_data or {}).get(name, (name,))) for name in described},
         read,
         checked.manifest.step if checked else None,
-        first_names({name: places(name) for name in tensors}),
+        directory.first_names({name: places(name) for name in tensors}),
     )
 
 
@@ -210,7 +203,7 @@ def _torch_source(path: Path) -> Source:
 
     tensors = {name: torch.empty_like(t, device="meta") for name, t in leaves.items() if isinstance(t, Tensor)}
     memory = {name: directory.memory_read_by(leaves[name]) for name in tensors}
-    return Source("torch.save", [path], tensors, keys, read, None, first_names(memory))
+    return Source("torch.save", [path], tensors, keys, read, None, directory.first_names(memory))
 
 
 # --- targets: context managers that yield a function, called once for each tensor, contiguous and on the CPU ----------

@@ -35,7 +35,7 @@ import secrets
 import shutil
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -494,6 +494,13 @@ def memory_read_by(tensor: Any) -> Any:
         return None
     lazy = tensor.is_conj(), tensor.is_neg()
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy
+
+
+def first_names(memory: Mapping[str, Any]) -> dict[str, str]:
+    """For each name that has the same memory as one before it, that one."""
+    firsts: dict[Any, str] = {}
+    found = {name: firsts.setdefault(each, name) for name, each in memory.items() if each is not None}
+    return {name: first for name, first in found.items() if name != first}
 
 
 def in_order(tensor: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
@@ -20,7 +19,8 @@ from fsdp_compile.checkpoint.by_rank import PerRank
 from fsdp_compile.checkpoint.structure import Stored
 from fsdp_compile.checkpoint.untrusted import CheckpointError
 from fsdp_compile.core.settings import warn_caller
-from fsdp_compile.core.sharding import WRAPPED, clean_name, clean_names
+from fsdp_compile.core.sharding import clean_names
+from fsdp_compile.state_dict.model import load_model_state, model_state, unwrapped
 from fsdp_compile.state_dict.saved_optimizer import load_saved_state, state_to_fill, state_to_save
 from fsdp_compile.tensors.nested import Path, dotted, is_container, leaves, map_leaves
 
@@ -78,15 +78,15 @@ class Model(Entry):
 
     def collect(self) -> dict[str, Any]:
         """Values over memory of the model."""
-        model = unwrapped(self.model)
-        state: dict[str, Any] = dcp_state.get_model_state_dict(model)
-        self._buffers = {clean_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
-        if not self.only_trained:
-            return dict(state)
-        # torch's own `ignore_frozen_params` keeps further names of tied ones
-        named = model.named_parameters(remove_duplicate=False)
-        frozen = {clean_name(name) for name, param in named if not param.requires_grad}
-        return {name: value for name, value in state.items() if name not in frozen}
+        state = model_state(self.model)
+        self._of_params = {param.data_ptr() for param in self.model.parameters()}
+        if self.only_trained:  # torch's own `ignore_frozen_params` keeps further names of tied ones
+            kept = model_state(self.model, keep_vars=True)
+            frozen = {
+                name for name, value in kept.items() if isinstance(value, nn.Parameter) and not value.requires_grad
+            }
+            state = {name: value for name, value in state.items() if name not in frozen}
+        return state
 
     def is_compared(self, path: Path, value: Any) -> bool:
         """Extra state alone."""
@@ -94,7 +94,8 @@ class Model(Entry):
 
     def is_first_ranks(self, path: Path, value: Any) -> bool:
         """Buffers, such as statistics of a rank's own batches. They belong together: all are of one rank."""
-        return path[1] in self._buffers and not hasattr(value, "placements")
+        is_plain = isinstance(value, Tensor) and not hasattr(value, "placements")
+        return is_plain and value.data_ptr() not in self._of_params
 
     def fill(self, saved: Any, partial: bool) -> tuple[Any, list[str]]:
         """The model says what it has; extra state is read as it was saved."""
@@ -115,15 +116,8 @@ class Model(Entry):
 
     def put(self, loaded: Any) -> nn.Module:
         """Load into the model."""
-        options = dcp_state.StateDictOptions(strict=not self.only_trained)
-        dcp_state.set_model_state_dict(unwrapped(self.model), loaded, options=options)
+        load_model_state(self.model, loaded, strict=not self.only_trained)
         return self.model
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Take off our wrapper and the compiler's, so that optimizer state gets the same names as parameters."""
-    model = getattr(model, "_orig_mod", model)
-    return model._modules.get(WRAPPED) or model
 
 
 # --- optimizers -------------------------------------------------------------------------------------------------------

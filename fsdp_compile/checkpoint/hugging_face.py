@@ -23,21 +23,28 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_compile.checkpoint.directory import in_order, sync, sync_folder, write_synced
+from fsdp_compile.checkpoint.directory import (
+    first_names,
+    in_order,
+    memory_read_by,
+    sync,
+    sync_folder,
+    write_synced,
+)
 from fsdp_compile.checkpoint.save_load import all_succeed
 from fsdp_compile.checkpoint.untrusted import CheckpointError, check_shape, file_in
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import is_first, on_first_rank
 from fsdp_compile.config import read_json
-from fsdp_compile.core.sharding import clean_name
-from fsdp_compile.core.unit import Unit, unit_of
-from fsdp_compile.state_dict.sharded_value import managed
+from fsdp_compile.core.sharding import units_used_below
+from fsdp_compile.state_dict.model import load_model_state, model_state
+from fsdp_compile.state_dict.sharded_value import ShardedValue, full_tensor
 
 INDEX = "model.safetensors.index.json"
 MOST_HEADER = 100_000_000  # bytes, the limit of the safetensors package
@@ -63,10 +70,11 @@ def save_safetensors(
     max_shard_size: int = 5_000_000_000,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the parameters and persistent buffers of `model`, sharded or not; all ranks must call it.
+    """Write the state dict of `model`, sharded or not; all ranks must call it.
 
-    Names are the original ones, dtypes the stored ones. A tied parameter is written once, under its first name; the
-    files' metadata have its other names. The files replace those of an earlier export at the end; other files stay.
+    Names, order and values are those of `model.state_dict()`, also where modules make them by hooks or methods of their
+    own. A tied parameter is written once, under its first name; the files' metadata have its other names. The files
+    replace those of an earlier export at the end; other files stay.
 
     Args:
         model: the model, while no forward or backward is running.
@@ -77,18 +85,19 @@ def save_safetensors(
     Raises:
         CheckpointError: on all ranks, if one of them could not write its part. Earlier files stay.
         OSError: on all ranks, if the first one could not make the files or rename them.
-        ValueError: parameters are summoned; or safetensors does not have a dtype.
+        ValueError: parameters are summoned; or safetensors does not have a dtype, or values other than tensors.
     """
-    _sharded_units(model, "save_safetensors")
-    tensors = list(_local_tensors(model, process_group))
-    tied = {name: each.names[0] for each in tensors for name in each.names[1:]}
-    export = Export(fill_up({each.names[0]: each.tensor for each in tensors}, max_shard_size), Path(folder), tied)
+    tensors, tied = _tensors_of(model, "save_safetensors")
+    for name in tied:
+        del tensors[name]
+    export = Export(fill_up(tensors, max_shard_size), Path(folder), tied)
+    parts = {name: _part_to_write(each, process_group) for name, each in tensors.items()}
 
     def write_own() -> None:
         with export.writing() as write:
-            for each in tensors:
-                if each.is_written:
-                    write(each.names[0], each.local, each.first)
+            for name, (local, first) in parts.items():
+                if local.numel():
+                    write(name, local, first)
 
     try:
         on_first_rank(export.stage, process_group)
@@ -107,7 +116,9 @@ def load_safetensors(
     strict: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Fill the parameters and persistent buffers of `model`, sharded or not, in its dtypes; all ranks must call it.
+    """Load the state dict of `model`, sharded or not, in its dtypes; all ranks must call it.
+
+    Its names are those of `model.state_dict()`. What was read goes through `model.load_state_dict()`.
 
     Args:
         model: the model, while no forward or backward is running.
@@ -119,85 +130,93 @@ def load_safetensors(
         FileNotFoundError: there are no such files.
         CheckpointError: on all ranks, if a file is damaged or truncated, or names or shapes differ; the latter before
             anything is changed.
-        ValueError: parameters are summoned.
+        ValueError: parameters are summoned, or the state dict has values other than tensors.
     """
-    units = _sharded_units(model, "load_safetensors")
+    tensors, tied = _tensors_of(model, "load_safetensors")
     stored = on_first_rank(lambda: stored_tensors(Path(folder)), process_group)
-    tensors = list(_local_tensors(model, process_group))
-    all_succeed(lambda: _check_names_and_shapes(stored, tensors, strict), f"loading {folder}", process_group)
-    all_succeed(lambda: _read_into(stored, tensors), f"loading {folder}", process_group)
-    for unit in units:  # also where this rank stores nothing of what was read
-        torch.autograd.graph.increment_version([flat.shard for flat in unit.flats])
+    called: dict[str, list[str]] = {}  # all names of each tensor, by the first
+    for name in tensors:
+        called.setdefault(tied.get(name, name), []).append(name)
+    all_succeed(lambda: _check_names_and_shapes(stored, tensors, called, strict), f"loading {folder}", process_group)
+
+    def read() -> None:
+        state: dict[str, Any] = {}
+        for first, names in called.items():
+            if source := next((name for name in names if name in stored), None):
+                state |= dict.fromkeys(names, _read(source, stored[source], tensors[first]))
+        load_model_state(model, state, strict)
+
+    all_succeed(read, f"loading {folder}", process_group)
 
 
-class _LocalTensor(NamedTuple):
-    """What this rank stores of a parameter or buffer."""
-
-    names: list[str]  # more than one if it is tied
-    tensor: Tensor
-    local: Tensor  # its elements, 1-D; memory of `tensor` where that is contiguous
-    first: int  # index of the first of them in the flattened full tensor
-    is_written: bool  # by this rank: others may store the same elements
-
-
-def _local_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> Iterator[_LocalTensor]:
-    names: dict[Tensor, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        own: dict[str, Tensor | None] = {**module._parameters}
-        own |= {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
-        for name, tensor in own.items():
-            if tensor is not None:
-                names.setdefault(tensor, []).append(clean_name(f"{path}.{name}" if path else name))
-    for tensor, called in names.items():
-        parameter = managed(tensor) if isinstance(tensor, nn.Parameter) else None
-        if parameter is None:
-            yield _LocalTensor(called, tensor, tensor.detach().reshape(-1), 0, is_first(group))
-            continue
-        spec, replicas = parameter.spec, parameter.spec.ranks.replicas
-        if spec.tensor_parallel is not None:
+def _tensors_of(model: nn.Module, caller: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of `model.state_dict()`, over memory of the model, and for further names of one its first name."""
+    for unit in units_used_below(model):
+        if unit.summoned is not None:
+            raise ValueError(f"{caller}: parameters of {unit} are summoned; leave summon_full_params first")
+    tensors = model_state(model)
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
             raise ValueError(
-                f"{called[0]} is sharded by tensor parallelism too, which safetensors are not written from or read "
-                f"into; use torch.distributed.checkpoint, then `fsdp-compile checkpoint convert`"
+                f"{caller}: files of safetensors have tensors alone, and {name} of the model's state_dict() is a "
+                f"{type(value).__name__}; use checkpoint.save and checkpoint.load"
             )
-        is_written = spec.numel > 0 and (replicas is None or is_first(group_named(replicas)))
-        yield _LocalTensor(called, tensor, parameter.local, spec.first, is_written)
+        if isinstance(value, ShardedValue) and value.spec.tensor_parallel is not None:
+            raise ValueError(
+                f"{name} is sharded by tensor parallelism too, which safetensors are not written from or read into; "
+                f"use torch.distributed.checkpoint, then `fsdp-compile checkpoint convert`"
+            )
+    return tensors, first_names({name: _memory(value) for name, value in tensors.items()})
 
 
-def _check_names_and_shapes(stored: dict[str, "StoredTensor"], tensors: list[_LocalTensor], strict: bool) -> None:
-    wrong, shapes = [], []
-    for each in tensors:
-        found = [name for name in each.names if name in stored]
-        expected = tuple(each.tensor.shape)
-        shapes += [f"{name} of shape {stored[name].shape}, expected {expected}"
-                   for name in found if stored[name].shape != expected]  # fmt: skip
-        if strict and not found:
-            wrong.append(f"no {' or '.join(each.names)}")
-    known = {name for each in tensors for name in each.names}
-    if strict and (unknown := [name for name in stored if name not in known]):
+def _memory(value: Tensor) -> Any:
+    """Equal for two names of one tensor. Of a value, it is the object that has its elements, of which some ranks have
+    none, and all ranks must find the same names.
+    """
+    return (id(value.local), value.geometry) if isinstance(value, ShardedValue) else memory_read_by(value)
+
+
+def _has_range(value: Tensor) -> TypeGuard[ShardedValue]:
+    """Whether what each rank stores of `value` is one range of bytes in the file."""
+    return isinstance(value, ShardedValue) and value.geometry is None
+
+
+def _part_to_write(value: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, int]:
+    """What this rank writes of a tensor, 1-D, and the index of its first element in the flattened full one."""
+    if _has_range(value):
+        replicas = value.spec.ranks.replicas
+        is_written = replicas is None or is_first(group_named(replicas))
+        return value.local if is_written else value.local[:0], value.spec.first
+    full = full_tensor(value).reshape(-1)  # of a view all ranks gather it
+    return full if is_first(group) else full[:0], 0
+
+
+def _check_names_and_shapes(
+    stored: dict[str, "StoredTensor"], tensors: dict[str, Tensor], called: dict[str, list[str]], strict: bool
+) -> None:
+    shapes = [
+        f"{name} of shape {stored[name].shape}, expected {tuple(each.shape)}"
+        for name, each in tensors.items()
+        if name in stored and stored[name].shape != tuple(each.shape)
+    ]
+    wrong = [f"no {' or '.join(names)}" for names in called.values() if stored.keys().isdisjoint(names)]
+    if unknown := [name for name in stored if name not in tensors]:
         wrong.append(f"{', '.join(unknown)}, which the model does not have")
     if shapes:
-        raise ValueError(f"found {'; '.join([*shapes, *wrong])}; make the model that the files are of")
-    if wrong:
+        raise ValueError(f"found {'; '.join(shapes + wrong * strict)}; make the model that the files are of")
+    if wrong and strict:
         raise ValueError(f"found {'; '.join(wrong)}; pass strict=False to load what fits by name")
 
 
-@torch.no_grad()
-def _read_into(stored: dict[str, "StoredTensor"], tensors: list[_LocalTensor]) -> None:
-    for each in tensors:
-        source = next((name for name in each.names if name in stored), None)
-        if source is not None and each.local.numel():
-            read_range(source, stored[source], each.local, each.first)
-            if not each.tensor.is_contiguous():  # then `local` is a copy
-                each.tensor.detach().copy_(each.local.view(each.tensor.shape))
-            torch.autograd.graph.increment_version(each.tensor)
-
-
-def _sharded_units(model: nn.Module, caller: str) -> list[Unit]:
-    units = list(dict.fromkeys(member[0] for param in model.parameters() if (member := unit_of(param))))
-    for unit in units:
-        if unit.summoned is not None:
-            raise ValueError(f"{caller}: parameters of {unit} are summoned; leave summon_full_params first")
-    return units
+def _read(name: str, source: "StoredTensor", value: Tensor) -> Tensor:
+    """Fill `value`, or a new tensor where its memory is not one range of the file, with what this rank stores of it."""
+    if _has_range(value):
+        read_range(name, source, value.local, value.spec.first)
+        return value
+    is_range = type(value) is Tensor and value.is_contiguous() and not value.is_conj() and not value.is_neg()
+    target = value if is_range else torch.empty(value.shape, dtype=value.dtype)
+    read_range(name, source, target.view(-1))
+    return target
 
 
 # --- reading files ----------------------------------------------------------------------------------------------------

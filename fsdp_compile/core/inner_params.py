@@ -137,7 +137,7 @@ def take_apart(model: nn.Module, inner: Mapping[nn.Parameter, InnerParams]) -> N
     for module in model.modules() if inner else ():
         for name, param in list(module._parameters.items()):
             if param is not None and param in inner:
-                _replace_parameters(module, {name: inner[param].named(name)})
+                replace_items(module._parameters, {name: inner[param].named(name)})
                 module.__dict__["_fsdp_recipes"] = {**recipes_of(module), name: inner[param].recipe}
 
 
@@ -151,13 +151,13 @@ def put_back(model: nn.Module) -> None:
             if params not in made:
                 together = recipe.put_together(iter(each.detach() for each in params if each is not None))
                 made[params] = nn.Parameter(together, requires_grad=False)
-            _replace_parameters(module, {names[0]: [(name, made[params])], **{each: [] for each in names[1:]}})
+            replace_items(module._parameters, {names[0]: [(name, made[params])], **{each: [] for each in names[1:]}})
         module.__dict__.pop("_fsdp_recipes", None)
 
 
-def _replace_parameters(module: nn.Module, new: Mapping[str, Sequence[tuple[str, nn.Parameter]]]) -> None:
-    # The order of the module's parameters stays.
-    held = list(module._parameters.items())
-    module._parameters.clear()
-    for name, param in held:
-        module._parameters.update(new.get(name, [(name, param)]))
+def replace_items(held: dict[str, Any], new: Mapping[str, Sequence[tuple[str, Any]]]) -> None:
+    """Replace items of `held` by others, in their places."""
+    items = list(held.items())
+    held.clear()
+    for name, value in items:
+        held.update(new.get(name, [(name, value)]))

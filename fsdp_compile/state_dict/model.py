@@ -4,10 +4,9 @@ FULL       plain tensors of the original shapes: each unit is gathered, copied a
 SHARDED    for each parameter a `ShardedValue`, which is a DTensor, over memory of the shard: nothing is gathered
 LOCAL      for each parameter a `ShardedTensor`, which is no DTensor, with a copy of what the rank stores
 
-Where the kind was set, as `FullyShardedDataParallel` does, values are copies, also of parameters that are not sharded
-(ignored ones, within `summon_full_params`) and of buffers. SHARDED ones are as FSDP1 gives them: rows of
-dimension 0 in a DTensor; of a `FullyShardedDataParallel` without a mesh in torch's own ShardedTensor. Each unit's rows
-are exchanged in turn.
+Where the kind was set, as `FullyShardedDataParallel` does, values of a unit's parameters are copies, and SHARDED ones
+are as FSDP1 gives them: rows of dimension 0 in a DTensor; of a `FullyShardedDataParallel` without a mesh in torch's own
+ShardedTensor. Each unit's rows are exchanged in turn. Buffers and ignored parameters are never copied.
 In FULL tensor subclasses stay whole; the other kinds have their inner tensors (Note [Inner tensors]).
 
 Every kind can be loaded, whichever is set. SHARDED and LOCAL values in a file of `torch.save` are what one rank stores;
@@ -15,7 +14,7 @@ only the same rank of equally many can load them. The default is SHARDED after `
 `FullyShardedDataParallel`, as in torch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -24,14 +23,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile.comm.collectives import is_first
-from fsdp_compile.core.inner_params import inner_names, plain_tensors, recipe_of, recipes_of
-from fsdp_compile.core.sharding import sharding_of, stored_parameters, units_used_below
+from fsdp_compile.core.inner_params import inner_names, plain_tensors, recipe_of, recipes_of, replace_items
+from fsdp_compile.core.sharding import WRAPPED, clean_name, sharding_of, stored_parameters, units_used_below
 from fsdp_compile.core.unit import Unit, unit_of
-from fsdp_compile.state_dict.sharded_value import ManagedParameter, full_tensor, managed, torch_values
+from fsdp_compile.state_dict.sharded_value import (
+    ManagedParameter,
+    ShardedValue,
+    full_tensor,
+    managed,
+    torch_values,
+    value_in_state,
+)
 from fsdp_compile.tensors._torch import called_by_dcp
-from fsdp_compile.tensors.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor, ShardedView
 
 FULL, SHARDED, LOCAL = (StateDictType[f"{kind}_STATE_DICT"] for kind in ("FULL", "SHARDED", "LOCAL"))
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
@@ -132,31 +139,50 @@ def _common_settings(module: nn.Module, compared: Callable[[StateDictSettings], 
 
 # --- values, module by module -----------------------------------------------------------------------------------------
 
-# `nn.Module` saves and loads values module by module. A module that owns sharded parameters (fsdp_module.py) replaces
-# these values by the functions here: `collect` around its `state_dict`, `save` and `load` for its own parameters.
+# Names, order and what is saved at all are the modules' own affair: hooks, `_save_to_state_dict`, `get_extra_state` and
+# an overridden `state_dict` say it. A module that owns sharded parameters (parameter_owner.py) only turns the sharded
+# tensors that it stored there into values of the kind that is set, by the functions here: `collect` around its
+# `state_dict`, `save` and `load` for what it has itself. With `keep_vars` they stay: those are the parameters.
 
 
 class _Saving:
     """One call of `state_dict`, with its calls for submodules."""
 
-    def __init__(self) -> None:
-        self.for_dcp = called_by_dcp()  # then values are sharded, whatever is set
-        self._made: dict[Unit, Sequence[Tensor | None]] = {}  # of each unit's parameters what is gathered or exchanged
+    def __init__(self, over_memory: bool = False) -> None:
+        self.over_memory = over_memory or called_by_dcp()  # then values are SHARDED and no copies, whatever is set
+        self.settings: StateDictSettings | None = None  # of the module that was called
+        # By the id of the object that holds local elements, which ranks without elements find alike.
+        self.parameters: dict[int, tuple[Unit, int]] = {}
+        self._made: dict[Unit, Sequence[Tensor]] = {}  # of each unit's parameters what is gathered or exchanged
 
     def settings_of(self, unit: Unit | None) -> StateDictSettings:
-        return DEFAULT if self.for_dcp else settings_of(unit)
+        return DEFAULT if self.over_memory else settings_of(unit)
 
-    def value(self, parameter: ManagedParameter) -> Tensor | None:
-        unit = parameter.unit
+    def value(self, stored: Any, unit: Any, at_end: bool) -> Tensor:
+        """The sharded tensor or view `stored` as the kind of `unit` has it; hooks see SHARDED values over memory."""
+        unit, index = self.parameters.get(id(getattr(stored, "local", None)), (unit, None))
         settings = self.settings_of(unit)
-        if settings is DEFAULT:
-            return parameter.value(parameter.local)
-        if settings.state_dict_type is LOCAL:
-            device = "cpu" if settings.state_dict_config.offload_to_cpu else parameter.local.device
-            return ShardedTensor(parameter.local.to(device, copy=True), parameter.spec)
+        kind = settings.state_dict_type
+        if kind is SHARDED and (settings is DEFAULT or not at_end):
+            return value_in_state(stored)
+        if isinstance(stored, ShardedView) or getattr(stored, "geometry", None) or (index is None and kind is FULL):
+            full: Tensor = stored.full_tensor()
+            return full
+        if kind is LOCAL:
+            device = "cpu" if settings.state_dict_config.offload_to_cpu else stored.device
+            return ShardedTensor(stored.local.to(device, copy=True), stored.spec)
+        if index is None:
+            return _sharded_copies(unit, [stored])[0]
         if unit not in self._made:
-            self._made[unit] = _full_copies(unit) if settings.state_dict_type is FULL else _sharded_copies(unit)
-        return self._made[unit][parameter.index]
+            self._made[unit] = _full_copies(unit) if kind is FULL else _sharded_copies(unit, unit.params)
+        return self._made[unit][index]
+
+    def replace(self, values: dict[str, Any], unit: Unit | None, at_end: bool = False) -> None:
+        """Replace what is sharded in `values`; `unit`: that of what was computed."""
+        is_local = self.settings_of(unit).state_dict_type is LOCAL
+        for name, stored in values.items():
+            if isinstance(stored, (ShardedTensor, ShardedView, ShardedValue)) and not (is_local and at_end):
+                values[name] = self.value(stored, unit, at_end)
 
 
 _running: ContextVar[_Saving | None] = ContextVar("saving", default=None)  # the outermost call in this context
@@ -165,49 +191,85 @@ _running: ContextVar[_Saving | None] = ContextVar("saving", default=None)  # the
 def collect(module: nn.Module, state_dict: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Call `state_dict`, the method of the original class of `module`, for values of the kind that is set."""
     is_outermost, saving = _running.get() is None, _running.get() or _Saving()
+    unit = next(iter(units_used_below(module)), None)
+    settings = saving.settings_of(unit)
+    saving.settings = saving.settings or settings
     token = _running.set(saving)
     try:
         state: dict[str, Any] = state_dict(*args, **kwargs)
     finally:
         _running.reset(token)
+    if kwargs.get("keep_vars", args[2] if len(args) > 2 else False):
+        return state
     prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
     sharding = sharding_of(module)
     for name, dtype in (sharding.buffer_dtypes if sharding else {}).items():
         if isinstance(state.get(prefix + name), Tensor):
             state[prefix + name] = state[prefix + name].to(dtype)
-    unit = next(iter(units_used_below(module)), None)
-    settings = saving.settings_of(unit)
-    if unit is not None and settings.state_dict_type is not LOCAL:  # the config is for buffers and ignored ones too
-        for name in [name for name in state if name.startswith(prefix)]:
-            if settings.state_dict_type is FULL and not _has_values(unit):
+    if is_outermost:
+        with torch.no_grad():
+            saving.replace(state, unit, at_end=True)
+    if settings.state_dict_type is not LOCAL and (is_outermost or settings != saving.settings):
+        for name in [name for name in state if name.startswith(prefix)]:  # buffers and ignored parameters too
+            if settings.state_dict_type is FULL and unit is not None and not _has_values(unit):
                 del state[name]
             elif settings.state_dict_config.offload_to_cpu and isinstance(state[name], Tensor):
                 state[name] = state[name].cpu()
-    if is_outermost and unit is not None and unit.state_settings is not None and not saving.for_dcp:
-        _copy_what_is_not_sharded(module, state, prefix)
     return state
 
 
-def _copy_what_is_not_sharded(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    for name in {
-        prefix + name for name, tensor in tensors if not (isinstance(tensor, nn.Parameter) and managed(tensor))
-    }:
-        if isinstance(state.get(name), Tensor):
-            state[name] = state[name].clone()
+def model_state(model: nn.Module, keep_vars: bool = False) -> dict[str, Any]:
+    """`model.state_dict()` for files: values over memory of the shards, whichever kind is set, or with `keep_vars`
+    parameters, under names without what wrappers, DDP and `torch.compile` add.
+    """
+    saving = _Saving(over_memory=True)
+    token = _running.set(saving)
+    try:
+        found: dict[str, Any] = _without_ddp(model).state_dict(**{"keep_vars": True} if keep_vars else {})
+    finally:
+        _running.reset(token)
+    if not keep_vars:
+        saving.replace(found, None, at_end=True)
+    return {clean_name(name): value for name, value in found.items()}
 
 
+def load_model_state(model: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
+    """`model.load_state_dict(state)`, under names as `model_state` has them."""
+    inner = _without_ddp(model)
+    own = {clean_name(name): name for name in inner.state_dict(keep_vars=True)}
+    named = {own.get(name, name): value for name, value in state.items()}
+    inner.load_state_dict(named, **{} if strict else {"strict": False})
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Take off our wrapper and the compiler's, so that optimizer state gets the same names as parameters."""
+    model = getattr(model, "_orig_mod", model)
+    return model._modules.get(WRAPPED) or model
+
+
+def _without_ddp(model: nn.Module) -> Any:
+    inner = unwrapped(model)
+    return inner.module if isinstance(inner, DistributedDataParallel) else inner
+
+
+@torch.no_grad()
 def save(module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
-    """Replace the values that `_save_to_state_dict` stored for the sharded parameters of `module` itself."""
-    saving = _running.get() or _Saving()
-    for name, parameter in _own_parameters(module, destination, prefix):
-        destination[prefix + name] = saving.value(parameter)
+    """Replace the sharded tensors in `destination`, which has what `_save_to_state_dict` of `module` itself stored."""
+    units = module.__dict__.get("_fsdp_units") or units_used_below(module)
+    saving, unit = _running.get() or _Saving(), next(iter(units), None)
+    params: Iterable[Any] = stored_parameters(module).values()
+    for param in params:
+        if type(param) is ShardedTensor and (member := unit_of(param)):  # type: ignore[arg-type]  # a parameter
+            saving.parameters[id(param.local)] = member
+    saving.replace(destination, unit)
+    if unit is not None and unit.summoned and saving.settings_of(unit) is not DEFAULT:
+        for name, stored in destination.items():
+            destination[name] = stored.clone() if isinstance(stored, Tensor) else stored
     for name, recipe in recipes_of(module).items():
-        inner = inner_names(name, recipe)
-        unit = managed(stored_parameters(module)[inner[0]]).unit  # type: ignore[arg-type,union-attr]  # it is managed
-        if saving.settings_of(unit).state_dict_type is FULL:
-            plain = [destination.pop(prefix + each) for each in inner]
-            destination[prefix + name] = recipe.put_together(iter(plain)) if _has_values(unit) else None
+        inner = [prefix + each for each in inner_names(name, recipe)]
+        if saving.settings_of(unit).state_dict_type is FULL and all(each in destination for each in inner):
+            together = recipe.put_together(destination[each] for each in inner)
+            replace_items(destination, {each: [] for each in inner} | {inner[0]: [(prefix + name, together)]})
 
 
 @torch.no_grad()
@@ -275,21 +337,20 @@ def _own_parameters(module: nn.Module, state: dict[str, Any], prefix: str) -> li
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _full_copies(unit: Unit) -> list[Tensor | None]:
-    """Copies of the unit's parameters in full shape; None on ranks that get none under `rank0_only`."""
-    config, has_values = settings_of(unit).state_dict_config, _has_values(unit)
-    device = torch.device("cpu") if config.offload_to_cpu else unit.device
-    copies: list[Tensor | None] = []
+def _full_copies(unit: Unit) -> list[Tensor]:
+    """Copies of the unit's parameters in full shape; without values on ranks that get none under `rank0_only`."""
+    config = settings_of(unit).state_dict_config
+    device = "meta" if not _has_values(unit) else "cpu" if config.offload_to_cpu else unit.device
+    copies: list[Tensor] = []
     for flat in unit.flats:
-        views = flat.full_views(unit.gather(flat.shard))
-        copies += [view.to(device, copy=True) if has_values else None for view in views]
+        copies += [view.to(device, copy=True) for view in flat.full_views(unit.gather(flat.shard))]
     return copies
 
 
-def _sharded_copies(unit: Unit) -> list[Tensor]:
-    """Copies of the unit's parameters as FSDP1 has them in sharded state dicts: one all-to-all for each dtype."""
+def _sharded_copies(unit: Unit, params: Sequence[Any]) -> list[Tensor]:
+    """Copies of sharded tensors as FSDP1 has them in sharded state dicts: one all-to-all for each dtype."""
     config: Any = settings_of(unit).state_dict_config
-    values = [ShardedTensor(param.local.detach(), param.spec) for param in unit.params]  # type: ignore[attr-defined]  # sharded
+    values = [ShardedTensor(param.local.detach(), param.spec) for param in params]
     made = torch_values(values, config._use_dtensor or not unit.chunked_values)
     return [value.cpu() for value in made] if config.offload_to_cpu else made
 

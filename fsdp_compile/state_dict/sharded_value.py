@@ -45,8 +45,8 @@ from fsdp_compile.state_dict._torch import (
     tree_map_only,
 )
 from fsdp_compile.tensors._torch import COPIES_ROWS, called_by
-from fsdp_compile.tensors.shard_spec import Chunk, ShardSpec, exchange_rows
-from fsdp_compile.tensors.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.shard_spec import Chunk, ShardSpec, chunks_of_view, exchange_rows
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor, ShardedView
 
 
 def with_own_storage(tensor: Tensor) -> Tensor:
@@ -58,6 +58,7 @@ def with_own_storage(tensor: Tensor) -> Tensor:
 
 # --- the value --------------------------------------------------------------------------------------------------------
 
+Geometry = tuple[torch.Size, tuple[int, ...], int]
 _SHARDED: Any = ShardedTensor  # a value does some things as sharded tensors do
 
 
@@ -69,20 +70,25 @@ class ShardedValue(DTensor):
     Args:
         local: what this rank stores, 1-D `[n]` with n >= 0; it is not copied.
         spec: which elements these are; one object for all values that are sharded alike.
+        geometry: of a view of that tensor, as state-dict hooks make them: its shape, strides and offset.
 
     Raises:
         ValueError: `local` does not have the shape that `spec` says.
     """
 
     spec: ShardSpec
+    geometry: Geometry | None
 
-    def __new__(cls, local: Tensor, spec: ShardSpec) -> "ShardedValue":
+    def __new__(cls, local: Tensor, spec: ShardSpec, geometry: Geometry | None = None) -> "ShardedValue":
         """To torch this is a DTensor of the full shape and the dtype of `local`."""
         if local.shape != (spec.numel,):
             raise ValueError(f"local: expected shape ({spec.numel},) for {spec.sharding}, found {tuple(local.shape)}")
-        described = _dtensor_spec(spec.mesh(local.device.type), spec.shape, local.dtype)  # `placements` says what holds
+        shape, strides, _ = geometry or (spec.shape, None, 0)
+        described = _dtensor_spec(
+            spec.mesh(local.device.type), shape, local.dtype, strides
+        )  # `placements` says what holds
         value: Any = DTensor.__new__(cls, local, described, requires_grad=False)
-        value.spec = spec
+        value.spec, value.geometry = spec, geometry
         return value
 
     def __init__(self, *_: Any) -> None:
@@ -93,8 +99,29 @@ class ShardedValue(DTensor):
         """What this rank stores, 1-D: memory of the shard, not a copy."""
         return self._local_tensor
 
+    def over(self, local: Tensor) -> "ShardedValue":
+        """The same over other memory."""
+        return ShardedValue(local, self.spec, self.geometry)
+
+    def as_tensor(self, local: Tensor | None = None) -> Any:
+        """The sharded tensor, or view of one, that this is the value of; over other memory if `local` is given."""
+        base = ShardedTensor(self.local if local is None else local, self.spec)
+        return base.as_strided(*self.geometry) if self.geometry else base
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """What this rank stores, as chunks of the value."""
+        if self.geometry is None:
+            return self.spec.chunks
+        shape, strides, offset = self.geometry
+        outline = torch.empty(self.spec.shape, device="meta").as_strided(shape, strides, offset)
+        return chunks_of_view(outline, self.spec.first, self.spec.numel) or ()
+
     def view_of(self, chunk: Chunk) -> Tensor:
-        """One of `spec.chunks` in its n-D shape: memory of the shard, on the CPU with a storage of its own size."""
+        """One of `chunks` in its n-D shape: memory of the shard, on the CPU, unless transposed, with no other bytes."""
+        if self.geometry is not None:
+            local = self.local.detach()
+            return local.as_strided(chunk.sizes, self.geometry[1], local.storage_offset() + chunk.start)
         view: Tensor = _SHARDED.view_of(self, chunk)
         return with_own_storage(view) if view.is_cpu else view
 
@@ -109,10 +136,14 @@ class ShardedValue(DTensor):
         """The tensor in its original shape on every rank of the mesh: one all-gather, which all ranks must call."""
         device = torch.device(self.device_mesh.device_type)
         local = self.local if self.local.device.type == device.type else self.local.to(device)
-        return self.spec.gather(local)
+        full: Tensor = self.as_tensor(local).full_tensor()
+        return full
 
     redistribute = _SHARDED.redistribute
-    numpy, tolist, __array__, _whole = _SHARDED.numpy, _SHARDED.tolist, _SHARDED.__array__, _SHARDED._whole
+    numpy, tolist, __array__ = _SHARDED.numpy, _SHARDED.tolist, _SHARDED.__array__
+
+    def _whole(self) -> Any:
+        return self.as_tensor()._whole()
 
     placements = _SHARDED.placements
 
@@ -129,29 +160,31 @@ class ShardedValue(DTensor):
             return _HANDLERS[name](*args, **(kwargs or {}))
         if name in _QUERIES or (name == "__get__" and func.__self__.__name__ not in _COMPUTED):
             return call_plainly(func, types, args, kwargs)
-        args, kwargs = tree_map_only(ShardedValue, lambda v: ShardedTensor(v.local, v.spec), (args, kwargs or {}))
-        return tree_map_only(ShardedTensor, lambda t: ShardedValue(t.local, t.spec), func(*args, **kwargs))
+        args, kwargs = tree_map_only(ShardedValue, ShardedValue.as_tensor, (args, kwargs or {}))
+        return tree_map_only((ShardedTensor, ShardedView), value_in_state, func(*args, **kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedValue":
-        copied = memo[id(self)] = ShardedValue(self.local.clone(), self.spec)
+        copied = memo[id(self)] = self.over(self.local.clone())
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return ShardedValue, (self.local.clone(), self.spec)
+        return ShardedValue, (self.local.clone(), self.spec, *([self.geometry] if self.geometry else []))
 
     def __repr__(self) -> str:  # type: ignore[override]  # as in DTensor: without Tensor's argument
-        return f"ShardedValue(shape={self.spec.shape}, local={self.local}, chunks={self.spec.chunks})"
+        return f"ShardedValue(shape={self.shape}, local={self.local}, chunks={self.chunks})"
 
 
 @functools.lru_cache(maxsize=4096)  # a state dict of a large model has thousands of values
-def _dtensor_spec(mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    strides = torch.empty(shape, device="meta").stride()
+def _dtensor_spec(
+    mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype, strides: tuple[int, ...] | None = None
+) -> DTensorSpec:
+    strides = torch.empty(shape, device="meta").stride() if strides is None else strides
     return DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=TensorMeta(shape, strides, dtype))
 
 
 def _to_device(value: ShardedValue, *args: Any, **kwargs: Any) -> ShardedValue:
     moved = value.local.to(*args, **kwargs)
-    return value if moved is value.local else ShardedValue(moved, value.spec)
+    return value if moved is value.local else value.over(moved)
 
 
 def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -160,7 +193,9 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
     if source.shape != target.shape:
         raise ValueError(f"copy_: expected shape {tuple(target.shape)}, found {tuple(source.shape)}")
     check_own_part("copy_", source, target.spec)
-    alike = isinstance(source, (ShardedValue, ShardedTensor)) and target.spec.same_ranges(source.spec)
+    if target.geometry is not None:
+        return target.as_tensor().copy_(full_tensor(source))
+    alike = is_alike(source, target.spec)
     target.local.copy_(source.local if alike else target.spec.local_of(full_tensor(source)), non_blocking)  # type: ignore[attr-defined]  # alike
     return target
 
@@ -180,10 +215,10 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "to": _to_device,
     "cpu": lambda value, *_, **__: _to_device(value, "cpu"),
     "detach": lambda value: value,
-    "clone": lambda value, *_, **__: ShardedValue(value.local.clone(), value.spec),
+    "clone": lambda value, *_, **__: value.over(value.local.clone()),
     "copy_": _copy_,
-    "new_empty": lambda value, size, *, dtype=None, device=None, **_: ShardedValue(  # which a stager of DCP fills
-        value.local.new_empty(value.local.shape, dtype=dtype, device=device), value.spec
+    "new_empty": lambda value, size, *, dtype=None, device=None, **_: value.over(  # which a stager of DCP fills
+        value.local.new_empty(value.local.shape, dtype=dtype, device=device)
     ),
 }
 _QUERIES = {"size", "dim", "numel", "nelement", "stride", "element_size", "ndimension", "is_floating_point"}
@@ -246,6 +281,14 @@ def value_of(local: Tensor, spec: ShardSpec) -> Tensor:
     return ShardedValue(local, spec) if math.prod(spec.shape) else local.view(spec.shape)
 
 
+def value_in_state(stored: Any) -> Tensor:
+    """What sharded state dicts have for a sharded tensor or a view of one; some views are gathered, by all ranks."""
+    if isinstance(stored, ShardedView):
+        base, geometry = stored.base, stored.geometry
+        return ShardedValue(base.local, base.spec, geometry) if geometry else stored.full_tensor()
+    return value_of(stored.local, stored.spec) if isinstance(stored, ShardedTensor) else stored
+
+
 # --- a parameter and the values that belong to it ---------------------------------------------------------------------
 
 
@@ -269,7 +312,7 @@ class ManagedParameter:
 
     def is_alike(self, value: Any) -> TypeGuard[ShardedValue]:
         """Whether `value` is sharded as the parameter is, so that no rank needs what other ranks store of it."""
-        return isinstance(value, (ShardedValue, ShardedTensor)) and self.spec.same_ranges(value.spec)
+        return is_alike(value, self.spec)
 
     def local_of(self, value: Tensor, what: str) -> Tensor | None:
         """The elements that this rank stores, 1-D `[n]`, of a value of the parameter's shape; None for another shape.
@@ -293,6 +336,12 @@ def managed(param: nn.Parameter) -> ManagedParameter | None:
     return ManagedParameter(param, unit, index, param.spec)  # type: ignore[attr-defined]  # a ShardedTensor
 
 
+def is_alike(value: Any, spec: ShardSpec) -> TypeGuard[ShardedValue]:
+    """Whether `value` is sharded by `spec`."""
+    is_whole = isinstance(value, ShardedTensor) or (isinstance(value, ShardedValue) and value.geometry is None)
+    return is_whole and spec.same_ranges(value.spec)
+
+
 def check_own_part(what: str, value: Any, spec: ShardSpec) -> None:
     """Raise RuntimeError if `value` has the elements of another rank, as one from that rank's file."""
     if isinstance(value, (ShardedValue, ShardedTensor)):
@@ -307,7 +356,7 @@ def full_tensor(value: Any) -> Any:
     """A sharded tensor gathered from all ranks; anything else as it is."""
     if isinstance(value, ChunkedTensor):
         return _gather_chunks(value)
-    if isinstance(value, (ShardedValue, ShardedTensor)):
+    if isinstance(value, (ShardedValue, ShardedTensor, ShardedView)):
         return value.full_tensor()
     if isinstance(value, DTensor):
         here: Any = value.to(value.device_mesh.device_type)  # it may have been offloaded

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
@@ -41,7 +40,7 @@ from fsdp_compile.tensors.tensor_parallel import TensorParallel
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor whose elements are contiguous in the flattened tensor. Never empty."""
+    """A box of a tensor, of which a rank stores all elements. Never empty."""
 
     offsets: tuple[int, ...]  # of its first element, in the tensor's shape
     sizes: tuple[int, ...]
@@ -63,39 +62,50 @@ def chunks_of_range(shape: tuple[int, ...], first: int, numel: int) -> tuple[Chu
     """
     if first < 0 or numel < 0 or first + numel > math.prod(shape):
         raise ValueError(f"{numel} elements from {first} are not within shape {shape}")
-    chunks: list[Chunk] = []
-    start = 0
-    for offsets, sizes in _boxes_between(shape, first, first + numel) if numel else ():
-        chunks.append(Chunk(offsets, sizes, start))
-        start += math.prod(sizes)
+    return chunks_of_view(torch.empty(shape, device="meta"), first, numel) or ()
+
+
+def chunks_of_view(view: Tensor, first: int, numel: int) -> tuple[Chunk, ...] | None:
+    """Those elements of `view` that are elements `first` to `first + numel - 1` of the flattened tensor below it.
+
+    A chunk lies in these by the strides of `view`. None if elements are in several places of the view.
+    """
+    order = sorted(range(view.dim()), key=view.stride().__getitem__, reverse=True)
+    shape, strides = (tuple(each[dim] for dim in order) for each in (view.shape, view.stride()))
+    if any(size > 1 and stride < _extent(shape[at:], strides[at:]) for at, (size, stride) in
+           enumerate(zip(shape, strides, strict=True), 1)):  # fmt: skip
+        return None
+    chunks = []
+    start = first - int(view.storage_offset())
+    for offsets, sizes in _boxes_between(shape, strides, start, start + numel) if numel and view.numel() else ():
+        at = sum(map(operator.mul, offsets, strides)) - start
+        offsets, sizes = (tuple(each for _, each in sorted(zip(order, box, strict=True))) for box in (offsets, sizes))
+        chunks.append(Chunk(offsets, sizes, at))
     return tuple(chunks)
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 
-def _boxes_between(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The boxes of elements `start` to `stop`, at least one: a row's end, rows, a row's beginning."""
+def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """How many elements lie from the first of a tensor to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def _boxes_between(shape: tuple[int, ...], strides: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The boxes of the elements that lie at `start` to `stop`: a row's end, rows, a row's beginning."""
     if not shape:
-        yield (), ()
+        yield from [((), ())] if start <= 0 < stop else []
         return
-    rest = shape[1:]
-    row = math.prod(rest)
-    first, last = -(-start // row), stop // row  # the complete rows
-    if first > last:
-        yield from _boxes_in_row(last, rest, start - last * row, stop - last * row)
-        return
-    if start % row:
-        yield from _boxes_in_row(first - 1, rest, start % row, row)
-    if first < last:
-        yield (first, *[0] * len(rest)), (last - first, *rest)
-    if stop % row:
-        yield from _boxes_in_row(last, rest, 0, stop % row)
-
-
-def _boxes_in_row(index: int, rest: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    for offsets, sizes in _boxes_between(rest, start, stop):
-        yield (index, *offsets), (1, *sizes)
+    (rows, *_), stride, rest, steps = shape, strides[0] or 1, shape[1:], strides[1:]
+    first = min(max(-(-start // stride), 0), rows)  # of the complete rows
+    last = min(max((stop - _extent(rest, steps)) // stride + 1, 0), rows)
+    for row in sorted({first - 1, last}):
+        if row == last and first < last:
+            yield (first, *[0] * len(rest)), (last - first, *rest)
+        if 0 <= row < rows:
+            for offsets, sizes in _boxes_between(rest, steps, start - row * stride, stop - row * stride):
+                yield (row, *offsets), (1, *sizes)
 
 
 @dataclass(frozen=True)
@@ -322,13 +332,6 @@ class ShardSpec:
             return chunks
         _, start = self.tensor_parallel.local_box
         return tuple(replace(chunk, offsets=tuple(map(operator.add, start, chunk.offsets))) for chunk in chunks)
-
-    @cached_property
-    def storage_metadata(self) -> tuple[ChunkStorageMetadata, ...]:
-        """The chunks as DCP describes them; one of a tensor without elements, which otherwise had no name there."""
-        if not math.prod(self.shape):
-            return (ChunkStorageMetadata(torch.Size([0] * len(self.shape)), torch.Size(self.shape)),)
-        return tuple(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in self.chunks)
 
     def mesh(self, device_type: str) -> DeviceMesh:
         """That of the ranks, followed by the dimensions of tensor parallelism if both are parts of one mesh."""

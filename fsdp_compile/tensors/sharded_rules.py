@@ -22,7 +22,7 @@ all others     gather, compute the same on every rank, write back what was writt
 
 import logging
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -383,17 +383,26 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     source = args[0]
     if type(source) not in (ShardedTensor, ShardedView):
         return gather(func, args, kwargs)
-    base, steps = (source.base, source.steps) if type(source) is ShardedView else (source, ())
-    outline = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device="meta")
-    likes = func(outline, *args[1:], **kwargs)
-    if isinstance(likes, (list, tuple)):
-        return [
-            ShardedView(base, (*steps, lambda view, i=i: func(view, *args[1:], **kwargs)[i]), like)
-            for i, like in enumerate(likes)
-        ]
-    if not steps and likes.shape == base.shape and likes.stride() == base.stride():
-        return ShardedTensor(base.local, base.spec)
-    return ShardedView(base, (*steps, lambda view: func(view, *args[1:], **kwargs)), likes)
+    is_view = type(source) is ShardedView
+    base, steps = (source.base, source.steps) if is_view else (source, ())
+    full = torch.empty(base.shape, dtype=base.dtype, device="meta")
+    likes = func(source.outline if is_view else full, *args[1:], **kwargs)
+
+    def step(view: Tensor, index: int | None = None) -> Any:
+        views = func(view, *args[1:], **kwargs)
+        return views if index is None else views[index]
+
+    def viewed(like: Tensor, index: int | None = None) -> Tensor:
+        if _reads(like) == _reads(full):  # as of a matrix that was transposed twice
+            return ShardedTensor(base.local, base.spec)
+        return ShardedView(base, (*steps, partial(step, index=index)), like)
+
+    return [viewed(like, i) for i, like in enumerate(likes)] if isinstance(likes, (list, tuple)) else viewed(likes)
+
+
+def _reads(view: Tensor) -> Any:
+    """Equal for views of one tensor that are alike."""
+    return view.dtype, view.shape, view.stride(), view.storage_offset(), view.is_conj(), view.is_neg()
 
 
 def _same(func: Any, args: Any, kwargs: Any) -> Any:

@@ -39,9 +39,9 @@ from fsdp_compile.core._torch import (
 )
 from fsdp_compile.core.traced_writes import note_written
 from fsdp_compile.tensors.as_dtensor import AsDTensor
-from fsdp_compile.tensors.shard_spec import Chunk, FlatSharding, ShardRanks, ShardSpec
+from fsdp_compile.tensors.shard_spec import Chunk, FlatSharding, ShardRanks, ShardSpec, chunks_of_view
 from fsdp_compile.tensors.tensor_parallel import TensorParallel, is_dtensor
-from fsdp_compile.tensors.write_items import tensor_of, write_items
+from fsdp_compile.tensors.write_items import chunks_of, tensor_of, write_items
 
 _SHAPE, _GRAD, _FLAT, _SPEC, _NUMEL = map(operator.attrgetter, ("shape", "grad", "_flat", "spec", "numel"))
 
@@ -248,12 +248,17 @@ class ShardedTensor(AsDTensor, Tensor):
 
     # --- as torch.distributed.checkpoint asks: local data is read and written where it lies ---------------------------
 
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """What this rank stores, as chunks."""
+        return self.spec.chunks
+
     def view_of(self, chunk: Chunk) -> Tensor:
-        """One of `spec.chunks` in its n-D shape; it shares memory."""
+        """One of `chunks` in its n-D shape; it shares memory."""
         return self.local.detach()[chunk.start : chunk.start + chunk.numel].view(chunk.sizes)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return list(self.spec.storage_metadata)
+        return chunks_of(self)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         return write_items(fqn, self)
@@ -421,20 +426,32 @@ class ShardedView(Tensor):
 
     base: ShardedTensor
     steps: tuple[Callable[[Tensor], Tensor], ...]
+    outline: Tensor  # the view of a full tensor without values
     _gathered: tuple[int, Tensor, Tensor] | None  # the base's version, its elements, and the view of them
     __torch_function__ = NO_TORCH_FUNCTION
 
     @staticmethod
-    def __new__(cls, base: ShardedTensor, steps: tuple[Callable[[Tensor], Tensor], ...], like: Tensor) -> "ShardedView":
-        """A view of `base` with the shape and strides of `like`."""
+    def __new__(
+        cls, base: ShardedTensor, steps: tuple[Callable[[Tensor], Tensor], ...], outline: Tensor
+    ) -> "ShardedView":
+        """A view of `base` with the shape and strides of `outline`."""
         self: ShardedView = new_wrapper(
-            cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=base.device
+            cls, outline.shape, outline.stride(), outline.storage_offset(), dtype=outline.dtype, device=base.device
         )
-        self.base, self.steps, self._gathered = base, steps, None
+        self.base, self.steps, self.outline, self._gathered = base, steps, outline, None
         return self
 
     def __init__(self, *_: Any) -> None:
         pass
+
+    @property
+    def geometry(self) -> tuple[torch.Size, tuple[int, ...], int] | None:
+        """Shape, strides and offset in the flattened base; None if these do not say where each element lies."""
+        like, base = self.outline, self.base
+        kind = like.dtype, like.is_conj(), like.is_neg(), base.spec.tensor_parallel
+        if kind != (base.dtype, False, False, None) or chunks_of_view(like, 0, 0) is None:
+            return None
+        return like.shape, like.stride(), int(like.storage_offset())
 
     def read(self) -> Tensor:
         """The view's elements, plain; gathered again if the base has changed since."""

@@ -31,14 +31,14 @@ _ROWS = "_rows_to_write"  # an attribute of a tensor between planning and writin
 
 
 def write_items(name: str, value: Any) -> list[WriteItem]:
-    """What DCP writes of `value`, which has `local` and `spec`; RuntimeError if its writer would lose some of it."""
+    """What DCP writes of `value`, of which this rank has `chunks`; RuntimeError if its writer would lose some of it."""
     spec: ShardSpec = value.spec
     save = current_save()
-    chunks: Sequence[ChunkStorageMetadata] = spec.storage_metadata
+    chunks: Sequence[ChunkStorageMetadata] = chunks_of(value)
     if save is not None:
         _warn_of_shared_group(save, value.local.device)
     if save is not None and not _keeps_chunks(save.writer):
-        _check_writer(name, spec, save)
+        _check_writer(name, value, save)
         if not spec.is_one_chunk_on_all_ranks:
             rows = exchange_rows([value.local.detach()], [spec])[0]
             setattr(value, _ROWS, rows)
@@ -50,23 +50,29 @@ def write_items(name: str, value: Any) -> list[WriteItem]:
         WriteItem(
             index=MetadataIndex(name, chunk.offsets),
             type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=spec.shape),
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=value.shape),
         )
         for chunk in chunks
     ]
+
+
+def chunks_of(value: Any) -> list[ChunkStorageMetadata]:
+    """Its chunks as DCP describes them; one of a tensor without elements, which otherwise had no name there."""
+    if not value.numel():
+        return [ChunkStorageMetadata(torch.Size([0] * value.dim()), value.shape)]
+    return [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in value.chunks]
 
 
 def tensor_of(index: MetadataIndex, value: Any) -> Any:
     """The chunk, or the rows, that belong to an item; ValueError if this rank has none at these offsets."""
     if (rows := value.__dict__.pop(_ROWS, None)) is not None:
         return rows
-    spec: ShardSpec = value.spec
-    for chunk in spec.chunks:
+    if not value.numel():
+        return value.local.new_empty(value.shape)
+    for chunk in value.chunks:
         if chunk.offsets == index.offset:
             return value.view_of(chunk)
-    if not spec.shape.numel():
-        return value.local.detach().view(spec.shape)
-    expected = [chunk.offsets for chunk in spec.chunks]
+    expected = [chunk.offsets for chunk in value.chunks]
     raise ValueError(
         f"{index.fqn}: expected the offsets of one of this rank's chunks, {expected}, found {index.offset}"
     )
@@ -96,10 +102,12 @@ def _warn_of_shared_group(save: Saving, device: torch.device) -> None:
         )
 
 
-def _check_writer(name: str, spec: ShardSpec, save: Saving) -> None:
-    what = None
+def _check_writer(name: str, value: Any, save: Saving) -> None:
+    what, spec = None, value.spec
     if save.is_alone or not getattr(save.writer, "save_distributed", True):
         what = "writes what one rank has, which is a part of it"
+    elif getattr(value, "geometry", None) is not None:
+        what = "keeps one item of each name, and of a view of a sharded tensor a rank may have several"
     elif not spec.is_one_chunk_on_all_ranks and _is_in_background():
         what = "keeps one item of each name, for which ranks exchange rows, and cannot in the background"
     elif not spec.is_one_chunk_on_all_ranks and spec.tensor_parallel is not None:

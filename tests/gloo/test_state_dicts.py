@@ -44,7 +44,7 @@ from fsdp_compile import (
     rekey_optim_state_dict,
     state_dict_type,
 )
-from fsdp_compile.state_dict.sharded_value import ShardedValue
+from fsdp_compile.state_dict.sharded_value import ShardedValue, managed
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 from .ranks import Ranks
@@ -144,9 +144,10 @@ def _kinds(rank: int, strategy: str, offload: bool) -> None:
     for kind in (FULL, SHARDED, LOCAL):
         with state_dict_type(model, kind):
             snapshots[kind] = model.state_dict()
-    with torch.no_grad():  # snapshots are copies, also of what is not sharded
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.add_(1)
+    with torch.no_grad():  # snapshots are copies, but of what is not sharded
+        for param in model.parameters():
+            if managed(param):
+                param.add_(1)
     same(full, plain)
     for kind, state in snapshots.items():
         with state_dict_type(model, kind):

@@ -113,7 +113,7 @@ def test_copies() -> None:
 def test_files(kind: Any) -> None:
     """`torch.load` reads both with `weights_only`, also after a mesh was made; those that share a spec still do."""
     spec = value().spec
-    assert spec.mesh("cpu") is not None and spec.chunks and spec.storage_metadata
+    assert spec.mesh("cpu") is not None and spec.chunks
     buffer = io.BytesIO()
     torch.save([kind(torch.arange(4.0), spec), kind(torch.ones(4), spec)], buffer)
     buffer.seek(0)
