@@ -126,13 +126,13 @@ class Model(Entry):
 class InModel(Entry):
     """An optimizer over parameters of a model, under the model's names. It is never stepped."""
 
-    def __init__(self, key: str, models: Sequence[nn.Module], optimizer: Optimizer, what: str) -> None:
+    def __init__(self, key: str, models: Sequence[nn.Module], optimizer: Optimizer) -> None:
         super().__init__(key)
         params = {param for group in optimizer.param_groups for param in group["params"]}
         owner = next((model for model in models if params <= set(model.parameters())), None)
         if owner is None:
-            raise ValueError(f"{what}: no model in state has all of the optimizer's parameters; save and load the two "
-                             f"together")  # fmt: skip
+            raise ValueError(f"state[{key!r}]: no model in state has all of the optimizer's parameters; save and load "
+                             f"the two together")  # fmt: skip
         self.model, self.optimizer = unwrapped(owner), optimizer
 
     def collect(self) -> dict[str, Any]:
@@ -310,7 +310,7 @@ def entries_of(state: dict[str, Any]) -> dict[str, Entry]:
         elif isinstance(value, nn.Module):
             found[key] = Model(key, value)
         elif isinstance(value, Optimizer):
-            found[key] = InModel(key, models, value, f"state[{key!r}]")
+            found[key] = InModel(key, models, value)
         elif isinstance(value, Stateful):
             found[key] = Object(key, value)
         else:

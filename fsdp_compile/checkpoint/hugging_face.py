@@ -132,7 +132,7 @@ def load_safetensors(
             anything is changed.
         ValueError: parameters are summoned, or the state dict has values other than tensors.
     """
-    tensors, tied = _tensors_of(model, "load_safetensors")
+    tensors, tied = _tensors_of(model, "load_safetensors", strict)
     stored = on_first_rank(lambda: stored_tensors(Path(folder)), process_group)
     called: dict[str, list[str]] = {}  # all names of each tensor, by the first
     for name in tensors:
@@ -149,14 +149,14 @@ def load_safetensors(
     all_succeed(read, f"loading {folder}", process_group)
 
 
-def _tensors_of(model: nn.Module, caller: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _tensors_of(model: nn.Module, caller: str, strict: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of `model.state_dict()`, over memory of the model, and for further names of one its first name."""
     for unit in units_used_below(model):
         if unit.summoned is not None:
             raise ValueError(f"{caller}: parameters of {unit} are summoned; leave summon_full_params first")
     tensors = model_state(model)
     for name, value in tensors.items():
-        if not isinstance(value, Tensor):
+        if strict and not isinstance(value, Tensor):
             raise ValueError(
                 f"{caller}: files of safetensors have tensors alone, and {name} of the model's state_dict() is a "
                 f"{type(value).__name__}; use checkpoint.save and checkpoint.load"
@@ -166,6 +166,7 @@ def _tensors_of(model: nn.Module, caller: str) -> tuple[dict[str, Tensor], dict[
                 f"{name} is sharded by tensor parallelism too, which safetensors are not written from or read into; "
                 f"use torch.distributed.checkpoint, then `fsdp-compile checkpoint convert`"
             )
+    tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
     return tensors, first_names({name: _memory(value) for name, value in tensors.items()})
 
 
@@ -185,10 +186,10 @@ def _part_to_write(value: Tensor, group: dist.ProcessGroup | None) -> tuple[Tens
     """What this rank writes of a tensor, 1-D, and the index of its first element in the flattened full one."""
     if _has_range(value):
         replicas = value.spec.ranks.replicas
-        is_written = replicas is None or is_first(group_named(replicas))
-        return value.local if is_written else value.local[:0], value.spec.first
-    full = full_tensor(value).reshape(-1)  # of a view all ranks gather it
-    return full if is_first(group) else full[:0], 0
+        part, first, writes = value.local, value.spec.first, replicas is None or is_first(group_named(replicas))
+    else:
+        part, first, writes = full_tensor(value).reshape(-1), 0, is_first(group)  # of a view all ranks gather it
+    return part if writes else part[:0], first
 
 
 def _check_names_and_shapes(

@@ -6,20 +6,19 @@ and shapes, and loading reads into the memory of the shards.
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.optim import Optimizer
 
 from fsdp_compile.checkpoint.by_rank import VALUES, PerRank, checksums, values_apart
 from fsdp_compile.checkpoint.directory import DirectoryReader, DirectoryWriter, committed, open_checkpoint, step_of
-from fsdp_compile.checkpoint.entries import Entry, InModel, Model, entries_of, listed
+from fsdp_compile.checkpoint.entries import Entry, entries_of, listed
 from fsdp_compile.checkpoint.structure import (
     NOTES,
     Notes,
@@ -299,16 +298,6 @@ def _load_entries(
 
     all_succeed(put, doing, group)
     return loaded
-
-
-def optimizer_in(models: Sequence[nn.Module], optimizer: Optimizer, what: str) -> InModel:
-    """The state of an optimizer under the names of that model which has its parameters; ValueError if there is none."""
-    return InModel(what, models, optimizer, what)
-
-
-def trained_in(model: nn.Module) -> Model:
-    """The state of a model without its frozen parameters, which stay what they are when it is loaded."""
-    return Model("model", model, only_trained=True)
 
 
 # --- errors of all ranks ----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from fsdp_compile import checkpoint
 from fsdp_compile.api import fully_shard
-from fsdp_compile.checkpoint.save_load import optimizer_in, trained_in
+from fsdp_compile.checkpoint.entries import InModel, Model
 from fsdp_compile.checkpoint.untrusted import path_in
 from fsdp_compile.core.sharding import clean_name
 from fsdp_compile.fsdp_module import FSDPModule
@@ -125,12 +125,12 @@ class Accelerator(accelerate.Accelerator):
         for index, model in enumerate(models):
             inner = self.unwrap_model(model, keep_torch_compile=False)
             if hasattr(inner, "peft_config"):  # the frozen base is what the adapters were made for
-                state[f"model_{index}"], state[f"base_{index}"] = trained_in(inner), _Base(inner)
+                state[f"model_{index}"], state[f"base_{index}"] = Model("model", inner, only_trained=True), _Base(inner)
             else:
                 state[f"model_{index}"] = model
         optimizers, objects = self._all
         for index, prepared in enumerate(optimizers):
-            state[f"optimizer_{index}"] = optimizer_in(models, prepared.optimizer, f"optimizer {index}")
+            state[f"optimizer_{index}"] = InModel(f"optimizer {index}", models, prepared.optimizer)
         return state | {f"object_{index}": each for index, each in enumerate(objects)}
 
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from fsdp_compile import checkpoint
-from fsdp_compile.checkpoint.save_load import optimizer_in
+from fsdp_compile.checkpoint.entries import InModel
 from fsdp_compile.checkpoint.untrusted import file_in, load_item, path_in
 from fsdp_compile.fsdp_module import FSDPModule
 from fsdp_compile.integrations.accelerate import Accelerator
@@ -67,4 +67,4 @@ class Trainer(transformers.Trainer):
             self.lr_scheduler.load_state_dict(load_item(file, f"{folder}, {_SCHEDULER}"))
 
     def _optimizer_state(self) -> dict[str, Any]:  # `_save` writes the weights that train, which are loaded first
-        return {"optimizer": optimizer_in([self.model], self.optimizer.optimizer, "optimizer")}
+        return {"optimizer": InModel("optimizer", [self.model], self.optimizer.optimizer)}

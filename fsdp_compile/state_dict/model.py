@@ -177,11 +177,11 @@ class _Saving:
             self._made[unit] = _full_copies(unit) if kind is FULL else _sharded_copies(unit, unit.params)
         return self._made[unit][index]
 
-    def replace(self, values: dict[str, Any], unit: Unit | None, at_end: bool = False) -> None:
-        """Replace what is sharded in `values`; `unit`: that of what was computed."""
-        is_local = self.settings_of(unit).state_dict_type is LOCAL
-        for name, stored in values.items():
-            if isinstance(stored, (ShardedTensor, ShardedView, ShardedValue)) and not (is_local and at_end):
+    def replace(self, values: dict[str, Any], prefix: str, unit: Unit | None, at_end: bool = False) -> None:
+        """Replace what is sharded in `values`, under names with `prefix`; `unit`: that of what was computed."""
+        is_done = at_end and self.settings_of(unit).state_dict_type is LOCAL
+        for name, stored in () if is_done else values.items():
+            if isinstance(stored, (ShardedTensor, ShardedView, ShardedValue)) and name.startswith(prefix):
                 values[name] = self.value(stored, unit, at_end)
 
 
@@ -208,7 +208,7 @@ def collect(module: nn.Module, state_dict: Callable[..., Any], *args: Any, **kwa
             state[prefix + name] = state[prefix + name].to(dtype)
     if is_outermost:
         with torch.no_grad():
-            saving.replace(state, unit, at_end=True)
+            saving.replace(state, prefix, unit, at_end=True)
     if settings.state_dict_type is not LOCAL and (is_outermost or settings != saving.settings):
         for name in [name for name in state if name.startswith(prefix)]:  # buffers and ignored parameters too
             if settings.state_dict_type is FULL and unit is not None and not _has_values(unit):
@@ -222,23 +222,26 @@ def model_state(model: nn.Module, keep_vars: bool = False) -> dict[str, Any]:
     """`model.state_dict()` for files: values over memory of the shards, whichever kind is set, or with `keep_vars`
     parameters, under names without what wrappers, DDP and `torch.compile` add.
     """
-    saving = _Saving(over_memory=True)
-    token = _running.set(saving)
-    try:
-        found: dict[str, Any] = _without_ddp(model).state_dict(**{"keep_vars": True} if keep_vars else {})
-    finally:
-        _running.reset(token)
-    if not keep_vars:
-        saving.replace(found, None, at_end=True)
-    return {clean_name(name): value for name, value in found.items()}
+    return {clean_name(name): value for name, value in _state_over_memory(_without_ddp(model), keep_vars).items()}
 
 
 def load_model_state(model: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
     """`model.load_state_dict(state)`, under names as `model_state` has them."""
     inner = _without_ddp(model)
-    own = {clean_name(name): name for name in inner.state_dict(keep_vars=True)}
-    named = {own.get(name, name): value for name, value in state.items()}
-    inner.load_state_dict(named, **{} if strict else {"strict": False})
+    own = {clean_name(name): name for name in _state_over_memory(inner)}
+    inner.load_state_dict({own.get(name, name): value for name, value in state.items()}, *[] if strict else [False])
+
+
+def _state_over_memory(model: nn.Module, keep_vars: bool = False) -> dict[str, Any]:
+    saving = _Saving(over_memory=True)
+    token = _running.set(saving)
+    try:
+        found: dict[str, Any] = model.state_dict(**{"keep_vars": True} if keep_vars else {})
+    finally:
+        _running.reset(token)
+    if not keep_vars:
+        saving.replace(found, "", None, at_end=True)
+    return found
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -261,7 +264,7 @@ def save(module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
     for param in params:
         if type(param) is ShardedTensor and (member := unit_of(param)):  # type: ignore[arg-type]  # a parameter
             saving.parameters[id(param.local)] = member
-    saving.replace(destination, unit)
+    saving.replace(destination, prefix, unit)
     if unit is not None and unit.summoned and saving.settings_of(unit) is not DEFAULT:
         for name, stored in destination.items():
             destination[name] = stored.clone() if isinstance(stored, Tensor) else stored
@@ -281,20 +284,23 @@ def load(module: nn.Module, state: dict[str, Any], prefix: str, assign: bool, er
     """
     for name in recipes_of(module):
         _flatten_subclass(module, name, state, prefix, errors)
-    for name, parameter in _own_parameters(module, state, prefix):
-        key, value, stored, param = prefix + name, state[prefix + name], parameter.local, parameter.param
+    for name, param in stored_parameters(module).items():
+        key, parameter = prefix + name, None if param is None else managed(param)
+        if parameter is None or key not in state:
+            continue
+        value, stored = state[key], parameter.local
         local = parameter.local_of(value, f"parameter {key}") if isinstance(value, Tensor) else None
         if local is None:
             found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             errors.append(f"size mismatch for {key}: expected shape {tuple(parameter.spec.shape)}, found {found}")
         elif assign and stored.is_meta and not local.is_meta:
-            param = _new_parameter(parameter, local)
+            state[key] = _new_parameter(parameter, local)
         else:
             if local.data_ptr() != stored.data_ptr():
                 stored.copy_(local)
             # On all ranks, whatever they store: what was gathered before is out of date everywhere.
-            torch.autograd.graph.increment_version([param, stored])
-        state[key] = param
+            torch.autograd.graph.increment_version([parameter.param, stored])
+            state[key] = parameter.param
     for name, own in stored_parameters(module).items() if assign else ():
         # Where a value was assigned before, and the unit still waits for others.
         waits = own is not None and managed(own) is None and (isinstance(own, ShardedTensor) or unit_of(own))
@@ -327,12 +333,6 @@ def _flatten_subclass(module: nn.Module, name: str, state: dict[str, Any], prefi
         errors.append(
             f"{prefix}{name}: expected a {recipe.kind.__name__} of {recipe.context}, found one of {given.context}"
         )
-
-
-def _own_parameters(module: nn.Module, state: dict[str, Any], prefix: str) -> list[tuple[str, ManagedParameter]]:
-    """The sharded parameters, by name, that `module` itself owns and `state` has a value for."""
-    own = [(name, param) for name, param in stored_parameters(module).items() if prefix + name in state]
-    return [(name, parameter) for name, param in own if param is not None and (parameter := managed(param))]
 
 
 @torch.inference_mode(False)

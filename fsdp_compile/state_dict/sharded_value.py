@@ -306,21 +306,13 @@ class ManagedParameter:
         """What this rank stores of it, 1-D: memory of the shard."""
         return self.param.local.detach()  # type: ignore[attr-defined]  # a ShardedTensor
 
-    def value(self, local: Tensor) -> Tensor:
-        """A value of the parameter's shape over `local`, the elements `[n]` that this rank stores; see `value_of`."""
-        return value_of(local, self.spec)
-
-    def is_alike(self, value: Any) -> TypeGuard[ShardedValue]:
-        """Whether `value` is sharded as the parameter is, so that no rank needs what other ranks store of it."""
-        return is_alike(value, self.spec)
-
     def local_of(self, value: Tensor, what: str) -> Tensor | None:
         """The elements that this rank stores, 1-D `[n]`, of a value of the parameter's shape; None for another shape.
 
         Shares memory with the value if possible. All ranks gather a value that is distributed in another way.
         RuntimeError, which calls it `what`, if it is what another rank has stored of this parameter.
         """
-        if self.is_alike(value):
+        if is_alike(value, self.spec):
             return value.local
         if value.shape != self.spec.shape:
             return None
@@ -337,7 +329,7 @@ def managed(param: nn.Parameter) -> ManagedParameter | None:
 
 
 def is_alike(value: Any, spec: ShardSpec) -> TypeGuard[ShardedValue]:
-    """Whether `value` is sharded by `spec`."""
+    """Whether `value` is sharded by `spec`, so that no rank needs what other ranks store of it."""
     is_whole = isinstance(value, ShardedTensor) or (isinstance(value, ShardedValue) and value.geometry is None)
     return is_whole and spec.same_ranges(value.spec)
 

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile.core.sharding import clean_name
 from fsdp_compile.state_dict.model import LOCAL, settings_of
-from fsdp_compile.state_dict.sharded_value import ManagedParameter, full_tensor, managed, value_of
+from fsdp_compile.state_dict.sharded_value import ManagedParameter, full_tensor, is_alike, managed, value_of
 from fsdp_compile.tensors.nested import Path, dotted, map_leaves, nested_as
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
@@ -148,7 +148,7 @@ def _to_local(parameter: ManagedParameter, path: Path, value: Any) -> Any:
     local = None if is_scalar else parameter.local_of(value, what)
     if local is None:
         return full_tensor(value)
-    return ShardedTensor(local if parameter.is_alike(value) else local.clone(), parameter.spec)
+    return ShardedTensor(local if is_alike(value, parameter.spec) else local.clone(), parameter.spec)
 
 
 def shards_own_state(optim: Optimizer) -> bool:

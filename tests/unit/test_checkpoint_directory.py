@@ -15,7 +15,8 @@ import torch.distributed.checkpoint as dcp
 
 from fsdp_compile import checkpoint
 from fsdp_compile.checkpoint import directory
-from fsdp_compile.checkpoint.save_load import all_succeed, trained_in
+from fsdp_compile.checkpoint.entries import Model
+from fsdp_compile.checkpoint.save_load import all_succeed
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -407,7 +408,7 @@ def test_what_trains_is_saved_without_the_rest() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
     model[0].requires_grad_(False)
     model[2].weight = model[0].weight
-    inner = trained_in(model)
+    inner = Model("model", model, only_trained=True)
     saved = inner.collect()
     assert {*saved} == {name for name in model.state_dict() if name[0] == "1" or name == "2.bias"}
     frozen = model[0].weight.clone()
