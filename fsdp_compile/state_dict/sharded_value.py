@@ -284,7 +284,7 @@ def value_of(local: Tensor, spec: ShardSpec) -> Tensor:
 def value_in_state(stored: Any) -> Tensor:
     """What sharded state dicts have for a sharded tensor or a view of one; some views are gathered, by all ranks."""
     if isinstance(stored, ShardedView):
-        base, geometry = stored.base, stored.geometry
+        base, geometry = stored.base, None if stored.base.spec.tensor_parallel else stored.geometry
         return ShardedValue(base.local, base.spec, geometry) if geometry else stored.full_tensor()
     return value_of(stored.local, stored.spec) if isinstance(stored, ShardedTensor) else stored
 

@@ -52,28 +52,14 @@ class Chunk:
         return math.prod(self.sizes)
 
 
-def chunks_of_range(shape: tuple[int, ...], first: int, numel: int) -> tuple[Chunk, ...]:
-    """The elements `first` to `first + numel - 1` of a flattened tensor of `shape`, as chunks in order.
-
-    There are at most `max(1, 2 * len(shape) - 1)` of them, none for an empty range.
-
-    Raises:
-        ValueError: the range is not within the tensor.
-    """
-    if first < 0 or numel < 0 or first + numel > math.prod(shape):
-        raise ValueError(f"{numel} elements from {first} are not within shape {shape}")
-    return chunks_of_view(torch.empty(shape, device="meta"), first, numel) or ()
-
-
 def chunks_of_view(view: Tensor, first: int, numel: int) -> tuple[Chunk, ...] | None:
     """Those elements of `view` that are elements `first` to `first + numel - 1` of the flattened tensor below it.
 
-    A chunk lies in these by the strides of `view`. None if elements are in several places of the view.
+    At most `max(1, 2 * view.dim() - 1)` chunks, which lie there by its strides. None if an element is in two places.
     """
     order = sorted(range(view.dim()), key=view.stride().__getitem__, reverse=True)
     shape, strides = (tuple(each[dim] for dim in order) for each in (view.shape, view.stride()))
-    if any(size > 1 and stride < _extent(shape[at:], strides[at:]) for at, (size, stride) in
-           enumerate(zip(shape, strides, strict=True), 1)):  # fmt: skip
+    if any(shape[at] > 1 and strides[at] < _extent(shape[at + 1 :], strides[at + 1 :]) for at in range(len(order))):
         return None
     chunks = []
     start = first - int(view.storage_offset())
@@ -129,7 +115,7 @@ class FlatSharding:
 
     def chunks(self, rank: int) -> tuple[Chunk, ...]:
         """What `rank` stores, as chunks."""
-        return chunks_of_range(self.shape, *self.local_range(rank))
+        return chunks_of_view(torch.empty(self.shape, device="meta"), *self.local_range(rank)) or ()
 
 
 # --- this rank --------------------------------------------------------------------------------------------------------

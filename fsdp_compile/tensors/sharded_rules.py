@@ -393,16 +393,11 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
         return views if index is None else views[index]
 
     def viewed(like: Tensor, index: int | None = None) -> Tensor:
-        if _reads(like) == _reads(full):  # as of a matrix that was transposed twice
-            return ShardedTensor(base.local, base.spec)
-        return ShardedView(base, (*steps, partial(step, index=index)), like)
+        view = ShardedView(base, (*steps, partial(step, index=index)), like)
+        is_all = view.geometry == (full.shape, full.stride(), 0)  # as of a matrix that was transposed twice
+        return ShardedTensor(base.local, base.spec) if is_all else view
 
     return [viewed(like, i) for i, like in enumerate(likes)] if isinstance(likes, (list, tuple)) else viewed(likes)
-
-
-def _reads(view: Tensor) -> Any:
-    """Equal for views of one tensor that are alike."""
-    return view.dtype, view.shape, view.stride(), view.storage_offset(), view.is_conj(), view.is_neg()
 
 
 def _same(func: Any, args: Any, kwargs: Any) -> Any:

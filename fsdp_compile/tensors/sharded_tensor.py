@@ -248,10 +248,7 @@ class ShardedTensor(AsDTensor, Tensor):
 
     # --- as torch.distributed.checkpoint asks: local data is read and written where it lies ---------------------------
 
-    @property
-    def chunks(self) -> tuple[Chunk, ...]:
-        """What this rank stores, as chunks."""
-        return self.spec.chunks
+    chunks = property(lambda self: self.spec.chunks)
 
     def view_of(self, chunk: Chunk) -> Tensor:
         """One of `chunks` in its n-D shape; it shares memory."""
@@ -431,14 +428,12 @@ class ShardedView(Tensor):
     __torch_function__ = NO_TORCH_FUNCTION
 
     @staticmethod
-    def __new__(
-        cls, base: ShardedTensor, steps: tuple[Callable[[Tensor], Tensor], ...], outline: Tensor
-    ) -> "ShardedView":
-        """A view of `base` with the shape and strides of `outline`."""
+    def __new__(cls, base: ShardedTensor, steps: tuple[Callable[[Tensor], Tensor], ...], like: Tensor) -> "ShardedView":
+        """A view of `base` with the shape and strides of `like`."""
         self: ShardedView = new_wrapper(
-            cls, outline.shape, outline.stride(), outline.storage_offset(), dtype=outline.dtype, device=base.device
+            cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=base.device
         )
-        self.base, self.steps, self.outline, self._gathered = base, steps, outline, None
+        self.base, self.steps, self.outline, self._gathered = base, steps, like, None
         return self
 
     def __init__(self, *_: Any) -> None:
@@ -447,11 +442,10 @@ class ShardedView(Tensor):
     @property
     def geometry(self) -> tuple[torch.Size, tuple[int, ...], int] | None:
         """Shape, strides and offset in the flattened base; None if these do not say where each element lies."""
-        like, base = self.outline, self.base
-        kind = like.dtype, like.is_conj(), like.is_neg(), base.spec.tensor_parallel
-        if kind != (base.dtype, False, False, None) or chunks_of_view(like, 0, 0) is None:
-            return None
-        return like.shape, like.stride(), int(like.storage_offset())
+        like = self.outline
+        is_plain = like.dtype is self.base.dtype and not like.is_conj() and not like.is_neg()
+        is_plain = is_plain and chunks_of_view(like, 0, 0) is not None
+        return (like.shape, like.stride(), int(like.storage_offset())) if is_plain else None
 
     def read(self) -> Tensor:
         """The view's elements, plain; gathered again if the base has changed since."""

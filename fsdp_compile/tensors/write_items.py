@@ -106,12 +106,10 @@ def _check_writer(name: str, value: Any, save: Saving) -> None:
     what, spec = None, value.spec
     if save.is_alone or not getattr(save.writer, "save_distributed", True):
         what = "writes what one rank has, which is a part of it"
-    elif getattr(value, "geometry", None) is not None:
-        what = "keeps one item of each name, and of a view of a sharded tensor a rank may have several"
     elif not spec.is_one_chunk_on_all_ranks and _is_in_background():
         what = "keeps one item of each name, for which ranks exchange rows, and cannot in the background"
-    elif not spec.is_one_chunk_on_all_ranks and spec.tensor_parallel is not None:
-        what = "keeps one item of each name, and with tensor parallelism this rank has several"
+    elif getattr(value, "geometry", None) or not (spec.is_one_chunk_on_all_ranks or spec.tensor_parallel is None):
+        what = "keeps one item of each name, and of a view, or with tensor parallelism, this rank has several"
     if what is not None:
         raise RuntimeError(
             f"{name}: {type(save.writer).__name__} {what}; save full tensors, as get_model_state_dict gives them with "

@@ -1,14 +1,14 @@
 """A range of a flattened tensor as chunks of the n-dimensional tensor."""
 
 import math
+from random import Random
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.tensors.shard_spec import Chunk, FlatSharding, ShardRanks, ShardSpec, chunks_of_range
+from fsdp_compile.tensors.shard_spec import Chunk, FlatSharding, ShardRanks, ShardSpec, chunks_of_view
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -25,7 +25,7 @@ def test_chunks_are_the_range(case: tuple[tuple[int, ...], int, int]) -> None:
     """Chunks, flattened one after the other, are the elements of the range in order, few and none empty."""
     shape, first, numel = case
     full = torch.arange(math.prod(shape)).view(shape)
-    chunks = chunks_of_range(shape, first, numel)
+    chunks = chunks_of_view(full, first, numel) or ()
     elements = torch.cat([torch.empty(0, dtype=torch.int64), *[_take(full, chunk).reshape(-1) for chunk in chunks]])
     assert elements.tolist() == list(range(first, first + numel))
     ends = [0]
@@ -43,14 +43,28 @@ def test_most_chunks() -> None:
     """The bound `2 * ndim - 1` is reached."""
     for ndim in range(1, 6):
         shape = (4,) * ndim
-        assert len(chunks_of_range(shape, 1, 4**ndim - 2)) == 2 * ndim - 1
+        assert len(chunks_of_view(torch.empty(shape), 1, 4**ndim - 2) or ()) == 2 * ndim - 1
 
 
-@pytest.mark.parametrize(("first", "numel"), [(-1, 2), (0, 25), (20, 5), (0, -1)])
-def test_a_range_beyond_the_tensor(first: int, numel: int) -> None:
-    """A range that is not within the tensor is refused with its numbers."""
-    with pytest.raises(ValueError, match=rf"{numel} elements from {first} are not within shape \(4, 6\)"):
-        chunks_of_range((4, 6), first, numel)
+@given(ranges(), st.randoms())
+def test_chunks_of_views(case: tuple[tuple[int, ...], int, int], random: Random) -> None:
+    """Of a transposed and sliced view, chunks are its elements of the range, and lie there by its strides."""
+    shape, first, numel = case
+    full = torch.arange(math.prod(shape))
+    view = full.view(shape).permute(random.sample(range(len(shape)), len(shape)))
+    view = view[tuple(slice(random.randint(0, size), None, random.randint(1, 2)) for size in view.shape)]
+    stored, found = full[first : first + numel], []
+    for chunk in chunks_of_view(view, first, numel) or ():
+        here = stored.as_strided(chunk.sizes, view.stride(), first + chunk.start)
+        assert torch.equal(here, _take(view, chunk)) and chunk.numel
+        found += here.flatten().tolist()
+    assert sorted(found) == sorted(each for each in view.flatten().tolist() if first <= each < first + numel)
+
+
+def test_a_view_with_elements_in_two_places() -> None:
+    """It has no chunks."""
+    assert chunks_of_view(torch.empty(3, device="meta").expand(2, 3), 0, 3) is None
+    assert chunks_of_view(torch.empty(6, device="meta").unfold(0, 3, 1), 0, 3) is None
 
 
 @given(st.lists(SHAPES, min_size=1, max_size=4), st.integers(1, 8))
