@@ -236,7 +236,7 @@ def _state_over_memory(model: nn.Module, keep_vars: bool = False) -> dict[str, A
     saving = _Saving(over_memory=True)
     token = _running.set(saving)
     try:
-        found: dict[str, Any] = model.state_dict(**{"keep_vars": True} if keep_vars else {})
+        found: dict[str, Any] = model.state_dict(keep_vars=True) if keep_vars else model.state_dict()
     finally:
         _running.reset(token)
     if not keep_vars:
