@@ -37,6 +37,8 @@ from fsdp_compile.comm.groups import mesh_of
 from fsdp_compile.core._torch import joined_mesh
 from fsdp_compile.tensors.tensor_parallel import TensorParallel
 
+Sizes = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -70,16 +72,13 @@ def chunks_of_view(view: Tensor, first: int, numel: int) -> tuple[Chunk, ...] | 
     return tuple(chunks)
 
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
-
-
-def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+def _extent(shape: Sizes, strides: Sizes) -> int:
     """How many elements lie from the first of a tensor to its last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
-def _boxes_between(shape: tuple[int, ...], strides: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The boxes of the elements that lie at `start` to `stop`: a row's end, rows, a row's beginning."""
+def _boxes_between(shape: Sizes, strides: Sizes, start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]:
+    """Offsets and sizes of the elements that lie at `start` to `stop`: a row's end, rows, a row's beginning."""
     if not shape:
         yield from [((), ())] if start <= 0 < stop else []
         return

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_compile import FullyShardedDataParallel, checkpoint, fully_shard, summon_full_params
+from fsdp_compile import checkpoint, fully_shard, summon_full_params
 from fsdp_compile.checkpoint.convert import open_source
 
 from .ranks import Ranks
@@ -140,20 +140,6 @@ def _from_meta(rank: int, folder: Path) -> None:
 def test_start_on_the_meta_device(two: Ranks, tmp_path: Path) -> None:
     """A model that never had values gets them from the files, tied parameters too."""
     two.run(_from_meta, tmp_path)
-
-
-def _wrapped(rank: int, folder: Path) -> None:
-    model = FullyShardedDataParallel(build(MODELS["mlp"]))
-    checkpoint.save_safetensors(model, folder)
-    assert set(load_file(folder / "model.safetensors")) == set(build(MODELS["mlp"]).state_dict())
-    other = torch.compile(FullyShardedDataParallel(build(MODELS["mlp"], 1)))
-    checkpoint.load_safetensors(other, folder)
-    assert torch.equal(units(other)[0].flats[0].shard, units(model)[0].flats[0].shard)
-
-
-def test_original_names_from_wrappers(two: Ranks, tmp_path: Path) -> None:
-    """Names in the files are those of the model without the wrapper, also of a compiled one."""
-    two.run(_wrapped, tmp_path)
 
 
 def _loaded_between_steps(rank: int, folder: Path) -> None:
