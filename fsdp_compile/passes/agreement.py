@@ -12,10 +12,7 @@ which is followed where no search is asked for, depends on units and tasks alone
 import hashlib
 import json
 import logging
-from collections.abc import Callable
-from functools import partial
 from operator import attrgetter
-from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -23,13 +20,12 @@ from fsdp_compile.comm.comparison import exists
 from fsdp_compile.comm.waits import MessageBoard
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes.plan.plan import Plan, simulate, verify
-from fsdp_compile.passes.plan.schedule import search_plan
+from fsdp_compile.passes.plan.schedule import keep_by_rule, order_of_blocks, search_plan
 from fsdp_compile.passes.plan.workload import Workload, lower_bound
 
 log = logging.getLogger("fsdp_compile")
 
-Table = dict[str, Any]  # of what JSON has
-Decision = TypeVar("Decision")
+WORTH = 0.01  # of a step: what a search must save
 
 
 def board() -> MessageBoard | None:
@@ -55,13 +51,10 @@ def plan_together(workload: Workload, config: CompileConfig, what: str) -> tuple
     Raises:
         PlanError: no plan fits into the budget.
     """
-
-    def make() -> Table:
-        found = search_plan(workload, config.budget)
-        return {"keep": found.keep_unsharded, "plan": str(found.plan)}
-
-    read = partial(read_plan, workload=workload, budget=config.budget)
-    plan, kept = decide_together(shape_of(workload, config), make, read)
+    plan, kept = _searched(workload, config.budget)
+    table = json.loads(agree(_shape_of(workload, config), json.dumps({"keep": kept, "plan": str(plan)})))
+    plan, kept = Plan.parse(table["plan"]), tuple(table["keep"])
+    verify(workload, plan, config.budget)
     if log.isEnabledFor(logging.INFO):
         timeline, bound = simulate(workload, plan), lower_bound(workload)
         log.info(
@@ -71,7 +64,7 @@ def plan_together(workload: Workload, config: CompileConfig, what: str) -> tuple
     return plan, kept
 
 
-def shape_of(workload: Workload, config: CompileConfig, *others: object) -> str:
+def _shape_of(workload: Workload, config: CompileConfig) -> str:
     """All that plans depend on beside seconds of tasks, and bytes that batches, or what a rank pads, decide."""
     tasks = [(task.reads, task.writes, task.reduced, task.updates) for task in workload.tasks]
     names = "name", "gather", "reduce", "replicate", "keep_unsharded", "module"
@@ -79,16 +72,19 @@ def shape_of(workload: Workload, config: CompileConfig, *others: object) -> str:
     units = list(map(attrgetter(*names), workload.units)), prefetched
     step = workload.backward, workload.forward, workload.can_coalesce
     chosen = config.link, config.device, config.budget, config.file_contents, config.update
-    return f"plan/{hashlib.sha256(repr((tasks, units, step, chosen, others)).encode()).hexdigest()}"
+    return f"plan/{hashlib.sha256(repr((tasks, units, step, chosen)).encode()).hexdigest()}"
 
 
-def decide_together(key: str, make: Callable[[], Table], read: Callable[[Table], Decision]) -> Decision:
-    """`read` what `make` returns, on the rank that comes first."""
-    return read(json.loads(agree(key, json.dumps(make()))))
+def _searched(workload: Workload, budget: int | None) -> tuple[Plan, tuple[str, ...]]:
+    """The plan that the search finds, if by its prices a step is shorter by `WORTH` than in the order of blocks.
 
-
-def read_plan(table: Table, workload: Workload, budget: int | None) -> tuple[Plan, tuple[str, ...]]:
-    """A plan for `workload`, and the units that it keeps unsharded."""
-    plan = Plan.parse(table["plan"])
-    verify(workload, plan, budget)
-    return plan, tuple(table["keep"])
+    Prices may be wrong, and the order of blocks does not depend on them.
+    """
+    found = search_plan(workload, budget)
+    if not workload.forward:  # the rule knows of no updates
+        rule = order_of_blocks(workload)
+        timeline = simulate(workload, rule)
+        is_as_short = timeline.makespan <= found.seconds * (1 + WORTH)
+        if is_as_short and (budget is None or timeline.peak <= budget):
+            return rule, tuple(workload.units[unit].name for unit in sorted(keep_by_rule(workload)))
+    return found.plan, found.keep_unsharded
