@@ -305,7 +305,7 @@ def _hide_units(module: Any, opened: list[UnshardedUnit], error: BaseException |
     runtime: Runtime = module._fsdp_runtime
     try:
         if error is None:
-            for gathered in opened:
+            for gathered in [each for each in opened if each.state is State.FORWARD]:  # else backward has closed it
                 gathered.check_unwritten()
                 for listen in runtime.heard.after_forward:
                     listen(gathered, module)
@@ -332,7 +332,7 @@ def _post_forward(module: Any, opened: list[UnshardedUnit], inputs: tuple, outpu
             return _post_forward(module, opened, (), None)  # the transform's own tensors take no hooks
     _hide_units(module, opened)
     heard = module._fsdp_runtime.heard
-    for gathered in opened:
+    for gathered in [each for each in opened if each.state is State.FORWARD]:
         with profiled("post", gathered.unit.path):
             keep = module._fsdp.is_root or module._fsdp_runtime.begins_backward(gathered)
             keep |= gathered.unit.reshard_after_forward is False

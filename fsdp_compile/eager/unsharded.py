@@ -545,6 +545,8 @@ class UnshardedUnit:
         if self.state is State.ENDED:  # at the end of the pass, if its gradients were there before
             return
         unit = self.unit
+        if self.state is State.FORWARD:
+            self.hold()  # forward itself has called backward: what else it has computed has no hooks yet
         if self.state is not State.LENT:  # else its own backward may follow
             after = State.WAITING if backward_keeps_graph() else State.ENDED
             if after is State.ENDED:
