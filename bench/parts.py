@@ -94,7 +94,7 @@ PARTS = {
         "GPT, emulated link, 8 ranks, fp32: SimpleFSDP's graph, ordered by its authors' passes, Inductor's and ours",
         "link", "gpt",
         ("unsharded", "simple_fsdp", "simple_fsdp:overlap", "simple_fsdp_ours", "simple_fsdp_ours:overlap",
-         "simple_fsdp_ours:rule", "ours_compiled"),
+         "ours_compiled"),
         8, ratios=(0.3, 0.6, 0.9), rounds=5, looks=("calls", "memory", "gradients"),
     ),
     "memory": Part(

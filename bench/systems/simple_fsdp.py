@@ -20,7 +20,6 @@ from torch._inductor.utils import get_gpu_dram_gbps
 from torch.utils.flop_counter import flop_registry
 
 from bench.systems import Prepared, Setup
-from bench.systems.ours import measure
 from fsdp_compile.comm.collectives import STARTS
 from fsdp_compile.passes.cost.hardware import device
 from fsdp_compile.passes.graph.prices import group_of, node_seconds
@@ -108,7 +107,6 @@ class PlannedForLink(Prepared):
     def configured(self, link: str, batch: Sequence[Tensor]) -> None:
         dist_opts: Any = torch._inductor.config.aten_distributed_optimizations
         dist_opts.custom_runtime_estimation = partial(milliseconds, link)
-        measure(link, batch[0].device)
         torch._dynamo.reset()
         self.forward = self.compiled()
         self.forward(*batch).backward()
@@ -116,15 +114,12 @@ class PlannedForLink(Prepared):
 
 
 def ours(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
-    """Without its authors' passes; `backend="fsdp_compile"` orders its collectives for the link that it measures.
+    """Without its authors' passes; `backend="fsdp_compile"` orders its collectives by blocks.
 
-    The option "rule" plans nothing; "overlap" also switches Inductor's overlap passes on, as a user might.
+    The option "overlap" also switches Inductor's overlap passes on, as a user might.
     """
-    options: dict[str, Any] = {"reshard_after_forward": True}  # as its authors' passes do
-    if setup.option == "rule":
-        options["link"] = None
-    compiling = {"backend": "fsdp_compile", "options": options}
-    return _prepared(shard(model, setup), setup, compiling, Prepared if setup.option == "rule" else PlannedForLink)
+    compiling = {"backend": "fsdp_compile", "options": {"reshard_after_forward": True}}  # as its authors' passes do
+    return _prepared(shard(model, setup), setup, compiling, PlannedForLink if setup.option == OVERLAP else Prepared)
 
 
 def _prepared(sharded: nn.Module, setup: Setup, compiling: dict[str, Any], kind: type[Prepared]) -> Prepared:
