@@ -107,7 +107,6 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"link": "custom:1"}, "link: expected custom:LATENCY,BANDWIDTH .*found 'custom:1'"),
     ({**LINK, "device": "h1000"}, "device: expected one of a100-40, .*found 'h1000'"),
     ({**LINK, "device": 3}, "device: expected a str or None, found int"),
-    ({"budget": 1}, "budget=1 needs a link, and the ranks could not measure one: name it"),
     ({**LINK, "budget": "4GB"}, "budget: expected an int or None, found str"),
     ({**LINK, "budget": -1}, "budget must be at least 1 byte, or None, not -1"),
     ({"activations": "recompute"}, "options: expected names among .*, found activations"),
@@ -144,16 +143,17 @@ def test_bad_options_are_refused_by_name() -> None:
 
 
 def test_without_other_ranks_the_rule_makes_the_plan(caplog: pytest.LogCaptureFixture) -> None:
-    """The default measures nothing where there are no other ranks, says so, and follows the rule; what needs a link is
+    """Where there are no other ranks nothing is measured, which is said once, and the rule is followed; a budget is
     refused."""
     inductor._log_once.cache_clear()
+    options = {"link": "measure"}
     with caplog.at_level(logging.INFO, "fsdp_compile"):
-        torch.compile(fully_shard(small()))(X).sum().backward()
-        torch.compile(fully_shard(small()), backend="fsdp_compile")(X).sum().backward()
-    assert [text for text in caplog.messages if "link" in text] == [
-        "link='auto': collectives follow a fixed rule, as nothing was measured: there are no other ranks"
+        for _ in range(2):
+            torch.compile(fully_shard(small()), backend="fsdp_compile", options=options)(X).sum().backward()
+    assert [text for text in caplog.messages if "measured" in text] == [
+        "collectives follow the order of blocks, as no link was measured: there are no other ranks"
     ]
-    with pytest.raises(PlanError, match=r"needs a link: .*; the ranks could not measure one"):
+    with pytest.raises(PlanError, match=r"^budget=1 needs a link, and the ranks could not measure one: name it"):
         torch.compile(fully_shard(small()), backend="fsdp_compile", options={"budget": 1})(X)
 
 
