@@ -3,7 +3,6 @@
 path_in, file_in     resolve a name, refuse one outside of the folder
 SafeReader           DCP's reader, with an unpickler for `.metadata` that knows only DCP's own classes
 ValuePlanner         DCP's planner, which loads only plain values
-printable            escape a name from a file for a terminal
 
 Pickled values of other types are loaded only with `trust` (`checkpoint.load`, `fsdp-compile checkpoint convert`).
 """
@@ -160,8 +159,3 @@ class ValuePlanner(dcp.DefaultLoadPlanner):
             torch.save(loaded, value)
             value.seek(0)
         super().load_bytes(read_item, value)
-
-
-def printable(text: str) -> str:
-    """Escape the characters of `text` that are not printable, which a terminal might take for commands."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

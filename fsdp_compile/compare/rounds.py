@@ -6,18 +6,17 @@ processes wait while others have their turns. On GPUs they end with their turn, 
 there each turn begins with fresh weights, and finds what it compiles in its system's cache.
 """
 
-import json
 import os
-import select
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import date
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +25,15 @@ import torch.distributed as dist
 
 import fsdp_compile
 from fsdp_compile.compare.report import Comparison, Row
-from fsdp_compile.compare.systems import OURS, SYSTEMS, Spec, Task, Turn
+from fsdp_compile.compare.systems import LOOKS, OURS, SYSTEMS, Spec, Task, Turn
+from fsdp_compile.compare.worker import Failed, serve
 from fsdp_compile.explain.batch import Inputs
 from fsdp_compile.explain.predict import predict_step
 from fsdp_compile.explain.prediction import Prediction, Setting
 from fsdp_compile.passes.cost.hardware import Hardware, reported_device
+from fsdp_compile.tools.server import start_server
 
 POLL = 0.5  # seconds between two looks for a failure elsewhere
-
-
-class Failed(Exception):
-    """A system that cannot run; why."""
 
 
 @dataclass(frozen=True)
@@ -74,79 +71,67 @@ class Running:
         self.launched, self._folder = launched, folder
         self._key = f"fsdp_compile/compare/{system}/failed"  # what a rank says that fails, for the other launchers
         folder.mkdir(exist_ok=True)
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        context = start_server(factory)
         for rank in launched.ranks:
             local = int(os.environ.get("LOCAL_RANK", rank)) if "RANK" in os.environ else rank
             own = replace(task, device=f"cuda:{local}") if task.device == "cuda" else task
             meeting = f"fsdp_compile/compare/{system}/{turn}"
             spec = Spec(system, factory, own, rank, launched.world, launched.host, launched.port, meeting)
-            self._processes.append(self._start(spec))
-            self._tell(self._processes[-1], asdict(spec))
+            here, there = context.Pipe()
+            process = context.Process(target=serve, args=(spec, there, str(folder)), daemon=True)
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._pipes.append(here)
         try:
             self.about = self._answers()
         except BaseException:
             self.stop(kills=True)
             raise
 
-    def _start(self, spec: Spec) -> "subprocess.Popen[bytes]":
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(self._folder / "cache")}
-        environment.setdefault("OMP_NUM_THREADS", "1")
-        paths = [str(Path(fsdp_compile.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        if "RANK" not in os.environ:
-            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        command = [sys.executable, "-m", "fsdp_compile.compare.worker"]
-        with (self._folder / f"{spec.rank}.err").open("ab") as errors:
-            return subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-                                    env=environment)  # fmt: skip
-
     def turn(self, steps: int, looks: bool) -> Turn:
         """Let all ranks train; what the first of them says."""
-        for process in self._processes:
-            self._tell(process, {"steps": steps, "looks": looks})
-        return Turn(**self._answers())
-
-    def _tell(self, process: "subprocess.Popen[bytes]", what: dict[str, Any]) -> None:
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended, which its answer says
-            process.stdin.write(json.dumps(what).encode() + b"\n")
+        for pipe in self._pipes:
+            with suppress(BrokenPipeError):  # it has ended, which its answer says
+                pipe.send({"steps": steps, "looks": looks})
+        answer: Turn = self._answers()
+        return answer
 
     def _answers(self) -> Any:
-        """A line of each rank; the answer of the first. Failed, as soon as any rank of any launcher has failed."""
-        pairs = zip(self._processes, self.launched.ranks, strict=True)
-        waiting = {process.stdout: rank for process, rank in pairs if process.stdout is not None}
+        """What each rank says; the answer of the first. Failed, as soon as any rank of any launcher has failed."""
+        waiting = dict(zip(self._pipes, self.launched.ranks, strict=True))
         answers: dict[int, Any] = {}
         while waiting:
-            ready, _, _ = select.select(list(waiting), [], [], POLL)
-            for pipe in ready:
+            for pipe in wait(list(waiting), POLL):
+                assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
-                line = pipe.readline()
-                answers[rank] = json.loads(line) if line else {"failed": self._last_words(rank)}
-                if "failed" in answers[rank]:
-                    self.launched.store.compare_set(self._key, "", answers[rank]["failed"])
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = Failed(self._last_words(rank))
+                if isinstance(answers[rank], Failed):
+                    self.launched.store.compare_set(self._key, "", str(answers[rank]))
             if self.launched.store.check([self._key]):
                 raise Failed(self.launched.store.get(self._key).decode())
         return answers[self.launched.ranks[0]]
 
     def _last_words(self, rank: int) -> str:
         process = self._processes[self.launched.ranks.index(rank)]
+        process.join()
         lines = (self._folder / f"{rank}.err").read_text(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
-        return f"rank {rank} ended with exit status {process.wait()}: {last[:300]}"
+        return f"rank {rank} ended with exit status {process.exitcode}: {last[:300]}"
 
     def stop(self, kills: bool = False) -> None:
         """End the processes: by the end of their input, or at once."""
+        for pipe in self._pipes:
+            pipe.close()
         for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()
-            if kills:
-                process.kill()
-        for process in self._processes:
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.join(0 if kills else 20)
+            process.kill()
+            process.join()
 
 
 def rotated(names: Sequence[str], index: int) -> list[str]:
@@ -191,6 +176,11 @@ class Side:
                 reasons = set(self.failed.values())
                 if index == 0 and len(self.failed) == tried >= min(2, len(names)) and len(reasons) == 1:
                     raise ValueError(f"{self._given[0]}: no system can train it: {reasons.pop()}")
+            if index == 0 and rounds > 1:
+                medians = [statistics.median(turns[0].seconds) for turns in self.turns.values() if turns]
+                more = sum(medians) * (steps - steps // rounds + rounds + 2 * LOOKS)
+                took = time.monotonic() - self._begin
+                self._show(f"round 1 of {rounds} took {took:.0f} s; the others will take about {more:.0f} s\n")
 
     def _turn(self, name: str, index: int, steps: int, is_last: bool) -> None:
         factory, task, launched = self._given
@@ -206,8 +196,9 @@ class Side:
             self._show(f"{name}: {error}\n")
             self._stop(name, kills=True)
         else:
-            middle = statistics.median(self.turns[name][-1].seconds)
-            self._show(f"{name}: {self.turns[name][-1].number / middle:,.0f} {self.turns[name][-1].unit}/s\n")
+            turn = self.turns[name][-1]
+            first = f", first step {turn.first:,.1f} s" if turn.first is not None else ""
+            self._show(f"{name}: {turn.number / statistics.median(turn.seconds):,.0f} {turn.unit}/s{first}\n")
             if on_gpus or is_last:
                 self._stop(name)
 
@@ -259,13 +250,18 @@ def compare(
         rounds: turns of each system.
         hardware: what predictions are made for; None: what the device says that it is.
 
+    Who stops it with Ctrl-C gets what it has.
+
     Raises:
         ValueError: no system can train the model.
     """
-    with Side(systems, factory, task, launched) as side:
-        side.run(steps, rounds)
     found, note = dict[str, Prediction](), ""
-    if launched.speaks:
+    with Side(systems, factory, task, launched) as side:
+        try:
+            side.run(steps, rounds)
+        except KeyboardInterrupt:
+            note = "it was stopped before all turns were done"
+    if launched.speaks and not note:
         reported = side.about.get("device", ""), side.about.get("memory", 0)
         found, note = predict(make, example_inputs, task, launched.world, systems,
                               lambda: hardware or reported_device(*reported))  # fmt: skip

@@ -8,10 +8,8 @@ Priced             work in a setting on hardware as a workload and a plan: FSDP2
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import product
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +17,20 @@ import torch
 from torch import nn
 
 from fsdp_compile.comm.formats import ratio
-from fsdp_compile.config import check_type, update_moves
+from fsdp_compile.config import update_moves
 from fsdp_compile.explain.matrices import MuonOfModel
-from fsdp_compile.explain.prediction import UPDATE, Alternative, Prediction, Setting
+from fsdp_compile.explain.prediction import UPDATE, Alternative, Prediction, Setting, hardware_of, settings_of
 from fsdp_compile.explain.report import Report
 from fsdp_compile.explain.scheduled import Message, Scheduled
 from fsdp_compile.explain.trace import Model
 from fsdp_compile.explain.work import StepWork, UnitWork
-from fsdp_compile.passes.cost.hardware import Hardware, Link, device, link, read_hardware
+from fsdp_compile.passes.cost.hardware import Hardware, Link, device, link
 from fsdp_compile.passes.cost.roofline import launch_seconds, level_of
 from fsdp_compile.passes.graph.prices import Prices, work_seconds
 from fsdp_compile.passes.plan.plan import Plan
 from fsdp_compile.passes.plan.schedule import order_of_blocks, prefetch
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
-USUAL = "h100-80"  # hardware, where none is named
 LARGEST = 1 << 20  # ranks that are tried at most to make a step fit
 _PREFETCHED = 2  # units that `compile_step` gathers beside its update by default
 _DTYPES = {4: torch.float32, 2: torch.bfloat16}  # by bytes of an element
@@ -397,40 +394,9 @@ def explain_settings(
     """Do what `fsdp_compile.explain` does; `chosen` has a value or several for each field of `Setting`.
     `shard`: `fully_shard`.
     """
-    names = [each.name for each in fields(Setting)]
-    several = []
-    for option, value in chosen.items():
-        if option not in names:
-            raise TypeError(f"{option}: expected one of {', '.join(names)}, found another option")
-        several.append(value if isinstance(value, Sequence) and not isinstance(value, str) else [value])
-        if not several[-1]:
-            raise ValueError(f"{option}: expected at least one value, found none")
     used = hardware_of(hardware, calibration)
-    settings = [Setting(**dict(zip(chosen, values, strict=True)), hardware=used.name) for values in product(*several)]
+    settings = settings_of(chosen, used)
     predictions = predict_step(
         model, settings, example_inputs, hardware=used, name=name, alternatives=alternatives, shard=shard
     )
     return Report(tuple(predictions))
-
-
-def hardware_of(hardware: str | Path | Hardware | None, calibration: str | Path | None) -> Hardware:
-    """Look up hardware; what a calibration has measured or fitted replaces its own constants.
-
-    Raises:
-        ValueError: hardware of that name is unknown, a file is no hardware file, or the calibration is of another one.
-    """
-    check_type("hardware", hardware, str | PathLike | Hardware | None)
-    check_type("calibration", calibration, str | PathLike | None)
-    base = hardware if isinstance(hardware, Hardware) else device(str(hardware), "hardware") if hardware else None
-    if calibration is None:
-        return base or device(USUAL)
-    measured = read_hardware(Path(calibration))
-    if base is None:
-        return measured
-    if measured.name != base.name:
-        raise ValueError(f"calibration: expected a file of {base.name}, found one of {measured.name}")
-    known = {name: source for name, source in measured.sources.items() if source.origin in ("measured", "fitted")}
-    links = {name: link for name in ("node", "network")
-             if (link := getattr(measured, name)).origin == "measured"}  # fmt: skip
-    figures = {name: getattr(measured, name) for name in known}
-    return replace(base, **figures, **links, sources={**base.sources, **known})

@@ -7,11 +7,15 @@ Seconds, bytes and tokens are per rank.
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
-from fsdp_compile.passes.cost.hardware import Origin
+from fsdp_compile.config import check_type
+from fsdp_compile.passes.cost.hardware import Hardware, Origin, device, read_hardware
 from fsdp_compile.passes.cost.roofline import Level
 
 FORMAT = 1
@@ -23,6 +27,7 @@ PRECISIONS = ("fp32", "bf16", "fp16", "amp_bf16", "amp_fp16", "fp8")
 OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "muon", "none")
 RUNTIMES = ("fsdp_compile", "fsdp2")
 WIRE_FORMATS = ("bf16", "fp8", "int8")
+USUAL = "h100-80"  # hardware, where none is named
 """Those of `fsdp_compile.Wire`."""
 
 UPDATE = "update"
@@ -356,3 +361,44 @@ class Prediction:
         fields = asdict(self)
         fields["memory"]["fits"] = self.fits
         return {"format": FORMAT, "fits": self.fits, **fields}
+
+
+# --- options: nothing here imports torch, so that a command refuses them at once --------------------------------------
+
+
+def settings_of(chosen: Mapping[str, Any], hardware: Hardware) -> list[Setting]:
+    """One for each combination; `chosen` has a value or several for each field. ValueError or TypeError if one has
+    none, or a field does not exist."""
+    names = [each.name for each in fields(Setting)]
+    several = []
+    for option, value in chosen.items():
+        if option not in names:
+            raise TypeError(f"{option}: expected one of {', '.join(names)}, found another option")
+        several.append(value if isinstance(value, Sequence) and not isinstance(value, str) else [value])
+        if not several[-1]:
+            raise ValueError(f"{option}: expected at least one value, found none")
+    made = (dict(zip(chosen, values, strict=True)) for values in product(*several))
+    return [Setting(**each, hardware=hardware.name) for each in made]
+
+
+def hardware_of(hardware: str | Path | Hardware | None, calibration: str | Path | None) -> Hardware:
+    """Look up hardware; what a calibration has measured or fitted replaces its own constants.
+
+    Raises:
+        ValueError: hardware of that name is unknown, a file is no hardware file, or the calibration is of another one.
+    """
+    check_type("hardware", hardware, str | PathLike | Hardware | None)
+    check_type("calibration", calibration, str | PathLike | None)
+    base = hardware if isinstance(hardware, Hardware) else device(str(hardware), "hardware") if hardware else None
+    if calibration is None:
+        return base or device(USUAL)
+    measured = read_hardware(Path(calibration))
+    if base is None:
+        return measured
+    if measured.name != base.name:
+        raise ValueError(f"calibration: expected a file of {base.name}, found one of {measured.name}")
+    known = {name: source for name, source in measured.sources.items() if source.origin in ("measured", "fitted")}
+    links = {name: link for name in ("node", "network")
+             if (link := getattr(measured, name)).origin == "measured"}  # fmt: skip
+    figures = {name: getattr(measured, name) for name in known}
+    return replace(base, **figures, **links, sources={**base.sources, **known})

@@ -11,4 +11,5 @@ check_job.py         what one rank does: the reference, or a way beside it
 check_ranks.py       processes that are such ranks
 check_report.py      what came out, as text and JSON
 files.py             files of users that define models
+server.py            processes that fork from one that has imported what they need; served.py: that
 """

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile import __version__, fully_shard
-from fsdp_compile.tools.check_job import Task, compare_way, reference
+from fsdp_compile.tools.check_job import Task, compare_way, deviations, reference
 from fsdp_compile.tools.check_ranks import Answer, one_line, run
 from fsdp_compile.tools.check_report import FAILED, LEFT_OUT, Report, Row
 from fsdp_compile.tools.check_training import (
@@ -120,7 +120,6 @@ def check_file(source: InFile, ways: Sequence[str], ranks: int, device: str, **o
     It calls `found`, one of the options, with each row as soon as it is known.
     """
     chosen = [Way.of(each) for each in ways]
-    source.subject()  # a mistake in the file is said once, here
     if "RANK" not in os.environ:
         return _check_ways(source, chosen, _Started(ranks), device, **options)
     backend = "nccl" if device == "cuda" else "gloo"
@@ -199,12 +198,11 @@ def _check_ways(
                          f"{another}; call check without a process group")  # fmt: skip
     rows: list[Row] = []
     with ranks.folder() as folder:
-        task = Task(device, counts, 0, folder, _backends(ways), resumes=False, saves=another > 0)
+        task = Task(device, counts, 0, folder, resumes=False, saves=another > 0)
         about = _compare_ways(source, task, ways, ranks, ranks.count, rows, found)
         if another:
             right = [way for way, row in zip(ways, rows, strict=True) if not row.is_fault and row.verdict != LEFT_OUT]
-            later = replace(task, counts=(1,) * RESUMED_STEPS, start=sum(counts), resumes=True, saves=False,
-                            backends=_backends(right))  # fmt: skip
+            later = replace(task, counts=(1,) * RESUMED_STEPS, start=sum(counts), resumes=True, saves=False)
             if right:
                 _compare_ways(source, later, right, ranks, another, rows, found)
     where = {
@@ -213,11 +211,6 @@ def _check_ways(
         "fsdp_compile": __version__,
     }  # fmt: skip
     return Report(where, tuple(rows))
-
-
-def _backends(ways: Iterable[Way]) -> tuple[str, ...]:
-    """Those that compile, each once."""
-    return tuple(dict.fromkeys(way.backend for way in ways if way.backend is not None))
 
 
 def _compare_ways(
@@ -230,22 +223,26 @@ def _compare_ways(
         raise ValueError(f"the unsharded model cannot be trained: {_failures_text(answers)}")
     about: dict[str, Any] = answers[0].value
     for way in ways:
-        rows.append(_row_of_way(source, task, way, ranks, count, about["absent"].get(way.backend)))
+        rows.append(_row_of_way(source, task, way, ranks, count))
         found(rows[-1])
     return about
 
 
-def _row_of_way(source: Any, task: Task, way: Way, ranks: _Here | _Started, count: int, absent: str | None) -> Row:
-    """One way beside the reference; `absent` says why its backend cannot compile the unsharded model."""
+def _row_of_way(source: Any, task: Task, way: Way, ranks: _Here | _Started, count: int) -> Row:
+    """One way beside the reference. It is left out if its backend cannot compile the unsharded model either."""
     row = Row(way.name, count, FAILED, task.resumes, compiled=way.how != "eager")
-    if absent is not None:
-        return replace(row, verdict=LEFT_OUT, why=f"{way.backend} cannot compile the unsharded model: {absent}")
     begun = time.monotonic()
     answers = ranks.run(count, task.device, compare_way, source, task, way)
     seconds = round(time.monotonic() - begun, 1)
     why = _failures_text(answers)
-    result: Row = replace(row, why=why, seconds=seconds) if why else answers[0].value
-    return result
+    if not why:
+        result: Row = answers[0].value
+        return result
+    if way.backend is not None:
+        absent = _failures_text(ranks.run(count, task.device, deviations, source, task, way.backend))
+        row = replace(row, verdict=LEFT_OUT) if absent else row
+        why = absent or why
+    return replace(row, why=why, seconds=seconds)
 
 
 def _failures_text(answers: Sequence[Answer]) -> str:

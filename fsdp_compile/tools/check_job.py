@@ -34,7 +34,6 @@ class Task:
         counts: the micro-batches of each step.
         start: the number of this rank's first micro-batch.
         folder: for values and checkpoints.
-        backends: that compile the unsharded model, to see what rounding explains.
         resumes: whether training begins with what an earlier task has saved.
         saves: whether it saves at its end.
     """
@@ -43,7 +42,6 @@ class Task:
     counts: tuple[int, ...]
     start: int
     folder: str
-    backends: tuple[str, ...]
     resumes: bool
     saves: bool
 
@@ -72,26 +70,14 @@ def _read_values(path: Path) -> Any:
 
 
 def reference(source: Subject | Pickled | Any, task: Task) -> dict[str, Any]:
-    """Train unsharded, keep all values, and by how much they differ if the model is compiled or moved.
-
-    Returns:
-        The "model"'s type, its number of "parameters", and of backends that cannot compile it why: "absent".
-    """
+    """Train unsharded and keep all values. Returns the "model"'s type and its number of "parameters"."""
     subject = source if isinstance(source, Subject) else source.subject()
     training = _start_unsharded(subject, task)
     for number, values in enumerate(_run_steps(training, task), 1):
         _write_values(values, task.values / str(number))
     _save_state(training, task, _name_of_unsharded())
-    about: dict[str, Any] = {"model": type(training.model).__name__, "absent": {},
-             "parameters": sum(each.numel() for each in training.model.parameters())}  # fmt: skip
-    _write_deviations(subject, task, moved=True)
-    for backend in task.backends:
-        torch.compiler.reset()
-        try:
-            _write_deviations(subject, task, backend)
-        except Exception as error:  # whatever the compiler or the model raises
-            about["absent"][backend] = one_line(error)
-    return about
+    parameters = sum(each.numel() for each in training.model.parameters())
+    return {"model": type(training.model).__name__, "parameters": parameters}
 
 
 def _start_unsharded(
@@ -99,10 +85,12 @@ def _start_unsharded(
     hook: Callable[[nn.Module], None] | None = None,
 ) -> Unsharded:  # fmt: skip
     """The unsharded model at the task's start, where what it has gathered of differences goes on."""
-    training = Unsharded(subject, task.where, backend, moved and not task.resumes, hook)
+    own = Path(task.folder) / _name_of_unsharded(backend, moved)
+    goes_on = task.resumes and own.exists()
+    training = Unsharded(subject, task.where, backend, moved and not goes_on, hook)
     training.micro_batches = task.start
     if task.resumes:
-        state = _read_values(Path(task.folder) / _name_of_unsharded(backend, moved))
+        state = _read_values(own if goes_on else Path(task.folder) / _name_of_unsharded())
         training.model.load_state_dict(state["model"])
         training.optimizer.load_state_dict(state["optimizer"])
     return training
@@ -124,15 +112,28 @@ def _run_steps(training: Training, task: Task) -> Iterator[Values]:
         yield training.step(count)
 
 
-def _write_deviations(subject: Subject, task: Task, backend: str | None = None, moved: bool = False) -> None:
-    """By how much the values of each step differ from those that were kept."""
-    training, name = _start_unsharded(subject, task, backend, moved), _name_of_unsharded(backend, moved)
-    found: list[dict[Key, float]] = [
-        deviation(values, _read_values(task.values / str(number)))
-        for number, values in enumerate(_run_steps(training, task), 1)
-    ]
+def deviations(
+    source: Subject | Pickled | Any, task: Task, backend: str | None = None, moved: bool = False
+) -> list[dict[Key, float]]:
+    """By how much the values of each step differ from those that were kept, if the model is compiled or moved.
+
+    The first way that asks for them works them out. Absent if the backend cannot compile the model.
+    """
+    subject = source if isinstance(source, Subject) else source.subject()
+    name = _name_of_unsharded(backend, moved)
+    if (task.values / name).exists():
+        known: list[dict[Key, float]] = _read_values(task.values / name)
+        return known
+    torch.compiler.reset()
+    try:
+        training = _start_unsharded(subject, task, backend, moved)
+        steps = enumerate(_run_steps(training, task), 1)
+        found = [deviation(values, _read_values(task.values / str(number))) for number, values in steps]
+    except Exception as error:  # whatever the compiler or the model raises
+        raise Absent(f"{name} cannot compile the unsharded model: {one_line(error)}") from error
     _write_values(found, task.values / name)
     _save_state(training, task, name)
+    return found
 
 
 # --- a way ------------------------------------------------------------------------------------------------------------
@@ -153,18 +154,27 @@ def compare_way(source: Subject | Pickled | Any, task: Task, way: Way) -> Row:
 
 def _compare_way(subject: Subject, task: Task, way: Way, row: Row) -> Row:
     training = _start_sharded(subject, task, way)
-    deviations = [_read_values(task.values / name) for name in ("moved", way.backend) if name is not None]
-    all_allowed = [largest(each) for each in zip(*deviations, strict=True)]
-    small: list[tuple[float, str]] = []
     if task.resumes:
         fault = _first_fault(
             0, Step({}, training.state()), Step({}, _read_values(_path_of_saved(task, way))), {}, training.model
         )
         if fault is not None:
             return replace(row, verdict=DIFFERS, fault=fault)
+    unequal: list[int] = []
     for number, values in enumerate(_run_steps(training, task), 1):
         expected = _shown_values(_read_values(task.values / str(number)), way)
-        allowed = all_allowed[number - 1]
+        if _any_rank(bool(differences(values, expected, {}))):
+            _write_values(values, task.values / f"{number} of {way.how}")
+            unequal.append(number)
+    small: list[tuple[float, str]] = []
+    all_allowed: list[dict[Key, float]] = []
+    if unequal:
+        rounding = [deviations(subject, task, moved=True)]
+        rounding += [deviations(subject, task, way.backend)] if way.backend is not None else []
+        all_allowed = [largest(each) for each in zip(*rounding, strict=True)]
+    for number in unequal:
+        values, allowed = _read_values(task.values / f"{number} of {way.how}"), all_allowed[number - 1]
+        expected = _shown_values(_read_values(task.values / str(number)), way)
         apart = differences(values, expected, allowed)
         if _any_rank(any(each.is_fault for each in apart)):
             fault = _locate_fault(subject, task, way, number, Step({}, values), expected, allowed)
@@ -227,17 +237,17 @@ def _locate_fault(
     steps = replace(task, counts=task.counts[:number], saves=False)
     expected = _watch_last_step(_start_unsharded(subject, steps, hook=watch), steps)
     moved = _watch_last_step(_start_unsharded(subject, steps, moved=True, hook=watch), steps)
-    deviations = [deviation(moved.all, expected.all)]
+    rounding = [deviation(moved.all, expected.all)]
     if way.backend is not None:
         torch.compiler.reset()
         with suppress(Exception):  # it is not needed where the compiler does not take the hooks
             again = _watch_last_step(_start_unsharded(subject, steps, way.backend, hook=watch), steps)
-            deviations.append(deviation(again.all, expected.all))
+            rounding.append(deviation(again.all, expected.all))
     torch.compiler.reset()
     training = _start_sharded(subject, steps, way, hook=watch)
     found = _watch_last_step(training, steps)
     values = _shown_values(expected.values, way)
-    located = _first_fault(number, found, Step(expected.events, values), largest(deviations), training.model)
+    located = _first_fault(number, found, Step(expected.events, values), largest(rounding), training.model)
     return located or _first_fault(number, seen, Step(expected.events, wanted), allowed, training.model)
 
 

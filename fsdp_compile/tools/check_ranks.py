@@ -1,11 +1,10 @@
 """Processes of this machine that are the ranks of one process group, and run one function.
 
-They fork from a server that has imported torch once, and in which nothing ran. Compile caches, settings, and the harm
+They fork from a server (server.py) in which nothing ran. Compile caches, settings, and the harm
 that a failure leaves end with them.
 """
 
 import io
-import multiprocessing
 import os
 import time
 import traceback
@@ -19,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from fsdp_compile.tools.server import start_server
+
 GRACE = 10.0  # seconds that the other ranks get when one has failed: they may wait for it in a collective
 TIMEOUT = timedelta(minutes=10)  # of a collective, in which a rank may wait for another one that compiles
-IMPORTED = ["fsdp_compile.tools.check_job", "torch._inductor.compile_fx"]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 class Answer(NamedTuple):
@@ -42,12 +41,8 @@ def run(world: int, device: str, function: Callable[..., Any], *args: Any) -> li
         function: of the top level of a module of the package.
         *args: that can be pickled.
     """
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    if "RANK" not in os.environ:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    context = start_server()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     call = io.BytesIO()
     torch.save((function, args), call)

@@ -12,6 +12,7 @@ from typing import Any
 
 from fsdp_compile import __version__
 from fsdp_compile.tools.commands import calibrate, check, checkpoint, compare, explain, plan, selfcheck
+from fsdp_compile.tools.options import printable
 
 COMMANDS: dict[str, Any] = {
     "explain": explain,
@@ -97,6 +98,4 @@ def _report_error(error: Exception, status: int) -> int:
 
 
 def _print_message(message: object, *_: object, kind: str = "warning", **__: object) -> None:
-    from fsdp_compile.checkpoint.untrusted import printable
-
     print(f"fsdp-compile: {kind}: {printable(str(message))}", file=sys.stderr)

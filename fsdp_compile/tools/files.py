@@ -1,8 +1,13 @@
 """Files of users that define models. This module imports no torch."""
 
+import ast
+import difflib
 import inspect
+import symtable
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,16 +20,72 @@ def run_file(path: Path) -> dict[str, Any]:
 
     It becomes a module: compilers and dataclasses look for that of a class by its name.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: expected a Python file, found none")
     name = f"fsdp_compile_file_{path.stem}"
     module = sys.modules[name] = ModuleType(name)
     module.__file__ = str(path)
+    parsed = _parse(path)
     try:
-        exec(compile(path.read_bytes(), path, "exec"), vars(module))
+        exec(compile(parsed, path, "exec"), vars(module))
         return vars(module)
     except Exception as error:
-        raise ValueError(f"{path}: expected a file that runs, found {type(error).__name__}: {error}") from error
+        raise _does_not_run(path, error) from error
+
+
+def _parse(path: Path) -> ast.Module:
+    """What the file says. Its folder is searched for what it imports, as by `python FILE.py`."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: expected a Python file, found none")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError) as error:
+        raise _does_not_run(path, error) from error
+
+
+def _does_not_run(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path}: expected a file that runs, found {type(error).__name__}: {error}")
+
+
+def check_factory(text: str) -> None:
+    """Raise what `load_factory` would, as far as reading the file shows it: importing what it needs takes long."""
+    if text.startswith(TORCHTITAN):
+        return
+    path, name = split_factory(text)
+    parsed = _parse(Path(path))
+    for module in _imported(parsed):
+        if module not in sys.modules and find_spec(module) is None:
+            raise _does_not_run(Path(path), ModuleNotFoundError(f"No module named '{module}'"))
+    symbols = symtable.symtable(Path(path).read_text(encoding="utf-8"), path, "exec").get_symbols()
+    made = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
+    found = [*ast.walk(parsed)]
+    hidden = {"exec", "globals", "setattr", "vars", "*"}.intersection(
+        each.id if isinstance(each, ast.Name) else each.name
+        for each in found
+        if isinstance(each, (ast.Name, ast.alias))
+    )
+    if name not in made and not hidden:
+        raise _no_function(path, name, made)
+
+
+def _imports(parsed: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports at the file's top level, outside of `try` and `if`."""
+    return (each for each in parsed.body if isinstance(each, (ast.Import, ast.ImportFrom)))
+
+
+def _imported(parsed: ast.Module) -> Iterator[str]:
+    """The first names of the modules."""
+    for each in _imports(parsed):
+        names = [alias.name for alias in each.names] if isinstance(each, ast.Import) else [each.module or ""]
+        yield from (name.partition(".")[0] for name in names if not getattr(each, "level", 0))
+
+
+def import_for(path: str) -> None:
+    """Import what the file imports, where processes fork afterwards that run it. What fails does so again there."""
+    for each in _imports(_parse(Path(path))):
+        with suppress(Exception):
+            exec(compile(ast.Module([each], []), path, "exec"), {})
 
 
 def load_factory(text: str) -> tuple[Callable[[], Any], Callable[..., Sequence[Any]] | None]:
@@ -53,7 +114,9 @@ def load_functions(text: str) -> tuple[Callable[[], Any], Callable[..., Any] | N
     """As `load_factory`; `example_inputs` may have any arguments."""
     path, name = split_factory(text)
     names = run_file(Path(path))
-    return function_in(names, name, path), names.get("example_inputs")
+    if not callable(names.get(name)):
+        raise _no_function(path, name, (each for each, value in names.items() if callable(value)))
+    return names[name], names.get("example_inputs")
 
 
 def split_factory(text: str) -> tuple[str, str]:
@@ -64,8 +127,7 @@ def split_factory(text: str) -> tuple[str, str]:
     return path, name
 
 
-def function_in(names: dict[str, Any], name: str, path: str | Path) -> Callable[..., Any]:
-    """The function `name` among `names` of the file `path`. ValueError if there is none."""
-    if not callable(names.get(name)):
-        raise ValueError(f"{path}: expected a function {name}() without arguments, found none")
-    return names[name]
+def _no_function(path: str, name: str, names: Iterable[str]) -> ValueError:
+    close = difflib.get_close_matches(name, names, 1)
+    said = f"; did you mean {close[0]}?" if close else ""
+    return ValueError(f"{path}: expected a function {name}() without arguments, found none{said}")

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,3 +54,13 @@ def write_files(files: dict[Path | None, Callable[[], str]], says: bool = True) 
             path.write_text(render(), encoding="utf-8")
             if says:
                 print(f"wrote {path}")
+
+
+def say(text: str) -> None:
+    """Tell on the terminal's error stream what goes on, so that a reader of the output does not get it."""
+    print(f"fsdp-compile: {text}", file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """Escape the characters of `text` that are not printable, which a terminal might take for commands."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

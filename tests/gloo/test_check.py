@@ -313,7 +313,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(asked) == 0
     (printed, said), found = capsys.readouterr(), json.loads((tmp_path / "check.json").read_text())
     assert "equal bit for bit" in printed and "all hold" in printed and found["holds"]
-    assert said.count("eager ") == 1 and said.count("eager, loaded on 3 ") == 1 and "all hold" not in said
+    assert said.count("\neager ") == 1 and said.count("eager, loaded on 3 ") == 1 and "all hold" not in said
     assert [(row["ranks"], row["resumed"], row["verdict"]) for row in found["rows"]] == [
         (2, False, "equal"),
         (3, True, found["rows"][1]["verdict"]),
@@ -345,8 +345,6 @@ def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (tmp_path / "model.py").write_text(FILE.replace("Linear(8, 8)", "Linear(9, 8)"))
     assert main(["check", f"{tmp_path}/model.py:make", "--ways", "eager"]) == 2
     assert "the unsharded model cannot be trained" in capsys.readouterr().err
-    assert main(["check", f"{tmp_path}/model.py:make", "--ways", "eagr"]) == 2
-    assert "ways: expected eager" in capsys.readouterr().err
 
 
 @pytest.mark.nightly

@@ -63,5 +63,5 @@ def test_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "fsdp2 failed: ValueError: " in printed and "scalar" in printed and "\neager  " in printed
     assert main(["compare", write(tmp_path, width=9), *asked, "--systems", "eager"]) == 2
-    [line] = [each for each in capsys.readouterr().err.splitlines() if each.startswith("fsdp-compile: ")]
+    [line] = [each for each in capsys.readouterr().err.splitlines() if each.startswith("fsdp-compile: error: ")]
     assert "no system can train it: RuntimeError: mat1 and mat2 shapes cannot be multiplied" in line

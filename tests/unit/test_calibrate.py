@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fsdp_compile.explain.calibrate import LEAST_ROUNDS, Case, Rounds, fitted, fitted_link, midmean
-from fsdp_compile.explain.predict import hardware_of
+from fsdp_compile.explain.prediction import hardware_of
 from fsdp_compile.passes.cost.hardware import (
     Hardware,
     Source,

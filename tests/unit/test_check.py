@@ -13,6 +13,7 @@ from fsdp_compile.tools.check_modules import Event, Step, first, owner_of
 from fsdp_compile.tools.check_report import Fault, Report, Row
 from fsdp_compile.tools.check_training import Way, default_loss
 from fsdp_compile.tools.check_values import Key, differences
+from fsdp_compile.tools.commands.check import ways
 
 KEY = Key("gradient", "blocks.0.weight")
 
@@ -132,6 +133,12 @@ def test_loss() -> None:
     assert x.grad is not None and x.grad.abs().max() > 1e-3
     with pytest.raises(ValueError, match="loss: expected an output"):
         default_loss(torch.ones(2))
+
+
+def test_no_backend_is_taken_for_a_misspelt_way() -> None:
+    """What is refused without asking torch is none of its backends."""
+    for name in torch.compiler.list_backends(exclude_tags=()):
+        assert ways(f"eager,blocks:{name}") == ["eager", f"blocks:{name}"]
 
 
 def test_batches() -> None:

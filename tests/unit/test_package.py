@@ -85,6 +85,43 @@ def test_numbers_load_no_torch() -> None:
     assert not [name for name in loaded if name.split(".")[0] == "torch"]
 
 
+MISTAKES = {
+    "explain model.py:mkae": "expected a function mkae() without arguments, found none; did you mean make?",
+    "explain none.py:make": "none.py: expected a Python file, found none",
+    "explain model.py:make --hardware h1000": "hardware: expected one of a100-40, ",
+    "explain model.py:make --strategy HYBRID_SHARD --shard-size 3": "shard_size: expected a divisor of world_size 8",
+    "plan model.py:make --link ethernet --world-size 8": "link: expected one of h100-nvlink, ",
+    "plan broken.py:make --link h100-nvlink --world-size 8": "expected a file that runs, found SyntaxError",
+    "check model.py:make --ways eager,aot_eagre": "did you mean aot_eager?",
+    "check imports.py:make": "found ModuleNotFoundError: No module named 'transformerz'",
+    "compare model.py:make --json none/x": "none/x: expected its folder to exist",
+}
+
+
+def test_mistakes_need_no_torch(tmp_path: Path) -> None:
+    """A name or option that is wrong is told at once: the file is read, and nothing that it imports is imported."""
+    for name, text in {
+        "model": "import torch\nif torch.ones(1):\n    def make(): ...\n",
+        "broken": "def make(:",
+        "imports": "import torch, transformerz\ndef make(): ...\n",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    script = """if True:
+        import sys
+        from fsdp_compile.tools.cli import main
+        for line in sys.stdin:
+            try: status = main(line.split())
+            except SystemExit as error: status = error.code
+            print("status", status, "torch" in sys.modules, file=sys.stderr)
+    """
+    asked = "\n".join(MISTAKES)
+    done = subprocess.run([sys.executable, "-c", script], input=asked, cwd=tmp_path, capture_output=True, text=True)
+    answers = done.stderr.split("status 2 False\n")
+    assert len(answers) == len(MISTAKES) + 1 and not done.stdout, done.stderr
+    for answer, expected in zip(answers, MISTAKES.values(), strict=False):
+        assert expected in answer.splitlines()[-1]
+
+
 def test_numpy_is_a_dependency() -> None:
     """numpy is installed with the package: without it torch gathers no objects, so that no checkpoint can be saved."""
     gather = (

@@ -1,12 +1,14 @@
 """`fsdp-compile check`: whether a model trains sharded as it does unsharded."""
 
 import argparse
+import difflib
 import os
 import sys
 from pathlib import Path
 
-from fsdp_compile.tools.files import split_factory
-from fsdp_compile.tools.options import Add, check_folders, positive, write_files
+from fsdp_compile.tools.files import check_factory, split_factory
+from fsdp_compile.tools.options import Add, check_folders, positive, say, write_files
+from fsdp_compile.tools.server import start_server
 
 CHECKED = ("eager", "blocks", "aot_eager", "inductor", "step")
 DESCRIPTION = """Check whether a model trains sharded as it does unsharded: all outputs, losses, gradients, buffers,
@@ -35,7 +37,7 @@ def add_options(add: Add) -> None:
     """Add the options of the command."""
     add("factory", metavar="FILE.py:FUNCTION", help="makes the model")
     add("--ranks", type=positive, default=2, metavar="N", help="to start on this machine (default: 2)")
-    add("--ways", type=lambda text: text.split(","), default=[*CHECKED], metavar="W[,W...]", help="default: "
+    add("--ways", type=ways, default=[*CHECKED], metavar="W[,W...]", help="default: "
         f"{','.join(CHECKED)}")
     add("--steps", type=positive, default=3, metavar="N", help="of the optimizer (default: 3)")
     add("--accumulate", type=positive, default=2, metavar="N", help="micro-batches of the second step (default: 2)")
@@ -48,9 +50,25 @@ def add_options(add: Add) -> None:
 # fmt: on
 
 
+def ways(text: str) -> list[str]:
+    """argparse's `type` of ways: a misspelt one is told before torch, which knows all backends, is imported."""
+    for part in text.replace(",", ":").split(":"):
+        close = difflib.get_close_matches(part, CHECKED, 1, 0.75)
+        if close and part not in CHECKED:
+            expected = f"{', '.join(CHECKED)} or another backend"
+            raise argparse.ArgumentTypeError(f"expected {expected}, found {part!r}; did you mean {close[0]}?")
+    return text.split(",")
+
+
 def run(args: argparse.Namespace) -> int:
     """Print and write whether the model trains alike; 1 if it does not."""
     check_folders(args.json)
+    check_factory(args.factory)
+    if "RANK" not in os.environ:
+        start_server(args.factory)
+        ranks = args.ranks + 1 if args.resume_on is None else args.resume_on
+        later = f", then again from a checkpoint on {ranks}" if ranks else ""
+        say(f"checking {args.factory} by {', '.join(args.ways)} on {args.ranks} ranks{later}")
     from fsdp_compile.tools.check import check_file
     from fsdp_compile.tools.check_report import Row
     from fsdp_compile.tools.check_training import InFile

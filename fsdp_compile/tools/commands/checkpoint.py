@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_compile.tools.options import Add, positive
+from fsdp_compile.tools.options import Add, positive, printable
 
 if TYPE_CHECKING:
     from fsdp_compile.checkpoint.convert import Source
@@ -47,7 +47,6 @@ def add_convert(add: Add) -> None:
 def run_show(args: argparse.Namespace) -> None:
     """Print what is there, a line for each tensor."""
     from fsdp_compile.checkpoint.convert import open_source
-    from fsdp_compile.checkpoint.untrusted import printable
     from fsdp_compile.reproducibility import fingerprint_of
 
     source = open_source(args.source)

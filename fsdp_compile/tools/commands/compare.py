@@ -4,9 +4,10 @@ import argparse
 import os
 from pathlib import Path
 
-from fsdp_compile.explain.prediction import WIRE_FORMATS
-from fsdp_compile.tools.files import TORCHTITAN, load_factory
-from fsdp_compile.tools.options import Add, check_folders, one_of, positive, write_files
+from fsdp_compile.explain.prediction import WIRE_FORMATS, hardware_of
+from fsdp_compile.tools.files import TORCHTITAN, check_factory, load_factory
+from fsdp_compile.tools.options import Add, check_folders, one_of, positive, say, write_files
+from fsdp_compile.tools.server import start_server
 
 COMPARED = ("eager", "compiled", "step", "fsdp2", "fsdp2-compiled", "ddp", "unsharded")
 DESCRIPTION = """\
@@ -60,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     """Print and write what each system makes of the model; 1 if none could."""
     if (args.factory is None) == (args.torchtitan is None):
         raise ValueError("expected either FILE.py:FUNCTION or --torchtitan MODULE:CONFIG")
+    check_folders(args.json, args.html, args.svg)
+    hardware = hardware_of(args.hardware, None) if args.hardware else None
     factory, batch, sequence = args.factory, args.batch or 1, args.seq or 256
     if args.torchtitan is not None:
         from fsdp_compile.integrations.torchtitan.compared import config_of
@@ -67,13 +70,14 @@ def run(args: argparse.Namespace) -> int:
         training = config_of(args.torchtitan).training
         factory, batch = f"{TORCHTITAN}{args.torchtitan}", args.batch or training.local_batch_size
         sequence = args.seq or training.seq_len
+    check_factory(factory)
+    systems, rounds = list(dict.fromkeys(args.systems)), min(args.rounds, args.steps)
+    if os.environ.get("RANK", "0") == "0":
+        slow = [each for each in systems if each not in ("eager", "fsdp2")]
+        say(f"comparing {', '.join(systems)} in {rounds} rounds, {args.steps} steps of each"
+            + (f"; the first round takes minutes, in which {', '.join(slow)} compile" if slow else ""))  # fmt: skip
     make, example_inputs = load_factory(factory)
-    check_folders(args.json, args.html, args.svg)
     import torch
-
-    from fsdp_compile.compare.rounds import compare, launch
-    from fsdp_compile.compare.systems import Task
-    from fsdp_compile.explain.predict import hardware_of
 
     gpus = torch.cuda.device_count()
     kind = args.device or ("cuda" if gpus else "cpu")
@@ -83,12 +87,15 @@ def run(args: argparse.Namespace) -> int:
     if "RANK" in os.environ and args.ranks not in (None, int(os.environ["WORLD_SIZE"])):
         raise ValueError(f"--ranks {args.ranks}: expected {os.environ['WORLD_SIZE']}, as torchrun has started; "
                          "leave it out")  # fmt: skip
-    hardware = hardware_of(args.hardware, None) if args.hardware else None
+    start_server(factory)
+    from fsdp_compile.compare.rounds import compare, launch
+    from fsdp_compile.compare.systems import Task
+
     bf16 = args.precision == "bf16" or (args.precision is None and kind == "cuda")
     task = Task(batch, sequence, bf16, kind, args.wire_gather, args.wire_reduce)
     launched = launch(here)
-    found = compare(factory, make, example_inputs, task, launched, systems=list(dict.fromkeys(args.systems)),
-                    steps=args.steps, rounds=args.rounds, hardware=hardware)  # fmt: skip
+    found = compare(factory, make, example_inputs, task, launched, systems=systems,
+                    steps=args.steps, rounds=rounds, hardware=hardware)  # fmt: skip
     if launched.speaks:
         print(found, end="")
         write_files({args.json: found.to_json, args.html: found.to_html, args.svg: found.to_svg})

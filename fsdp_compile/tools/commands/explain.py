@@ -3,9 +3,17 @@
 import argparse
 from pathlib import Path
 
-from fsdp_compile.explain.prediction import OPTIMIZERS, PRECISIONS, RUNTIMES, STRATEGIES, WIRE_FORMATS
-from fsdp_compile.tools.files import load_factory
-from fsdp_compile.tools.options import STANDARD_OUTPUT, Add, check_folders, numbers, one_of, positive, write_files
+from fsdp_compile.explain.prediction import (
+    OPTIMIZERS,
+    PRECISIONS,
+    RUNTIMES,
+    STRATEGIES,
+    WIRE_FORMATS,
+    hardware_of,
+    settings_of,
+)
+from fsdp_compile.tools.files import check_factory, load_factory
+from fsdp_compile.tools.options import STANDARD_OUTPUT, Add, check_folders, numbers, one_of, positive, say, write_files
 
 # Options by the fields of `Setting`; those that were not given keep the field's default.
 FIELDS = {"gpus": "world_size", "batch": "batch", "seq": "sequence", "strategy": "strategy", "keep": "keep",
@@ -73,12 +81,16 @@ def run(args: argparse.Namespace) -> None:
         return _list_hardware()
     if args.factory is None:
         raise ValueError("FILE.py:FUNCTION: name the file and the function that makes the model")
-    make_model, example_inputs = load_factory(args.factory)
     check_folders(args.json, args.html, args.trace)
+    check_factory(args.factory)
+    settings = {"world_size": 8, **given}
+    hardware = hardware_of(args.hardware, args.calibration)
+    found = len(settings_of(settings, hardware))
+    say(f"tracing {args.factory} for {found} setting{'s'[: found > 1]} on {hardware.name}")
+    make_model, example_inputs = load_factory(args.factory)
     from fsdp_compile.api import explain
 
-    settings = {"world_size": 8, **given, "hardware": args.hardware, "calibration": args.calibration}
-    report = explain(make_model, example_inputs, **settings, alternatives=not args.no_alternatives)
+    report = explain(make_model, example_inputs, hardware=hardware, **settings, alternatives=not args.no_alternatives)
     printed = args.json == STANDARD_OUTPUT
     print(report.to_json() if printed else report, end="")
     written = {None if printed else args.json: report.to_json, args.html: report.to_html, args.trace: report.to_trace}

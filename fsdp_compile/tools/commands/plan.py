@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_compile.explain.prediction import OPTIMIZERS
-from fsdp_compile.tools.files import load_factory, load_functions
-from fsdp_compile.tools.options import Add, check_folders, positive, write_files
+from fsdp_compile.passes.cost.hardware import device, link
+from fsdp_compile.tools.files import check_factory, load_factory, load_functions
+from fsdp_compile.tools.options import Add, check_folders, positive, say, write_files
 
 DESCRIPTION = """Print the plan that a compiled training step would follow: each collective, how much of it
 computing hides and what limits it. No GPU, no other rank and no memory for the model are needed."""
@@ -38,8 +39,14 @@ def add_options(add: Add) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print the report on the plan of the model that a file makes."""
     check_folders(args.trace)
+    link(args.link)
+    if args.device is not None:
+        device(args.device)
     given: Any
-    if args.factory.endswith(".py"):
+    is_old = args.factory.endswith(".py")
+    check_factory(f"{args.factory}:make_model" if is_old else args.factory)
+    say(f"planning {args.factory} on {args.world_size} ranks")
+    if is_old:
         warnings.warn(f"plan {args.factory} becomes plan {args.factory}:make_model, and example_inputs takes (batch, "
                       "sequence); without them it works in this version for the last time", stacklevel=1)  # fmt: skip
         make_model, inputs = load_functions(f"{args.factory}:make_model")
