@@ -64,7 +64,7 @@ def _assert_equal(one: nn.Module, other: nn.Module, optimizers: list[torch.optim
 
 def _train(rank: int, names: list[str], by_groups: bool) -> None:
     for name in names:
-        models = [fully_shard(_model(), auto_wrap_policy="auto") for _ in range(2)]
+        models = [fully_shard(_model(), auto_wrap_policy=None) for _ in range(2)]
         of = _groups if by_groups else nn.Module.parameters
         optimizers = [OPTIMIZERS[name](of(model)) for model in models]
         flat_step(optimizers[1], False)
@@ -94,7 +94,7 @@ def test_as_ordinary_steps(two: Ranks, by_groups: bool) -> None:
 
 
 def _look(rank: int) -> None:
-    model = fully_shard(_model(), auto_wrap_policy="auto")
+    model = fully_shard(_model(), auto_wrap_policy=None)
     optimizer = torch.optim.AdamW(_groups(model), lr=0.1)
     model(torch.ones(3, 9)).square().sum().backward()
     optimizer.step()
@@ -152,7 +152,7 @@ def test_fused_updates(two: Ranks) -> None:
 
 
 def _take_turns(rank: int, how: str) -> None:
-    models = [fully_shard(_model(), auto_wrap_policy="auto") for _ in range(2)]
+    models = [fully_shard(_model(), auto_wrap_policy=None) for _ in range(2)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
     flat_step(optimizers[1], False)
     options: dict[str, Any] = {"backend": "aot_eager", "update_in_backward": how == "in backward"}

@@ -68,7 +68,7 @@ import torch
 from torch import nn
 
 def make():
-    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(2)])
+    return nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), nn.Sequential(nn.Linear(64, 64)))
 
 def example_inputs(batch, sequence):
     return (torch.ones(batch, sequence),)

@@ -64,6 +64,55 @@ def test_auto_skips_blocks_without_parameters_and_containers() -> None:
     assert paths(nn.Sequential(nn.ReLU(), nn.ReLU(), nn.Linear(2, 2))) == [""]
 
 
+def _layers() -> list[nn.Module]:
+    return [nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)]
+
+
+class Residual(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+class Named(nn.Sequential):
+    pass
+
+
+SEQUENCES = {  # the model, and its units
+    "layers": (lambda: nn.ModuleList(nn.Sequential(*_layers()) for _ in range(3)), ["0", "1", "2"]),
+    "in a sequence": (lambda: nn.Sequential(*(nn.Sequential(*_layers()) for _ in range(2))), ["0", "1"]),
+    "of equal layers": (lambda: nn.ModuleList(nn.Sequential(*_layers()[::2]) for _ in range(2)), ["0", "1"]),
+    "of a class": (lambda: nn.ModuleList(Named(*_layers()) for _ in range(2)), ["0", "1"]),
+    "in a dictionary": (lambda: nn.ModuleDict({name: nn.Sequential(*_layers()) for name in "ab"}), ["a", "b"]),
+    "of two halves": (
+        lambda: nn.ModuleList(
+            nn.Sequential(Residual(nn.LSTM(4, 4)), Residual(nn.Sequential(*_layers()))) for _ in range(2)
+        ),
+        ["0", "1"],
+    ),
+    "stem, blocks and head": (
+        lambda: nn.Sequential(
+            nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()),
+            nn.Sequential(Block(), Block()),
+            nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)),
+        ),
+        ["1.0", "1.1"],
+    ),
+    "stages of blocks": (
+        lambda: nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(2)),
+        ["0.0", "0.1", "1.0", "1.1"],
+    ),
+    "norms alone": (lambda: nn.ModuleList(nn.Sequential(nn.LayerNorm(4), nn.ReLU()) for _ in range(2)), []),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_auto_takes_sequences_that_repeat(name: str) -> None:
+    """An `nn.Sequential` is a block where others of the same layers are beside it, and not a list of blocks itself."""
+    make, units = SEQUENCES[name]
+    assert paths(make()) == [*units, ""]
+
+
 def test_auto_takes_a_shared_block_once() -> None:
     """A block that occurs twice in a container is one unit."""
     block = Block()
