@@ -47,7 +47,7 @@ class _Seen:
         self.names: list[str] = []
 
     def of_flat_param(self, flat_param: object, name: str, group: dist.ProcessGroup) -> "_Seen":
-        assert group is dist.group.WORLD
+        assert group.size() == dist.get_world_size()
         self.names.append(name)
         return self
 
