@@ -8,11 +8,21 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
-from fsdp_compile.core.sharding import by_original_class, get_parameter, original_class, stored_parameters
+from fsdp_compile.core._torch import set_version_counters
+from fsdp_compile.core.sharding import (
+    by_original_class,
+    get_parameter,
+    original_class,
+    stored_for,
+    stored_parameters,
+)
 from fsdp_compile.edits.writeback import refresh
 from fsdp_compile.state_dict import model as model_state
+from fsdp_compile.tensors._torch import local_of_caller
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from fsdp_compile.tensors.tensor_parallel import is_dtensor
 
@@ -35,6 +45,21 @@ class HasShardedParameters(nn.Module):
         if is_dtensor(value) and _took_values(self, name, value):
             return
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        shown: Any = self._parameters.get(name)
+        super().__delattr__(name)
+        if not (shown is None or isinstance(shown, nn.Parameter) or stored_for(self, name, shown) is shown):
+            _uncount_parametrization(shown)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """As `nn.Module.register_buffer`, but where a parametrization that ends within a forward gives the unsharded
+        parameter, which is no `nn.Parameter`, back: its place has the parameter again.
+        """
+        if stored_for(self, name, tensor) is not tensor:
+            self._parameters[name] = tensor  # type: ignore[assignment]
+        else:
+            super().register_buffer(name, tensor, persistent)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         _refresh_own_units(self)
@@ -77,6 +102,18 @@ class HasShardedParameters(nn.Module):
 
         with self.register_load_state_dict_pre_hook(take):  # which runs behind the module's own hooks
             super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+@torch.compiler.disable
+def _uncount_parametrization(shown: Tensor) -> None:
+    """Where `register_parametrization` has deleted an unsharded parameter: it has called `shown.set_(shown)` before,
+    which autograd is to count no more as a change of values. With a `right_inverse` they may be others.
+    """
+    made = local_of_caller(register_parametrization.__code__, "parametrizations")
+    if made is None or not made.is_tensor or shown.is_inference():
+        return
+    if not any(hasattr(each, "right_inverse") for each in made):
+        set_version_counters((shown,), (shown._version - 1,))
 
 
 def _took_values(module: nn.Module, name: str, value: Tensor) -> bool:

@@ -21,12 +21,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 10_711,
-    "the story and what it imports": 15_659,
-    PACKAGE: 44_762,
-    "tests": 56_535,
-    "bench": 6_976,
-    "docs, README, change log": 6_332,
+    "the story": 10_650,
+    "the story and what it imports": 15_590,
+    PACKAGE: 41_808,
+    "tests": 55_697,
+    "bench": 5_917,
+    "docs, README, change log": 6_007,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""
 

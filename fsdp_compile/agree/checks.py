@@ -54,6 +54,11 @@ def _check_all_sharded(module: nn.Module) -> None:
             if param is None or name in looked_up or param in ignored or not (param.requires_grad and param.numel()):
                 continue
             name = f"{path}.{name}" if path else name
+            if isinstance(each, torch.jit.ScriptModule):
+                raise ValueError(
+                    f"parameter {name} is one of a module that torch.jit.script made, whose code finds no gathered "
+                    f"parameters: use that module as it was before, or name its parameters in ignored_params"
+                )
             raise ValueError(
                 f"parameter {name} was added after fully_shard, so its gradients would not be averaged over ranks; add "
                 f"it before, or call fully_shard on its module before the root"

@@ -94,8 +94,9 @@ class Model(Entry):
 
     def is_first_ranks(self, path: Path, value: Any) -> bool:
         """Buffers, such as statistics of a rank's own batches. They belong together: all are of one rank."""
+        is_extra = str(path[1]).rpartition(".")[2] == _EXTRA
         is_plain = isinstance(value, Tensor) and not hasattr(value, "placements")
-        return is_plain and value.data_ptr() not in self._of_params
+        return is_plain and not is_extra and value.data_ptr() not in self._of_params
 
     def fill(self, saved: Any, partial: bool) -> tuple[Any, list[str]]:
         """The model says what it has; extra state is read as it was saved."""

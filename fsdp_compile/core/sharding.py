@@ -184,7 +184,10 @@ def _swap_class(module: nn.Module, lookups: tuple[Lookup, ...], mixin: type, con
         () if READS_SHOWN_PARAMETERS or not lookups else tuple(n for n in stored_parameters(module) if n not in found)
     )
     swapped = _swapped_class(original_class(module), lookups, found, names, stored, mixin, constants)  # type: ignore[arg-type]  # a cached function
-    module.__class__ = swapped
+    if "parametrizations" in module._modules and "_fsdp_original" not in vars(type(module)):
+        type(module).__bases__ = (swapped,)  # of the class that a parametrization within the forward has given it
+    else:
+        module.__class__ = swapped
     if lookups:
         _store_parameters(module, module.__dict__["_parameters"])
 
@@ -320,7 +323,7 @@ class ShownParameters(dict[str, Any]):
         self.module = module  # not what it stores, all of which Dynamo would make inputs of the graph
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self.module._fsdp_parameters[name] = _stored_for(self.module, name, value)
+        self.module._fsdp_parameters[name] = stored_for(self.module, name, value)
         super().__setitem__(name, value)
         _look_up_again(self.module)
 
@@ -329,20 +332,12 @@ class ShownParameters(dict[str, Any]):
         del self.module._fsdp_parameters[name]
         _look_up_again(self.module)
 
-    def pop(self, name: str, *default: Any) -> Any:
-        """As `dict.pop`."""
-        if name not in self and default:
-            return default[0]
-        value = self[name]
-        del self[name]
-        return value
-
-    popitem, clear = MutableMapping.popitem, MutableMapping.clear  # by the methods above
+    pop, popitem, clear = MutableMapping.pop, MutableMapping.popitem, MutableMapping.clear  # by the methods above
     update, setdefault = MutableMapping.update, MutableMapping.setdefault
 
 
 @torch.compiler.disable
-def _stored_for(module: Any, name: str, value: Any) -> Any:
+def stored_for(module: Any, name: str, value: Any) -> Any:
     """What `module` stores for `value`, which its forward puts into the place `name`: for the full parameter that was
     found there, the parameter. RuntimeError for a new one that trains: its gradient would be this rank's alone.
     """

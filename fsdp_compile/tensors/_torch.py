@@ -16,6 +16,7 @@ hook or context that answers it:
                   It chooses the kind of torch's FullyShardedDataParallel by `isinstance` and by private state.
 `current_save`    a planner asks `__create_write_items__(name, tensor)`, and is not told the writer. That is an argument
                   of `_save_state_dict`, which plans and saves, as are `no_dist` and `process_group`.
+`local_of_caller` `register_parametrization` sets a tensor to itself, which autograd counts as a change of values.
 """
 
 import sys
@@ -83,3 +84,11 @@ def current_save() -> Saving | None:
             return Saving(found["storage_writer"], bool(found.get("no_dist")), found.get("process_group"))
         frame = frame.f_back
     return None
+
+
+def local_of_caller(code: Any, name: str) -> Any:
+    """The local variable `name` of the nearest caller that has it, if that one runs `code`; else None."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and name not in frame.f_locals:
+        frame = frame.f_back
+    return frame.f_locals[name] if frame is not None and frame.f_code is code else None

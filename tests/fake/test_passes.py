@@ -406,7 +406,7 @@ def saved_nodes(model: torch.nn.Module, inputs: Any, loss: Any) -> tuple[list[fx
             raise _Seen
 
     with inductor_config.patch(post_grad_custom_post_pass=Recorder(see)):
-        fully_shard(model)
+        fully_shard(model, reshard_after_forward=True)
         compiled = torch.compile(model, fullgraph=True)
         with pytest.raises(Exception, match="_Seen"):
             loss(compiled, inputs)

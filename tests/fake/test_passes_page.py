@@ -127,6 +127,12 @@ def _reduce_too_early(context: GraphContext) -> None:
     context.plan = Plan(tuple(step._replace(at=1) if step.kind == "reduce" else step for step in steps))
 
 
+def _wait_at_once(context: GraphContext) -> None:
+    steps = [step for step in context.plan.steps if step.kind != "wait_reduce"]
+    pairs = ([step, step._replace(kind="wait_reduce")] if step.kind == "reduce" else [step] for step in steps)
+    context.plan = Plan(tuple(step for pair in pairs for step in pair))
+
+
 def _wait_too_late(context: GraphContext) -> None:
     for wait in tagged(context.graph, "wait_reduce"):
         context.graph.output_node().prepend(wait)
@@ -159,7 +165,7 @@ CASES = {
         sharding={"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
     ),
     "wired": Case(lambda: Linears(1), nn.Sequential, sharding={"reshard_after_forward": True, "wire": "bf16"}),
-    "updating": THREE._replace(updates_in_backward=True),
+    "updating": THREE._replace(updates_in_backward=True, behind=("choose_plan", _wait_at_once)),
     "repeated": THREE._replace(options={"link": "custom:1e-3,1e9", "update": StepUpdate(update_moves(0))}),
     "unsaved": Case(lambda: Linears(1, 1), nn.Sequential, {"disable": ("reshard",)}),
     "hasty": Case(lambda: Linears(1), nn.Sequential, behind=("choose_plan", _reduce_too_early)),
@@ -404,7 +410,6 @@ def test_a_changed_pass_is_no_hit(tmp_path: Path) -> None:
         (PASSES[1:], {}, "passes: 'smallest_gather' needs 'insert_collectives', which is not among the passes before"),
         (PASSES, {"budgett": 1}, "expected names among .*found budgett"),
         (PASSES, {"disable": ("ordr",)}, "found ordr"),
-        (PASSES, {"link": None, "budget": 1}, "budget=1 needs a link"),
     ],
 )
 def test_refused_at_once(passes: tuple[Pass, ...], options: dict[str, Any], text: str) -> None:

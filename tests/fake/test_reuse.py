@@ -142,7 +142,7 @@ def test_gradients_computed_from_their_own_place() -> None:
     """A gradient that the same loop computes from the parameter has memory elsewhere, the other unit's are in place."""
     torch.manual_seed(0)
     case = awkward(pairs=1)
-    model = fully_shard(case.build(), auto_wrap_policy=ModuleWrapPolicy({Scaled, Mirrored}))
+    model = fully_shard(case.build(), auto_wrap_policy=ModuleWrapPolicy({Scaled, Mirrored}), reshard_after_forward=True)
     run = torch.compile(model, fullgraph=True)
     _, backward = programs(lambda: case.loss(run, case.batch(1, 3)))
     assert len(backward.gathered()) == 2

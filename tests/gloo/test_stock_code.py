@@ -16,7 +16,8 @@ from torch.distributed._composable.replicate_with_fsdp import replicate as repli
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import FSDPModule, fully_shard
 from fsdp_compile.core.unit import unit_of
@@ -417,6 +418,78 @@ def test_functional_call_within_forward(two: Ranks) -> None:
     two.run(_adapt)
 
 
+class Adapted(nn.Module):
+    """What peft's `target_parameters` does: while `base` runs, a parameter of it is the sum with a product."""
+
+    def __init__(self, base: nn.Module, name: str) -> None:
+        super().__init__()
+        self.base, self.name = base, name
+        self.down, self.up = nn.Parameter(torch.randn(5, 2) / 3), nn.Parameter(torch.randn(2, 7) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = self.base.base if isinstance(self.base, Adapted) else self.base
+        required = getattr(base, self.name).requires_grad
+        parametrize.register_parametrization(base, self.name, Plus(self.down @ self.up))
+        base.parametrizations[self.name].original.requires_grad_(required)
+        try:
+            with parametrize.cached():
+                return self.base(x)
+        finally:
+            parametrize.remove_parametrizations(base, self.name, leave_parametrized=False)
+
+
+class Plus(nn.Module):
+    def __init__(self, change: Tensor) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.change
+
+
+class Two(nn.Module):
+    """Two weights, and a layer whose weight is saved before they are parametrized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.randn(5, 7)), nn.Parameter(torch.randn(5, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(x @ self.one.T) @ self.other
+
+
+def _parametrize(rank: int, how: str) -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(7, 7), Adapted(Adapted(Two(), "one"), "other")) for _ in range(2)]
+    reference = nn.Sequential(*blocks)
+    for name, param in reference.named_parameters():
+        param.requires_grad_(name.endswith((".down", ".up")))
+    model = copy.deepcopy(reference)
+    kinds = [type(each) for each in model.modules()]
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    run = model if how == "eager" else torch.compile(model, backend=how)
+    for step in range(2):
+        x = torch.randn(4, 7, generator=seeded(step))
+        for each, forward in ((reference, reference), (model, run)):
+            each.zero_grad()
+            y = checkpoint(forward, x, use_reentrant=False) if step and how == "eager" else forward(x)
+            y.square().mean().backward()
+        for (name, mine), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert (mine.grad is None) == (other.grad is None)
+            if other.grad is not None:
+                torch.testing.assert_close(mine.grad.full_tensor(), other.grad, msg=name)
+            torch.testing.assert_close(mine.full_tensor(), other.detach(), msg=name)
+    assert all(isinstance(each, kind) for each, kind in zip(model.modules(), kinds, strict=True))
+
+
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+def test_parametrized_within_forward(two: Ranks, how: str) -> None:
+    """A forward may parametrize frozen parameters of its unit for its own time, also when it is recomputed."""
+    two.run(_parametrize, how)
+
+
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 
@@ -429,6 +502,9 @@ def _added(rank: int) -> None:
             run(x)
     model[3].requires_grad_(False)  # what does not train may be there
     model(x).sum().backward()
+    scripted = fully_shard(nn.Sequential(nn.Linear(7, 7), torch.jit.script(nn.Linear(7, 7))))
+    with pytest.raises(ValueError, match=r"parameter 1.weight is one of a module that torch.jit.script made"):
+        scripted(x)
     with pytest.raises(ValueError, match=r"module is what torch.compile made of"):
         fully_shard(torch.compile(_net()))
     with pytest.raises(RuntimeError, match=r"parameter weight of Linear is part of a unit"):

@@ -56,10 +56,10 @@ at   6  free         blocks.1
 at   6  reduce       blocks.1
 at   6  wait         blocks.0
 at   7  free         blocks.0
-at   7  wait_reduce  blocks.1
 at   7  reduce       blocks.0
-at   8  wait_reduce  blocks.0
+at   7  wait_reduce  blocks.1
 at   8  reduce       root
+at   8  wait_reduce  blocks.0
 at   8  wait_reduce  root
 """,
     )

@@ -43,15 +43,15 @@ def test_deep():
 11  free root, gather root, gather 8, wait root
 12  free root, gather 7, wait 8
 13  free 8, reduce 8, gather 6, wait 7
-14  free 7, wait_reduce 8, reduce 7, gather 5, wait 6
-15  free 6, wait_reduce 7, reduce 6, gather 4, wait 5
-16  free 5, wait_reduce 6, reduce 5, gather 3, wait 4
-17  free 4, wait_reduce 5, reduce 4, gather 2, wait 3
-18  free 3, wait_reduce 4, reduce 3, gather 1, wait 2
-19  free 2, wait_reduce 3, reduce 2, gather 0, wait 1
-20  free 1, wait_reduce 2, reduce 1, wait 0
-21  free 0, wait_reduce 1, reduce 0
-22  wait_reduce 0, reduce root, wait_reduce root
+14  free 7, reduce 7, wait_reduce 8, gather 5, wait 6
+15  free 6, reduce 6, wait_reduce 7, gather 4, wait 5
+16  free 5, reduce 5, wait_reduce 6, gather 3, wait 4
+17  free 4, reduce 4, wait_reduce 5, gather 2, wait 3
+18  free 3, reduce 3, wait_reduce 4, gather 1, wait 2
+19  free 2, reduce 2, wait_reduce 3, gather 0, wait 1
+20  free 1, reduce 1, wait_reduce 2, wait 0
+21  free 0, reduce 0, wait_reduce 1
+22  reduce root, wait_reduce 0, wait_reduce root
 38.12 s, gap 0.16%, peak 477, 0 kept
 """,
     )
@@ -122,9 +122,9 @@ def test_tied():
  5  gather 2
  6  free root, gather 1, wait 2
  7  free 2, reduce 2, gather 0, wait 1
- 8  free 1, wait_reduce 2, reduce 1, wait 0
- 9  free 0, wait_reduce 1, reduce 0
-10  wait_reduce 0, reduce root, wait_reduce root
+ 8  free 1, reduce 1, wait_reduce 2, wait 0
+ 9  free 0, reduce 0, wait_reduce 1
+10  reduce root, wait_reduce 0, wait_reduce root
 15.80 s, gap 0.25%, peak 471, 1 kept
 """,
     )
@@ -145,9 +145,9 @@ def test_hybrid():
  5  free root, gather root, gather 2, wait root
  6  free root, gather 1, wait 2
  7  free 2, reduce 2, gather 0, wait 1
- 8  free 1, wait_reduce 2, reduce 1, wait 0
- 9  free 0, wait_reduce 1, reduce 0
-10  wait_reduce 0, reduce root, wait_reduce root
+ 8  free 1, reduce 1, wait_reduce 2, wait 0
+ 9  free 0, reduce 0, wait_reduce 1
+10  reduce root, wait_reduce 0, wait_reduce root
 17.44 s, gap 5.19%, peak 471, 0 kept
 """,
     )

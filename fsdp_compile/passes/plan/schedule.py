@@ -446,10 +446,10 @@ def order_of_blocks(workload: Workload, in_flight: int | None = None) -> Plan:
             while len(issued) <= index or (len(issued) < end and sums[len(issued) - begin] < most):
                 issued.append(place or (start, 2, len(issued) - end))
     waited, under_way = list[_Position](), deque[int]()  # bytes
-    for unit, _, ready in reduces:
+    for at, (unit, _, ready) in enumerate(reduces):
         most = half[units[unit].of_module]
         while under_way and (sum(under_way) > most if in_flight is None else len(under_way) >= in_flight):
-            waited.append((ready + 1, 1, 2 * (len(waited) + len(under_way))))
+            waited.append((ready + 1, 1, 2 * at + 2))  # behind the launch: its buffer is there already
             under_way.popleft()
         under_way.append(units[unit].packed)
     waited += [_at_the_end(workload, each) for each in range(len(waited), len(reduces))]

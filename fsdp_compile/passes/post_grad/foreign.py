@@ -56,7 +56,7 @@ def tag_collectives(graph: fx.Graph, link: str | None = None) -> bool:
         for node, kind in zip((start, wait), kinds, strict=True):
             set_tag(node, Tag(kind, unit, path, reshard))  # type: ignore[arg-type]  # a literal
     found = f"{len(gathers)} all-gathers of parameters, {len(reduces)} reduces of gradients"
-    how = f"ordered for {link.partition(';=')[0]}" if link else "in the order of blocks"
+    how = f"ordered for {link.partition(';=')[0]}" if link else "ordered by blocks"
     how = how if gathers or reduces else "nothing to order"
     _print_once(f"{direction()} graph of another sharding: {found}: {how}; "
                 f"{len(starts) - len(gathers) - len(reduces)} other collectives: left in place")  # fmt: skip
