@@ -408,9 +408,9 @@ full_default_2: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided,
 where: f32[4, 5] = where.self(le, full_default_2, mm)
 permute_6: f32[5, 4] = permute(where, [1, 0])
 mm_2: f32[5, 3] = mm(permute_6, primals_3)
-wait_reduce_2: f32[16] = wait_tensor(reduce_2)  # wait_reduce 2, MUST_SAVE
 pack_0: f32[64] = fsdp_flat.pack_grads([mm_2], '5x3@0|64/4%16')  # pack 0
 reduce_0: f32[16] = reduce_scatter_tensor(pack_0, 'avg', 4, '0')  # reduce 0, MUST_SAVE
+wait_reduce_2: f32[16] = wait_tensor(reduce_2)  # wait_reduce 2, MUST_SAVE
 wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0, MUST_SAVE
 return [wait_reduce_0, None, None, wait_reduce_2]""",
     )
@@ -446,12 +446,12 @@ full_default_2: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided,
 where: f32[4, 5] = where.self(le, full_default_2, mm)
 permute_6: f32[5, 4] = permute(where, [1, 0])
 mm_2: f32[5, 3] = mm(permute_6, primals_3)
-wait_reduce_2: f32[64] = control_deps([reduce_2], subgraph_wait_reduce_2, reduce_2, pack_2)  # wait_reduce 2, MUST_SAVE
+pack_0: f32[64] = fsdp_flat.pack_grads([mm_2], '5x3@0|64/4%16')  # pack 0
+reduce_0: f32[64] = control_deps([reduce_2], subgraph_reduce_0, pack_0)  # reduce 0, MUST_SAVE
+wait_reduce_2: f32[64] = control_deps([reduce_0], subgraph_wait_reduce_2, reduce_2, pack_2)  # wait_reduce 2, MUST_SAVE
 rows_2: f32[4, 16] = view(wait_reduce_2, [4, 16])
 mean_2: f32[16] = control_deps([wait_reduce_2], subgraph_mean_2, rows_2)  # mean 2, MUST_SAVE
-pack_0: f32[64] = fsdp_flat.pack_grads([mm_2], '5x3@0|64/4%16')  # pack 0
-reduce_0: f32[64] = control_deps([mean_2], subgraph_reduce_0, pack_0)  # reduce 0, MUST_SAVE
-wait_reduce_0: f32[64] = control_deps([reduce_0], subgraph_wait_reduce_0, reduce_0, pack_0)  # wait_reduce 0, MUST_SAVE
+wait_reduce_0: f32[64] = control_deps([mean_2], subgraph_wait_reduce_0, reduce_0, pack_0)  # wait_reduce 0, MUST_SAVE
 rows_0: f32[4, 16] = view(wait_reduce_0, [4, 16])
 mean_0: f32[16] = control_deps([wait_reduce_0], subgraph_mean_0, rows_0)  # mean 0, MUST_SAVE
 return [mean_0, None, None, mean_2]""",
