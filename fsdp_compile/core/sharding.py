@@ -184,7 +184,7 @@ def _swap_class(module: nn.Module, lookups: tuple[Lookup, ...], mixin: type, con
         () if READS_SHOWN_PARAMETERS or not lookups else tuple(n for n in stored_parameters(module) if n not in found)
     )
     swapped = _swapped_class(original_class(module), lookups, found, names, stored, mixin, constants)  # type: ignore[arg-type]  # a cached function
-    if "parametrizations" in module._modules and "_fsdp_original" not in vars(type(module)):
+    if hasattr(type(module), "_fsdp_original") and "_fsdp_original" not in vars(type(module)):
         type(module).__bases__ = (swapped,)  # of the class that a parametrization within the forward has given it
     else:
         module.__class__ = swapped
