@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 10_650,
-    "the story and what it imports": 15_590,
-    PACKAGE: 41_808,
+    "the story": 10_658,
+    "the story and what it imports": 15_598,
+    PACKAGE: 41_815,
     "tests": 55_697,
     "bench": 5_917,
     "docs, README, change log": 6_007,

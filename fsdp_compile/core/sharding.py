@@ -332,7 +332,15 @@ class ShownParameters(dict[str, Any]):
         del self.module._fsdp_parameters[name]
         _look_up_again(self.module)
 
-    pop, popitem, clear = MutableMapping.pop, MutableMapping.popitem, MutableMapping.clear  # by the methods above
+    def pop(self, name: str, *default: Any) -> Any:
+        """As `dict.pop`."""
+        if name not in self and default:
+            return default[0]
+        value = self[name]
+        del self[name]
+        return value
+
+    popitem, clear = MutableMapping.popitem, MutableMapping.clear  # by the methods above
     update, setdefault = MutableMapping.update, MutableMapping.setdefault
 
 
