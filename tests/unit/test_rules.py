@@ -38,39 +38,6 @@ def test_gathers_alive():
         assert most == [forward + 1, 2]
 
 
-def test_the_order_of_blocks():
-    """The next module is gathered before this one is waited for, and one reduce is under way."""
-    assert (
-        str(order_of_blocks(blocks(2)))
-        == """\
-at   0  gather       root
-at   0  gather       blocks.0
-at   0  wait         root
-at   1  gather       blocks.1
-at   1  wait         blocks.0
-at   2  free         blocks.0
-at   2  wait         blocks.1
-at   3  free         blocks.1
-at   4  free         root
-at   4  gather       root
-at   4  gather       blocks.1
-at   4  wait         root
-at   5  free         root
-at   5  gather       blocks.0
-at   5  wait         blocks.1
-at   6  free         blocks.1
-at   6  reduce       blocks.1
-at   6  wait         blocks.0
-at   7  free         blocks.0
-at   7  reduce       blocks.0
-at   7  wait_reduce  blocks.1
-at   8  reduce       root
-at   8  wait_reduce  blocks.0
-at   8  wait_reduce  root
-"""
-    )
-
-
 def test_half_a_module_ahead():
     """Of modules of three equal flat parameters two are gathered ahead, and two reduces are under way."""
     step = in_thirds(blocks(4))
