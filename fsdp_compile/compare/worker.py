@@ -36,7 +36,7 @@ def _join_group(spec: Spec, device: torch.device) -> None:
 
 
 def serve(spec: Spec, pipe: Connection, folder: str) -> None:
-    """Train by turns until the pipe ends. `folder` has the compile cache, and what the rank prints."""
+    """Train as the pipe tells, until it closes. `folder` holds the compile cache and a file of what the rank prints."""
     printed = os.open(Path(folder) / f"{spec.rank}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(printed, 1)
     os.dup2(printed, 2)
