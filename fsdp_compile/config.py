@@ -75,7 +75,7 @@ class CompileConfig:
     Attributes:
         disable: names of passes to leave out (`fsdp_compile.passes.PASSES` lists them).
         reduces_in_flight: how many reduce-scatters may run before the oldest one is waited for. Each of them keeps the
-            packed gradients of its unit alive until its wait. None: as many as a module has.
+            packed gradients of its unit alive until its wait. None: the newest and half a module.
         check_ranks_timeout: seconds that a rank waits for the others before it runs a compiled graph for the first
             time; compilation may take longer on some ranks.
         link: what connects the ranks, for a search of the plan with the shortest simulated step. A name in

@@ -68,10 +68,13 @@ def nearest() -> dict[str, str]:
 # --passes: for each pass its file, and a text in it that is replaced by another one.
 _JOINT, _POST = "passes/joint", "passes/post_grad"
 BROKEN = {
-    "insert_collectives": (f"{_JOINT}/insert_collectives.py", "in reversed(spec.groups):", "in spec.groups:"),
+    "insert_collectives": (
+        f"{_JOINT}/insert_collectives.py",
+        "reversed(spec.reduce_groups or",
+        "tuple(spec.reduce_groups or",
+    ),
     "smallest_gather": (f"{_JOINT}/smallest_gather.py", "capacity=size * len(values.values) + order", "capacity=order"),
-    "keep_where_forward_ends": (f"{_JOINT}/reshard.py", "tagged_as in roots:", "tagged_as not in roots:"),
-    "choose_reshard": (f"{_JOINT}/reshard.py", "in by_first_read[:1])", "in by_first_read[:0])"),
+    "choose_reshard": ("passes/plan/schedule.py", "of_module in kept}", "of_module not in kept}"),
     "reshard": (f"{_JOINT}/reshard.py", "        if tag.reshard:\n", "        if not tag.reshard:\n"),
     "check_saved": ("passes/checks.py", "if is_gathered or was_tagged:", "if was_tagged:"),
     "separate_reduces": (f"{_POST}/in_place_grads.py", "user.target is WAIT][1:]:", "user.target is WAIT][2:]:"),
@@ -79,7 +82,7 @@ BROKEN = {
     "reuse_gathered": (f"{_POST}/reuse_gathered.py", "            _put_in_order(pack, wait)\n", ""),
     "place_deferred_reduces": (f"{_POST}/order.py", 'last.op != "placeholder"', 'last.op == "placeholder"'),
     "read_graph": ("passes/graph/analyze.py", "*(last + 1 for _, last in spans)}", "*(last for _, last in spans)}"),
-    "choose_plan": (f"{_POST}/plan_by_rule.py", "if in_flight == 1:", "if not in_flight:"),
+    "choose_plan": ("passes/plan/schedule.py", "sums[index - begin] + half", "sums[index - begin] - half"),
     "verify_plan": ("passes/plan/plan.py", "if reduces[name].at <= ready:", "if reduces[name].at < ready:"),
     "order": (f"{_POST}/order.py", "[info.gathers[name].first + ahead.get(name, [])", "[info.gathers[name].first"),
     "check_order": ("passes/checks.py", "if actual != planned:", "if len(actual) != len(planned):"),

@@ -21,12 +21,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 10_658,
-    "the story and what it imports": 15_598,
-    PACKAGE: 41_815,
-    "tests": 55_697,
+    "the story": 10_650,
+    "the story and what it imports": 15_590,
+    PACKAGE: 41_808,
+    "tests": 55_690,
     "bench": 5_917,
-    "docs, README, change log": 6_007,
+    "docs, README, change log": 5_985,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""
 

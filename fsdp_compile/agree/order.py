@@ -276,10 +276,11 @@ def _unshard(shard: Tensor, flat_param_id: Tensor | None, deferred: Tensor | Non
 @torch.library.impl("fsdp_flat::reduce_grads", "default")
 def _reduce_grads(packed: Tensor, spec: str) -> Tensor:
     parsed = UnshardSpec.parse(spec)
-    _follow_in((*parsed.groups, parsed.replicas), "reduce", None, packed.numel())
+    reduced_in = parsed.reduce_groups or parsed.groups
+    _follow_in((*reduced_in, parsed.replicas), "reduce", None, packed.numel())
     with collectives.waiting_for("reduce", packed.numel(), "reduce"):
         how = dividing(packed.dtype, parsed.divisor, parsed.same_bits)
-        groups = (parsed.groups, parsed.is_sharded, parsed.replicas, how)
+        groups = (reduced_in, parsed.is_sharded, parsed.replicas, how)
         mean, finish = start_average(packed.clone(), *groups, at_once=False, same_bits=parsed.same_bits)
         finish()
     return mean

@@ -306,6 +306,7 @@ class UnshardSpec:
     is_searched: bool = False  # whether a search decides if it is freed after forward
     is_part: bool = False  # gathered outside of the graph: whether the unit has several flat parameters
     divisor: float | None = None  # of the sum of gradients over all ranks; None: their mean, as the backend computes it
+    reduce_groups: tuple[NamedGroup, ...] = ()  # of reduce-scatters, if not those of all-gathers
 
     @property
     def is_sharded(self) -> bool:
@@ -323,11 +324,13 @@ class UnshardSpec:
 
         Grammar: the layout's text, `groups=` and one or two hops (comm/hops.py), `reshard=True|False|None`, and where
         they are not the default `replicas=` and a hop, `compute=dtype`, `reduce=dtype`, `order=tree`, `divisor=number`,
-        `root=True`, `update=True`, `search=True` and `part=True`; separated by blanks.
+        `reduces=` and hops, `root=True`, `update=True`, `search=True` and `part=True`; separated by blanks.
         """
         fields = [self.layout.text, f"groups={print_hops(self.groups)}", f"reshard={self.reshard_after_forward}"]
         if self.replicas is not None:
             fields.append(f"replicas={print_hops([self.replicas])}")
+        if self.reduce_groups:
+            fields.append(f"reduces={print_hops(self.reduce_groups)}")
         for name, dtype in (("compute", self.compute_dtype), ("reduce", self.reduce_dtype)):
             if dtype is not None:
                 fields.append(f"{name}={str(dtype).removeprefix('torch.')}")
@@ -342,11 +345,11 @@ class UnshardSpec:
         """The specification that wrote `text`, without parameter names. ValueError quotes a malformed text."""
         layout, *pairs = text.split(" ")
         fields = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-        if len(fields) != len(pairs) or not {"groups", "reshard"} <= fields.keys() <= _FIELDS:
+        if len(fields) != len(pairs) or not _REQUIRED <= fields.keys() <= _REQUIRED | _OPTIONAL:
             raise ValueError(
                 f"{text!r} is not an unshard specification; expected LAYOUT groups=NAME:SIZE,... "
                 f"reshard=True|False|None [replicas=NAME:SIZE] [compute=DTYPE] [reduce=DTYPE] [order=tree] "
-                f"[search=True] [divisor=NUMBER] [root=True] [update=True] [part=True]"
+                f"[search=True] [divisor=NUMBER] [reduces=NAME:SIZE,...] [root=True] [update=True] [part=True]"
             )
         replicas = parse_hops(fields.get("replicas", ""))
         return UnshardSpec(
@@ -362,10 +365,12 @@ class UnshardSpec:
             is_searched=fields.get("search") == "True",
             is_part=fields.get("part") == "True",
             divisor=float(fields["divisor"]) if "divisor" in fields else None,
+            reduce_groups=parse_hops(fields.get("reduces", "")),
         )
 
 
-_FIELDS = {"groups", "reshard", "replicas", "compute", "reduce", "order", "search", "divisor", "root", "update", "part"}
+_REQUIRED = {"groups", "reshard"}
+_OPTIONAL = {"replicas", "reduces", "compute", "reduce", "order", "search", "divisor", "root", "update", "part"}
 OF_ROOT, UPDATES = " root=True", " update=True"  # the end of a specification with `of_root`, `updates`
 
 

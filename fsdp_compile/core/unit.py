@@ -103,7 +103,7 @@ class UnitOptions:
     @property
     def changes_reduce(self) -> bool:
         """Whether gradients are reduced in another way than a graph's reduces do it."""
-        return self.has_deferred or self.reduce_groups is not None or self.all_reduce_hook is not None
+        return self.has_deferred or self.all_reduce_hook is not None
 
 
 class VersionCounters(NamedTuple):
@@ -224,6 +224,7 @@ class Unit:
             same_bits=self.settings.same_bits,
             is_searched=self.reshard_after_forward is None and self.settings.reshard_after_forward == "auto",
             divisor=None if full_precision else self.divisor,
+            reduce_groups=hops_of(flat.wire, self.options.reduce_groups or (), None, full_precision)[0],
         )
         return spec.text, flat.layout.text
 
@@ -330,10 +331,10 @@ class Unit:
 
     def set_options(self, **changed: Any) -> None:
         """Change some of `options`."""
-        before, self.options = self.divisor, replace(self.options, **changed)
+        before, self.options = (self.divisor, self.options.reduce_groups), replace(self.options, **changed)
         self._choose_delivery()
-        if self.divisor != before:
-            self.update_dtypes()  # graphs divide too
+        if (self.divisor, self.options.reduce_groups) != before:
+            self.update_dtypes()  # of graphs, which divide and reduce too
 
     def set_reshard_after_forward(self, reshard_after_forward: bool) -> None:
         """Choose whether unsharded parameters are freed between forward and backward."""

@@ -28,7 +28,6 @@ from fsdp_compile.passes.post_grad import in_place_grads, lower_collectives, ord
 
 CORE_PASSES = (
     Pass("insert_collectives", "joint", insert_collectives.insert_collectives),
-    Pass("keep_where_forward_ends", "joint", reshard.keep_where_forward_ends, needs=("insert_collectives",)),
     Pass("choose_reshard", "joint", reshard.choose_reshard),
     Pass("reshard", "joint", reshard.reshard),
     Pass("separate_reduces", "post_grad", in_place_grads.separate_reduces),

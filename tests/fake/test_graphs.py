@@ -35,7 +35,6 @@ def test_passes_are_printed_with_their_names(graphs: dict[str, str]) -> None:
         """\
 joint after insert_collectives
 joint after smallest_gather
-joint after keep_where_forward_ends
 joint after choose_reshard
 joint after reshard
 forward after check_saved

@@ -1,12 +1,13 @@
 """Order of collectives in the generated code (I6), on Inductor's default path and through the backend."""
 
+import re
 from collections import Counter
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from compiling import BUILD, cached, compiled, pairs
+from compiling import BUILD, CASES, cached, compiled, pairs
 from generated import Program, Step, programs
 from models import mlp, squared_error, vectors
 from recording import recorded, unlike_blocks
@@ -91,6 +92,27 @@ def test_eager_steps_have_the_same_order() -> None:
         patch.setattr(plan_log, "debug", note)
         torch.compile(model)(torch.randn(3, 7)).sum().backward()
     assert launched == planned
+
+
+def test_a_group_of_its_own_for_reduces_changes_the_group_alone() -> None:
+    """After `set_separate_reduce_scatter_group` a graph launches the same collectives in the same order; reduces name
+    another group than gathers, hop by hop, and after it was switched off the same."""
+
+    def launched(chosen: bool | None) -> list[tuple[str, str]]:
+        model: Any = fully_shard(mlp(blocks=2), reshard_after_forward=2)
+        for enable in () if chosen is None else (True, chosen):
+            model.set_separate_reduce_scatter_group(enable)
+        run, inputs, calls = torch.compile(model, fullgraph=True), CASES["mlp"].batch(1, 4), []
+        for program in programs(lambda: CASES["mlp"].loss(run, inputs)):
+            said = next(step.text for step in program.steps if "fsdp_flat.check_ranks" in step.function)
+            groups = re.findall(r"'(fsdp\.[\w.]+|0)'", said)
+            calls += [(kind, groups[int(index)]) for kind, index in re.findall(r"(gather|reduce) .*?group (\d)", said)]
+        return calls
+
+    shared, own = launched(None), launched(True)
+    assert [kind for kind, _ in own] == [kind for kind, _ in shared] and launched(False) == shared
+    gathers, reduces = ({group for kind, group in own if kind == each} for each in ("gather", "reduce"))
+    assert len(gathers) == len(reduces) == 2 and not gathers & reduces
 
 
 @pairs()

@@ -64,17 +64,6 @@ class Checkpointed(Linears):
         return x
 
 
-class Headed(Linears):
-    """A block, and a head that is no block."""
-
-    def __init__(self) -> None:
-        super().__init__(1)
-        self.head = _layer(0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(super().forward(x))
-
-
 def _layer(index: int) -> nn.Module:
     return nn.ReLU() if index % 2 else nn.Linear(4, 4, bias=False)
 
@@ -144,7 +133,6 @@ CASES = {
     "three": THREE,
     "two": Case(lambda: Checkpointed(2, 2), nn.Sequential),
     "auto": Case(lambda: Linears(1, 1), nn.Sequential, sharding={"reshard_after_forward": "auto"}),
-    "headed": Case(Headed, nn.Sequential),
     "side": Case(Side, nn.Linear),
     "accumulating": Case(lambda: Linears(1, 1), nn.Sequential, synchronizes=(False,)),
     "accumulated": Case(lambda: Linears(1), nn.Sequential, synchronizes=(False, True)),
@@ -329,7 +317,7 @@ def test_the_page_begins_with_five_passes() -> None:
     five, core = re.findall(r"^\d\. \[`(\w+)`\]", text, re.MULTILINE), [each.name for each in CORE_PASSES]
     assert len(five) == 5 and five == [name for name in core if name in five]
     assert all(name in text.split("```")[1] for name in five)
-    assert len(core) == 14 and "Fourteen\npasses" in text
+    assert len(core) == 13 and "Thirteen\npasses" in text
 
 
 # --- passes of a user's own -------------------------------------------------------------------------------------------

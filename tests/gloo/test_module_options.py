@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 import fsdp_compile
 from fsdp_compile import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 
-from .ranks import NIGHTLY, Ranks
+from .ranks import Ranks
 from .training import (
     assert_bitwise,
     assert_same_gradients,
@@ -111,7 +111,7 @@ CHOICES = {choice.__name__: choice for choice in (_divide, _sum, _hook, _memory,
 def _as_torch(_rank: int, name: str) -> None:
     configure = CHOICES[name]
     theirs = trained(torch.distributed.fsdp, "eager", configure)
-    for how in ("eager", "aot_eager") if NIGHTLY or configure is not _memory else ("eager",):
+    for how in ("eager", "aot_eager"):
         for mine_, other in zip(trained(fsdp_compile, how, configure), theirs, strict=True):
             torch.testing.assert_close(mine_, other, rtol=1e-5, atol=1e-6, msg=lambda text, how=how: f"{how}: {text}")
 

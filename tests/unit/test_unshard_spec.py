@@ -24,6 +24,7 @@ SPECS = st.builds(
     DTYPES,
     DTYPES,
     divisor=st.none() | st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    reduce_groups=st.lists(GROUPS, max_size=2).map(tuple),
 )
 
 

@@ -47,7 +47,7 @@ def insert_collectives(context: GraphContext) -> None:
     """Replace the markers by collectives, and tag these."""
     graph = context.graph
     _merge_calls(graph)
-    units, context.specs = _units_of_markers(graph)
+    units, context.specs = _units_of_markers(graph, is_short=context.config.budget is not None)
     for marker, unit in units.items():
         emit = nodes.emitter(graph, marker, unit)
         if marker.target is ops.UNSHARD:
@@ -95,8 +95,11 @@ def _tag_updates(graph: fx.Graph) -> None:
         nodes.set_tag(update, replace(unit, kind="update"))
 
 
-def _units_of_markers(graph: fx.Graph) -> tuple[dict[fx.Node, nodes.Tag], dict[int, ops.UnshardSpec]]:
-    """Map markers to units, in backward by the autograd sequence number of the unshard; and units to their specs."""
+def _units_of_markers(graph: fx.Graph, is_short: bool) -> tuple[dict[fx.Node, nodes.Tag], dict[int, ops.UnshardSpec]]:
+    """Map markers to units, in backward by the autograd sequence number of the unshard; and units to their specs.
+
+    Unless memory `is_short`, it is open whether the root reshards: the rule keeps it, as eager forwards do.
+    """
     units: dict[fx.Node, nodes.Tag] = {}
     specs: dict[int, ops.UnshardSpec] = {}
     by_sequence: dict[Any, nodes.Tag] = {}
@@ -104,7 +107,9 @@ def _units_of_markers(graph: fx.Graph) -> tuple[dict[fx.Node, nodes.Tag], dict[i
         sequence = node.meta.get("seq_nr")
         if node.target is ops.UNSHARD:
             spec = ops.UnshardSpec.parse(node.args[3])
-            tag = nodes.Tag("gather", len(units), nodes.module_path(node), spec.reshard_after_forward)
+            is_open = spec.of_root and spec.reshard_after_forward and not is_short
+            reshard = None if is_open else spec.reshard_after_forward
+            tag = nodes.Tag("gather", len(units), nodes.module_path(node), reshard)
             specs[tag.unit], units[node], by_sequence[sequence] = spec, tag, tag
         elif node.target in _REDUCES:
             if sequence is None or sequence not in by_sequence:
@@ -225,7 +230,7 @@ def _expand_reduce(marker: fx.Node, emit: nodes.Emit) -> fx.Node:
         packed = _pack(packed, spec.layout, how.before, emit)
     all_reduced = [spec.replicas] if spec.replicas is not None else []  # hybrid: the shard alone crosses the slow links
     if spec.is_sharded:
-        for group in reversed(spec.groups):
+        for group in reversed(spec.reduce_groups or spec.groups):
             args = packed, how.op, group.size, group.name
             start = emit("reduce", collectives.REDUCE_SCATTER, *args, wire=group.reduce)
             packed = emit("wait_reduce", collectives.WAIT, start)

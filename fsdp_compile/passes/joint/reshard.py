@@ -1,7 +1,5 @@
 """Decide which units reshard after forward, tell the partitioner, and check that it happened."""
 
-from dataclasses import replace
-
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -12,38 +10,6 @@ from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.schedule import keep_by_rule
 
 _SMALL = 16  # a tensor that is this many times smaller than a parameter may live until backward
-
-
-def keep_where_forward_ends(context: GraphContext) -> None:
-    """Let the root stay unsharded, or those of its flat parameters that forward reads last and backward reads first.
-
-    Freeing a head would free nothing for long, and no computation could hide its second gather. The eager runtime keeps
-    the root for the same reason. Much smaller flat parameters of the root stay too, such as that of a norm: gathered
-    again, one of them would be what backward prefetches in place of a block. Other units are freed, also where they are
-    last: each may have a graph of its own.
-    With a budget all are freed, as memory may be short.
-    """
-    roots = {unit for unit, spec in context.specs.items() if spec.of_root and spec.reshard_after_forward}
-    if not roots or context.config.budget is not None:
-        return
-    info = analyze(context.graph, joint=True)
-    step = info.workload
-    ends = max((last for _, last in step.reads_in_forward.values()), default=None)
-    begins = min((first for first, _ in step.reads_in_backward.values()), default=None)
-    of_root: dict[int, int] = {}  # indices of units -> tags
-    for unit in step.reads_in_forward.keys() & step.reads_in_backward.keys():
-        tagged_as = nodes.tag_of(info.gathers[step.units[unit].name].start[-1]).unit
-        if tagged_as in roots:
-            of_root[unit] = tagged_as
-    last = {
-        unit for unit in of_root if step.reads_in_forward[unit][1] == ends and step.reads_in_backward[unit][0] == begins
-    }
-    most = max((step.units[unit].gathered for unit in last), default=0) // _SMALL
-    kept = {tag for unit, tag in of_root.items() if unit in last or step.units[unit].gathered <= most}
-    for node in context.graph.nodes:
-        tag = nodes.get_tag(node)
-        if tag is not None and tag.unit in kept:
-            nodes.set_tag(node, replace(tag, reshard=False))
 
 
 def choose_reshard(context: GraphContext) -> None:
