@@ -1,5 +1,8 @@
 """A pool of gloo ranks that outlives a test: torch is imported once, and a rank that fails or hangs says where.
 
+    @on_ranks(2)
+    def test_name(rank, ...):        the test runs on each of two ranks, with the parameters and fixtures that it names
+
     ranks = Ranks(2, folder)
     ranks.run(function, *args)       [function(0, *args), function(1, *args)], one call in each of two processes
 
@@ -12,6 +15,7 @@ imports no torch: a worker sets its environment first.
 
 import faulthandler
 import gc
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -20,6 +24,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
+from functools import wraps
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -161,6 +166,31 @@ class Ranks:
         return [(rank, self.workers[rank].stacks.read_text()) for rank in ranks]
 
 
+POOLS = {1: "one", 2: "two", 3: "three", 4: "four"}  # fixtures, by the number of ranks
+
+
+def on_ranks(count: int) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """A decorator: a test runs on each of `count` ranks, and fails if it fails on one. It may ask for its `rank`."""
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        parameters = inspect.signature(test).parameters
+        asked = [each for name, each in parameters.items() if name != "rank"]
+
+        @wraps(test)
+        def on_all_ranks(**fixtures: Any) -> None:
+            __tracebackhide__ = True
+            fixtures.pop(POOLS[count]).run(on_all_ranks, fixtures)
+
+        def on_rank(rank: int, fixtures: dict[str, Any]) -> None:
+            test(**fixtures, **({"rank": rank} if "rank" in parameters else {}))
+
+        pool = inspect.Parameter(POOLS[count], inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        vars(on_all_ranks).update(__signature__=inspect.Signature([pool, *asked]), on_rank=on_rank)
+        return on_all_ranks
+
+    return decorate
+
+
 def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str, inductor: str, stacks: str) -> None:
     """What a worker does: join the group, then answer calls until the pipe closes."""
     if not NIGHTLY:
@@ -192,7 +222,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str, induct
             gc.freeze()  # later collections look only at what this call makes: half a second becomes nothing
             dist.barrier()
             function, args = pickle.loads(call)
-            answer = Answer(function(rank, *args), None)
+            run = getattr(function, "on_rank", function)  # of a test that `on_ranks` has wrapped
+            answer = Answer(run(rank, *args), None)
         except BaseException:
             answer = Answer(None, traceback.format_exc())
         pipe.send_bytes(pickle.dumps(tuple(answer)))

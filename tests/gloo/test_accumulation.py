@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from fsdp_compile import fully_shard
 
-from .ranks import NIGHTLY, Ranks
+from .ranks import NIGHTLY, on_ranks
 from .test_communication import _assert_freed, _spied
 from .training import (
     OPTIMIZERS,
@@ -33,7 +33,14 @@ MLP = MODELS["mlp"]
 all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 
 
-def _pattern(rank: int, pattern: str, strategy: str) -> None:
+@pytest.mark.parametrize("pattern", ["ns", "nnns", "sns", "snnsns", "ss"])
+@all_strategies
+@on_ranks(2)
+def test_patterns(pattern: str, strategy: str) -> None:
+    """Backward passes with (s) and without (n) reduce, in any order, add up to the unsharded gradient.
+
+    Nothing is sent without. E-ACC-1..4, E-RED-4.
+    """
     reference, model = reference_and_model(MLP, strategy)
     optimizers = [OPTIMIZERS["momentum"](each.parameters()) for each in (reference, model)]
     for first in (0, 10):  # two rounds: nothing of the first is left in the second
@@ -51,17 +58,12 @@ def _pattern(rank: int, pattern: str, strategy: str) -> None:
         assert_same_parameters(model, reference)
 
 
-@pytest.mark.parametrize("pattern", ["ns", "nnns", "sns", "snnsns", "ss"])
-@all_strategies
-def test_patterns(two: Ranks, pattern: str, strategy: str) -> None:
-    """Backward passes with (s) and without (n) reduce, in any order, add up to the unsharded gradient.
+@on_ranks(2)
+def test_local_gradients_are_shown() -> None:
+    """Without a reduce `.grad` is this rank's gradient in full shape and hides the reduced one, which comes back.
 
-    Nothing is sent without. E-ACC-1..4, E-RED-4.
+    E-GRAD-6, E-ACC-3. Each rank holds gradients of full size then (E-LIM-24).
     """
-    two.run(_pattern, pattern, strategy)
-
-
-def _count_ones(rank: int) -> None:
     model = fully_shard(nn.Linear(32, 2, bias=False))
     shape = model.weight.shape
 
@@ -78,15 +80,12 @@ def _count_ones(rank: int) -> None:
     torch.testing.assert_close(model.weight.grad.full_tensor(), torch.full(shape, 3.0))
 
 
-def test_local_gradients_are_shown(two: Ranks) -> None:
-    """Without a reduce `.grad` is this rank's gradient in full shape and hides the reduced one, which comes back.
+@on_ranks(2)
+def test_context_manager_and_decorator() -> None:
+    """no_sync nests, survives exceptions, decorates; only the root has it, between steps.
 
-    E-GRAD-6, E-ACC-3. Each rank holds gradients of full size then (E-LIM-24).
+    E-ACC-1, E-ACC-6, E-ERR-43, E-ERR-9.
     """
-    two.run(_count_ones)
-
-
-def _manage(rank: int) -> None:
     reference, model = reference_and_model(MLP)
     (first, *_), flags = units(model), lambda: {unit.syncs for unit in units(model)}
     with pytest.raises(KeyError), model.no_sync():
@@ -117,15 +116,12 @@ def _manage(rank: int) -> None:
         MLP.loss(model, mine(MLP, 1))
 
 
-def test_context_manager_and_decorator(two: Ranks) -> None:
-    """no_sync nests, survives exceptions, decorates; only the root has it, between steps.
-
-    E-ACC-1, E-ACC-6, E-ERR-43, E-ERR-9.
-    """
-    two.run(_manage)
-
-
-def _some_inputs(rank: int, strategy: str, how: str) -> None:
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_backward_of_some_parameters(strategy: str, how: str) -> None:
+    """Under no_sync `backward(inputs=...)` adds to the gradients of these alone; `torch.autograd.grad` returns reduced
+    ones, without those that were accumulated, which the next backward reduces."""
     reference, model = reference_and_model(MLP, strategy)
     run = executor(model, how)
     for each, batch in ((reference, whole), (model, mine)):
@@ -146,15 +142,9 @@ def _some_inputs(rank: int, strategy: str, how: str) -> None:
     assert_same_gradients(model, reference)
 
 
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_backward_of_some_parameters(two: Ranks, strategy: str, how: str) -> None:
-    """Under no_sync `backward(inputs=...)` adds to the gradients of these alone; `torch.autograd.grad` returns reduced
-    ones, without those that were accumulated, which the next backward reduces."""
-    two.run(_some_inputs, strategy, how)
-
-
-def _set_sync(rank: int) -> None:
+@on_ranks(2)
+def test_a_part_of_the_model() -> None:
+    """set_requires_gradient_sync holds for the module it is called on and those below (E-ACC-2)."""
     reference, model = reference_and_model(MLP)
     model.blocks[0].set_requires_gradient_sync(False)
     backward(model, MLP, mine(MLP, 1))
@@ -166,12 +156,14 @@ def _set_sync(rank: int) -> None:
     assert_same_gradients(model, reference)
 
 
-def test_a_part_of_the_model(two: Ranks) -> None:
-    """set_requires_gradient_sync holds for the module it is called on and those below (E-ACC-2)."""
-    two.run(_set_sync)
+@pytest.mark.parametrize("synced_before", [False, True])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2)
+def test_clearing_and_scaling(set_to_none: bool, synced_before: bool) -> None:
+    """zero_grad without a reduce drops local gradients and the reduced ones that they hide; scaling counts.
 
-
-def _clear(rank: int, set_to_none: bool, synced_before: bool) -> None:
+    E-GRAD-6.
+    """
     reference, model = reference_and_model(MLP)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     if synced_before:
@@ -193,17 +185,38 @@ def _clear(rank: int, set_to_none: bool, synced_before: bool) -> None:
     assert_same_gradients(model, reference)
 
 
-@pytest.mark.parametrize("synced_before", [False, True])
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_clearing_and_scaling(two: Ranks, set_to_none: bool, synced_before: bool) -> None:
-    """zero_grad without a reduce drops local gradients and the reduced ones that they hide; scaling counts.
+@on_ranks(2)
+def test_backward_after_a_fused_step() -> None:
+    """A fused step, which counts no version of plain parameters, is a change: backward of an older forward raises."""
+    model = shard(MLP, "NO_SHARD")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    backward(model, MLP, mine(MLP, 1))
+    loss = MLP.loss(model, mine(MLP, 2))
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="was changed in place between forward and backward"):
+        loss.backward()
 
-    E-GRAD-6.
-    """
-    two.run(_clear, set_to_none, synced_before)
+
+@on_ranks(2)
+def test_gradients_assigned_while_accumulating() -> None:
+    """A plain tensor in full shape that is assigned to `.grad` under `no_sync` replaces what this rank accumulated."""
+    reference, model = reference_and_model(MLP)
+    ones = [torch.ones(param.shape) for param in reference.parameters()]
+    with model.no_sync():
+        backward(model, MLP, mine(MLP, 1))
+        for param, grad in zip(model.parameters(), ones, strict=True):
+            param.grad = grad.clone()
+    backward(model, MLP, mine(MLP, 2))
+    for param, grad in zip(reference.parameters(), ones, strict=True):
+        param.grad = grad
+    backward(reference, MLP, whole(MLP, 2))
+    assert_same_gradients(model, reference)
 
 
-def _step_too_early(rank: int, strategy: str) -> None:
+@all_strategies
+@on_ranks(2)
+def test_steps_without_reduce_are_refused(strategy: str) -> None:
+    """An optimizer refuses to step with gradients that no reduce has seen; other models' do not mind (E-GRAD-9)."""
     reference, model = reference_and_model(MLP, strategy)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     with model.no_sync():
@@ -228,47 +241,9 @@ def _step_too_early(rank: int, strategy: str) -> None:
     follow(model, reference, MLP)
 
 
-def _fused_step_before_backward(rank: int) -> None:
-    model = shard(MLP, "NO_SHARD")
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    backward(model, MLP, mine(MLP, 1))
-    loss = MLP.loss(model, mine(MLP, 2))
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="was changed in place between forward and backward"):
-        loss.backward()
-
-
-def test_backward_after_a_fused_step(two: Ranks) -> None:
-    """A fused step, which counts no version of plain parameters, is a change: backward of an older forward raises."""
-    two.run(_fused_step_before_backward)
-
-
-def _assign_gradients(rank: int) -> None:
-    reference, model = reference_and_model(MLP)
-    ones = [torch.ones(param.shape) for param in reference.parameters()]
-    with model.no_sync():
-        backward(model, MLP, mine(MLP, 1))
-        for param, grad in zip(model.parameters(), ones, strict=True):
-            param.grad = grad.clone()
-    backward(model, MLP, mine(MLP, 2))
-    for param, grad in zip(reference.parameters(), ones, strict=True):
-        param.grad = grad
-    backward(reference, MLP, whole(MLP, 2))
-    assert_same_gradients(model, reference)
-
-
-def test_gradients_assigned_while_accumulating(two: Ranks) -> None:
-    """A plain tensor in full shape that is assigned to `.grad` under `no_sync` replaces what this rank accumulated."""
-    two.run(_assign_gradients)
-
-
-@all_strategies
-def test_steps_without_reduce_are_refused(two: Ranks, strategy: str) -> None:
-    """An optimizer refuses to step with gradients that no reduce has seen; other models' do not mind (E-GRAD-9)."""
-    two.run(_step_too_early, strategy)
-
-
-def _compile_step(rank: int) -> None:
+@on_ranks(2)
+def test_a_compiled_step_still_works() -> None:
+    """The check before optimizer steps lets `torch.compile(optimizer.step)` through (E-GRAD-9)."""
     reference, model = reference_and_model(MLP)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     backward(model, MLP, mine(MLP, 1))
@@ -279,21 +254,13 @@ def _compile_step(rank: int) -> None:
     assert_same_parameters(model, reference)
 
 
-def test_a_compiled_step_still_works(two: Ranks) -> None:
-    """The check before optimizer steps lets `torch.compile(optimizer.step)` through (E-GRAD-9)."""
-    two.run(_compile_step)
-
-
-def _dtypes(rank: int) -> None:
+@on_ranks(2)
+def test_local_gradients_add_up_in_the_reduce_dtype() -> None:
+    """Under bfloat16 compute and a float32 reduce, nothing accumulates in bfloat16 (E-MP-20)."""
     model = shard(MLP, mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
     with model.no_sync():
         backward(model, MLP, mine(MLP, 1))
         assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {torch.float32}
-
-
-def test_local_gradients_add_up_in_the_reduce_dtype(two: Ranks) -> None:
-    """Under bfloat16 compute and a float32 reduce, nothing accumulates in bfloat16 (E-MP-20)."""
-    two.run(_dtypes)
 
 
 # --- several backwards, unused outputs, second order ------------------------------------------------------------------
@@ -310,7 +277,11 @@ class _TwoHeads(nn.Module):
         return self.left(x), self.right(x)
 
 
-def _two_heads(rank: int, strategy: str, together: bool) -> None:
+@pytest.mark.parametrize("together", [True, False])
+@all_strategies
+@on_ranks(2)
+def test_two_heads(rank: int, strategy: str, together: bool) -> None:
+    """Two losses of one forward, with one backward or with one each: the trunk gets both gradients (E-FIN-7)."""
     torch.manual_seed(0)
     reference = _TwoHeads()
     torch.manual_seed(0)
@@ -326,14 +297,10 @@ def _two_heads(rank: int, strategy: str, together: bool) -> None:
     assert_same_gradients(model, reference)
 
 
-@pytest.mark.parametrize("together", [True, False])
 @all_strategies
-def test_two_heads(two: Ranks, strategy: str, together: bool) -> None:
-    """Two losses of one forward, with one backward or with one each: the trunk gets both gradients (E-FIN-7)."""
-    two.run(_two_heads, strategy, together)
-
-
-def _unused_output(rank: int, strategy: str) -> None:
+@on_ranks(2)
+def test_unused_output(rank: int, strategy: str) -> None:
+    """A unit whose output feeds no loss ends closed and without gradients (E-FIN-4, E-NONE-3)."""
     torch.manual_seed(0)
     reference = _TwoHeads()
     torch.manual_seed(0)
@@ -351,12 +318,6 @@ def _unused_output(rank: int, strategy: str) -> None:
     assert all(unit.unsharded_params is None for unit in units(model)), "a unit is still open"
 
 
-@all_strategies
-def test_unused_output(two: Ranks, strategy: str) -> None:
-    """A unit whose output feeds no loss ends closed and without gradients (E-FIN-4, E-NONE-3)."""
-    two.run(_unused_output, strategy)
-
-
 class _Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -369,7 +330,11 @@ class _Twice(nn.Module):
         return self.net.head(x)
 
 
-def _run_twice(rank: int, strategy: str, syncs: bool) -> None:
+@pytest.mark.parametrize("syncs", [True, False])
+@all_strategies
+@on_ranks(2)
+def test_units_called_twice(strategy: str, syncs: bool) -> None:
+    """A unit that runs twice in one forward gets the sum of both gradients once (E-BWD-7)."""
     case = Case(_Twice, vectors, squared_error)
     reference, model = reference_and_model(case, strategy)
     if not syncs:
@@ -383,14 +348,12 @@ def _run_twice(rank: int, strategy: str, syncs: bool) -> None:
     follow(model, reference, case)
 
 
-@pytest.mark.parametrize("syncs", [True, False])
-@all_strategies
-def test_units_called_twice(two: Ranks, strategy: str, syncs: bool) -> None:
-    """A unit that runs twice in one forward gets the sum of both gradients once (E-BWD-7)."""
-    two.run(_run_twice, strategy, syncs)
+@on_ranks(2)
+def test_second_order_is_refused() -> None:
+    """A backward pass that is to be differentiated raises at once; the model stays usable.
 
-
-def _differentiate_twice(rank: int) -> None:
+    E-ERR-11, E-LIM-3, E-BWD-8.
+    """
     reference, model = reference_and_model(MLP)
     loss = MLP.loss(model, mine(MLP, 1))
     with pytest.raises(RuntimeError, match=r"parameter \S+: derivatives of second order.*create_graph"):
@@ -400,14 +363,6 @@ def _differentiate_twice(rank: int) -> None:
     follow(model, reference, MLP)
 
 
-def test_second_order_is_refused(two: Ranks) -> None:
-    """A backward pass that is to be differentiated raises at once; the model stays usable.
-
-    E-ERR-11, E-LIM-3, E-BWD-8.
-    """
-    two.run(_differentiate_twice)
-
-
 def _penalized(model: nn.Module, inputs: Any) -> Tensor:
     """The loss, and the penalty on the gradient of another forward's outputs with respect to its inputs."""
     x = inputs[0].detach().clone().requires_grad_()
@@ -415,7 +370,9 @@ def _penalized(model: nn.Module, inputs: Any) -> Tensor:
     return MLP.loss(model, inputs) + (gradient.square().flatten(1).sum(1) - 1).square().mean()
 
 
-def _penalize(rank: int) -> None:
+@on_ranks(2)
+def test_gradient_penalty() -> None:
+    """A gradient with respect to inputs can be differentiated again, under every strategy; not compiled (E-LIM-3)."""
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
         reference, model = reference_and_model(MLP, strategy)
         both = [OPTIMIZERS["momentum"](each.parameters()) for each in (model, reference)]
@@ -433,8 +390,3 @@ def _penalize(rank: int) -> None:
         penalty = _penalized(torch.compile(model, backend="aot_eager"), mine(MLP, 3))
         with pytest.raises(RuntimeError, match="does not currently support double backward"):
             penalty.backward()
-
-
-def test_gradient_penalty(two: Ranks) -> None:
-    """A gradient with respect to inputs can be differentiated again, under every strategy; not compiled (E-LIM-3)."""
-    two.run(_penalize)

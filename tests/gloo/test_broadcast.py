@@ -14,7 +14,7 @@ from fsdp_compile import fully_shard
 from fsdp_compile.comm.groups import Groups
 from fsdp_compile.construct.units import broadcast
 
-from .ranks import Ranks
+from .ranks import on_ranks
 from .training import (
     build,
     full_parameters,
@@ -57,18 +57,17 @@ def _assert_values_of_rank_0(model: nn.Module) -> None:
         assert torch.equal(buffers[name], buffer), name
 
 
-def _sync(rank: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_all_ranks_get_the_values_of_the_first(rank: int, strategy: str) -> None:
+    """Parameters and buffers are those of rank 0, on the CPU over gloo (E-SYNC-1, 4, 6)."""
     model = fully_shard(_of_rank(rank), sharding_strategy=ShardingStrategy[strategy], sync_module_states=True)
     _assert_values_of_rank_0(model)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_all_ranks_get_the_values_of_the_first(two: Ranks, strategy: str) -> None:
-    """Parameters and buffers are those of rank 0, on the CPU over gloo (E-SYNC-1, 4, 6)."""
-    two.run(_sync, strategy)
-
-
-def _sync_deferred(rank: int) -> None:
+@on_ranks(2)
+def test_one_rank_holds_the_checkpoint(rank: int) -> None:
+    """Rank 0 alone has values, the others are on meta; all end equal (E-SYNC-6)."""
     model = _of_rank(0)
     if rank > 0:
         model = model.to("meta")
@@ -80,35 +79,24 @@ def _sync_deferred(rank: int) -> None:
     _assert_values_of_rank_0(model)
 
 
-def test_one_rank_holds_the_checkpoint(two: Ranks) -> None:
-    """Rank 0 alone has values, the others are on meta; all end equal (E-SYNC-6)."""
-    two.run(_sync_deferred)
-
-
-def _sync_ignoring(rank: int) -> None:
+@on_ranks(2)
+def test_ignored_parameters_are_not_sent(rank: int) -> None:
+    """An ignored parameter keeps the values that its rank gave it (E-INIT-11)."""
     model = _of_rank(rank)
     alone = model.net.stem.weight.detach().clone()
     fully_shard(model, sync_module_states=True, ignored_states=[model.net.stem.weight])
     assert torch.equal(model.net.stem.weight, alone)
 
 
-def test_ignored_parameters_are_not_sent(two: Ranks) -> None:
-    """An ignored parameter keeps the values that its rank gave it (E-INIT-11)."""
-    two.run(_sync_ignoring)
-
-
-def _sync_nested(rank: int) -> None:
+@on_ranks(2)
+def test_buffers_are_sent_once(rank: int) -> None:
+    """An enclosing call does not send again what a nested one has sent (E-SYNC-2)."""
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     fully_shard(model[1], sync_module_states=True)
     model[1].running_mean.fill_(rank)
     model[2].running_mean.fill_(rank)
     fully_shard(model, sync_module_states=True)
     assert (model[1].running_mean == rank).all() and (model[2].running_mean == 0).all()
-
-
-def test_buffers_are_sent_once(two: Ranks) -> None:
-    """An enclosing call does not send again what a nested one has sent (E-SYNC-2)."""
-    two.run(_sync_nested)
 
 
 def _odd_tensors(seed: int) -> list[Tensor]:
@@ -118,18 +106,15 @@ def _odd_tensors(seed: int) -> list[Tensor]:
     return [*tensors, torch.randn(4, 6).t(), torch.randn(9)[::2]]
 
 
-def _send(rank: int, bucket_bytes: int) -> None:
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 10_000])
+@on_ranks(4)
+def test_every_replica_gets_the_values_of_global_rank_0(rank: int, bucket_bytes: int) -> None:
+    """Over shard and replica groups, all shapes, strides and dtypes, buckets of any size (E-SYNC-1, 3)."""
     tensors = _odd_tensors(rank)
     mesh = init_device_mesh("cpu", (2, 2))
     broadcast(tensors, Groups(mesh.get_group(1), mesh.get_group(0)), bucket_bytes)
     for found, expected in zip(tensors, _odd_tensors(0), strict=True):
         assert torch.equal(found, expected) and found.stride() == expected.stride()
-
-
-@pytest.mark.parametrize("bucket_bytes", [1, 100, 10_000])
-def test_every_replica_gets_the_values_of_global_rank_0(four: Ranks, bucket_bytes: int) -> None:
-    """Over shard and replica groups, all shapes, strides and dtypes, buckets of any size (E-SYNC-1, 3)."""
-    four.run(_send, bucket_bytes)
 
 
 class _Pair(torch.Tensor):
@@ -150,14 +135,11 @@ class _Pair(torch.Tensor):
         raise NotImplementedError(func)
 
 
-def _send_wrapped(rank: int) -> None:
+@on_ranks(2)
+def test_wrapper_subclasses_are_sent_by_their_parts(rank: int) -> None:
+    """The tensors that a wrapper subclass consists of are sent, also of wrappers within (E-SYNC-5, E-LIM-19)."""
     pair = _Pair(torch.full((3,), 1.0 + rank), torch.full((2,), 10.0 + rank))
     outer = _Pair(_Pair(torch.full((3,), 20.0 + rank), torch.full((3,), 30.0 + rank)), torch.full((2,), 40.0 + rank))
     broadcast([pair, outer], Groups(dist.group.WORLD))
     assert (pair.left == 1).all() and (pair.right == 10).all()
     assert [t[0].item() for t in (outer.left.left, outer.left.right, outer.right)] == [20, 30, 40]
-
-
-def test_wrapper_subclasses_are_sent_by_their_parts(two: Ranks) -> None:
-    """The tensors that a wrapper subclass consists of are sent, also of wrappers within (E-SYNC-5, E-LIM-19)."""
-    two.run(_send_wrapped)

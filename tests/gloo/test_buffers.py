@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from fsdp_compile import fully_shard
 
-from .ranks import Ranks
+from .ranks import on_ranks
 from .training import executor
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -44,7 +44,12 @@ class _Scaled(nn.Module):
 LOW, FULL = (BF16, BF16, BF16, BF16, torch.int64), (FP32, FP32, FP32, FP64, torch.int64)
 
 
-def _cast_buffers(rank: int) -> None:
+@on_ranks(2)
+def test_buffers() -> None:
+    """Floating buffers get the dtype of the nearest enclosing unit's settings; ignored modules keep theirs.
+
+    E-MP-16, E-LIM-23.
+    """
     inner, left = _Scaled(), _Scaled()
     fully_shard(inner, mixed_precision=MixedPrecision(buffer_dtype=FP16))
     model = nn.Sequential(_Scaled(), inner, left)
@@ -53,14 +58,6 @@ def _cast_buffers(rank: int) -> None:
         assert module.scale.dtype is dtype and module.count.dtype is torch.int64
         assert module.wide.dtype is (FP64 if module is left else dtype)
     assert model[0].scale is model[0].same, "a buffer with two names became two"
-
-
-def test_buffers(two: Ranks) -> None:
-    """Floating buffers get the dtype of the nearest enclosing unit's settings; ignored modules keep theirs.
-
-    E-MP-16, E-LIM-23.
-    """
-    two.run(_cast_buffers)
 
 
 # --- evaluation in full precision -------------------------------------------------------------------------------------
@@ -72,7 +69,15 @@ def _switch(value: str = "1") -> Iterator[None]:
         yield
 
 
-def _evaluate(rank: int, how: str, strategy: str, value: str) -> None:
+@pytest.mark.parametrize("value", ["1", "true"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@both_ways
+@on_ranks(2)
+def test_evaluation_in_full_precision(rank: int, how: str, strategy: str, value: str) -> None:
+    """With the switch at exactly 1, inputs, weights and buffers have their own dtypes in eval mode; train changes back.
+
+    E-MP-7, 8, 17, 18, E-ENV-3.
+    """
     torch.manual_seed(0)
     reference = nn.Sequential(_Scaled(), _Scaled()).eval()
     torch.manual_seed(0)
@@ -95,26 +100,12 @@ def _evaluate(rank: int, how: str, strategy: str, value: str) -> None:
             torch.testing.assert_close(out, reference(x))
 
 
-@pytest.mark.parametrize("value", ["1", "true"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@both_ways
-def test_evaluation_in_full_precision(two: Ranks, how: str, strategy: str, value: str) -> None:
-    """With the switch at exactly 1, inputs, weights and buffers have their own dtypes in eval mode; train changes back.
-
-    E-MP-7, 8, 17, 18, E-ENV-3.
-    """
-    two.run(_evaluate, how, strategy, value)
-
-
-def _differ(rank: int) -> None:
+@on_ranks(2)
+def test_units_share_the_switch() -> None:
+    """Units under one root that read the switch differently are refused (E-STRAT-11, E-ERR-5)."""
     with _switch():
         model = nn.Sequential(fully_shard(nn.Linear(3, 3)), nn.Linear(3, 3))
     before = list(model[1].parameters())
     with pytest.raises(ValueError, match=r"module 0: FSDP_COMPILE_FULL_PREC_IN_EVAL was 1 .* and is 0 now"):
         fully_shard(model)
     assert list(model[1].parameters()) == before and type(model[1]) is nn.Linear, "something was changed"
-
-
-def test_units_share_the_switch(two: Ranks) -> None:
-    """Units under one root that read the switch differently are refused (E-STRAT-11, E-ERR-5)."""
-    two.run(_differ)

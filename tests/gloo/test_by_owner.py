@@ -25,7 +25,7 @@ from fsdp_compile.tensors.shard_spec import FlatSharding, ShardRanks, ShardSpec
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor, set_local
 from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient
 
-from .ranks import Ranks, RanksFailed
+from .ranks import Ranks, RanksFailed, on_ranks
 
 MATRICES = [(7, 5), (4, 9), (6, 6), (3, 2), (8, 3)]
 ANY = [(7, 5), (3,), (), (2, 3, 4), (0, 2), (6, 6)]
@@ -178,7 +178,13 @@ def test_mixed_parameters(two: Ranks) -> None:
     two.run(_check_mixed)
 
 
-def _check_closure(rank: int) -> None:
+def _full(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
+
+
+@on_ranks(2)
+def test_closure_hooks_and_scaler(rank: int) -> None:
+    """A closure is called once, hooks run, and an infinity on one rank skips the step on all."""
     reference, model = _reference_and_model(MATRICES)
     expected, optimizer = MAKERS["muon"](reference.parameters()), by_owner(model.parameters(), MAKERS["muon"])
 
@@ -207,16 +213,28 @@ def _check_closure(rank: int) -> None:
         _assert_same(model, reference)
 
 
-def _full(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
+def _pickled(state_dict: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return file
 
 
-def test_closure_hooks_and_scaler(two: Ranks) -> None:
-    """A closure is called once, hooks run, and an infinity on one rank skips the step on all."""
-    two.run(_check_closure)
+def _as_parameters(optimizer: Optimizer, params: list[Any]) -> dict[str, Any]:
+    """The state dict of an optimizer that has no owners: sharded as the parameters are."""
+    state_dict = optimizer.state_dict()
+    for key, state in state_dict["state"].items():
+        spec = params[key].spec
+        fits = {name: value for name, value in state.items() if value.dim() and value.shape == spec.shape}
+        local = {name: ShardedTensor(spec.local_of(value).clone(), spec) for name, value in fits.items()}
+        state_dict["state"][key] = {**state, **local}
+    return state_dict
 
 
-def _check_round_trip(rank: int, name: str, shapes: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize(("name", "shapes"), CASES, ids=[name for name, _ in CASES])
+@on_ranks(2)
+def test_state_dict_round_trip(rank: int, name: str, shapes: list[tuple[int, ...]]) -> None:
+    """State of by_owner, of one process and of an optimizer over sharded parameters is loaded, and training goes on."""
     reference, model = _reference_and_model(shapes)
     expected, optimizer = MAKERS[name](reference.parameters()), by_owner(model.parameters(), MAKERS[name])
     for step in range(2):
@@ -243,30 +261,6 @@ def _check_round_trip(rank: int, name: str, shapes: list[tuple[int, ...]]) -> No
         each.step()
     for restored, _ in restored_pairs:
         _assert_same(restored, reference)
-
-
-def _pickled(state_dict: Any) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return file
-
-
-def _as_parameters(optimizer: Optimizer, params: list[Any]) -> dict[str, Any]:
-    """The state dict of an optimizer that has no owners: sharded as the parameters are."""
-    state_dict = optimizer.state_dict()
-    for key, state in state_dict["state"].items():
-        spec = params[key].spec
-        fits = {name: value for name, value in state.items() if value.dim() and value.shape == spec.shape}
-        local = {name: ShardedTensor(spec.local_of(value).clone(), spec) for name, value in fits.items()}
-        state_dict["state"][key] = {**state, **local}
-    return state_dict
-
-
-@pytest.mark.parametrize(("name", "shapes"), CASES, ids=[name for name, _ in CASES])
-def test_state_dict_round_trip(two: Ranks, name: str, shapes: list[tuple[int, ...]]) -> None:
-    """State of by_owner, of one process and of an optimizer over sharded parameters is loaded, and training goes on."""
-    two.run(_check_round_trip, name, shapes)
 
 
 def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -310,7 +304,9 @@ def test_checkpoints_reshard(two: Ranks, three: Ranks, tmp_path: Path, name: str
     _assert_same(model, reference)
 
 
-def _check_refusals(rank: int) -> None:
+@on_ranks(2)
+def test_refusals(rank: int) -> None:
+    """Where one rank fails no rank hangs, and gradients that were not reduced are refused."""
     _, model = _reference_and_model(MATRICES)
 
     class Failing(torch.optim.SGD):
@@ -352,11 +348,6 @@ def _check_refusals(rank: int) -> None:
         torch.save(optimizer, io.BytesIO())
 
 
-def test_refusals(two: Ranks) -> None:
-    """Where one rank fails no rank hangs, and gradients that were not reduced are refused."""
-    two.run(_check_refusals)
-
-
 def _load_of_another_rank(rank: int, folder: str) -> None:
     _, model = _reference_and_model(MATRICES)
     optimizer = by_owner(model.parameters(), MAKERS["sgd"])
@@ -373,7 +364,12 @@ def test_state_of_another_rank_is_refused(two: Ranks, tmp_path: Path) -> None:
         two.run(_load_of_another_rank, str(tmp_path))
 
 
-def _sharded_model(rank: int, where: str) -> None:
+@pytest.mark.parametrize("where", ["sharded", "NO_SHARD", "replicas"])
+@on_ranks(2)
+def test_a_sharded_model(rank: int, where: str) -> None:
+    """Muon by owner trains a model of `fully_shard` as Muon trains one process, also with state that was loaded; and
+    Muon itself, where each rank stores all of each matrix."""
+
     def net() -> nn.Module:
         torch.manual_seed(0)
         layers = [nn.Linear(9, 13, bias=False), nn.Tanh(), nn.Linear(13, 7, bias=False), nn.Linear(7, 5, bias=False)]
@@ -401,10 +397,3 @@ def _sharded_model(rank: int, where: str) -> None:
             found.load_state_dict(copy.deepcopy(found.state_dict()))
     for param, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param.full_tensor(), other.detach(), rtol=0, atol=1e-6)  # type: ignore[attr-defined]  # a ShardedTensor
-
-
-@pytest.mark.parametrize("where", ["sharded", "NO_SHARD", "replicas"])
-def test_a_sharded_model(two: Ranks, where: str) -> None:
-    """Muon by owner trains a model of `fully_shard` as Muon trains one process, also with state that was loaded; and
-    Muon itself, where each rank stores all of each matrix."""
-    two.run(_sharded_model, where)

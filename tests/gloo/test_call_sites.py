@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import fsdp_compile
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 
 WIDTHS = (7, 9, 5, 1)  # rows that ranks cannot share evenly; the last weight has one row, its bias one element
 
@@ -481,7 +481,9 @@ def test_with_tensor_parallelism(four: Ranks) -> None:
         assert not any(found), "\n".join(filter(None, found))
 
 
-def _answers(rank: int) -> None:
+@on_ranks(2)
+def test_who_is_a_dtensor() -> None:
+    """Sharded parameters, gradients and results of operators; not views, gradients under no_sync, summoned ones."""
     model = sharded(fsdp_compile)
     weight = model[0].weight
     assert isinstance(weight, DTensor) and isinstance(weight, nn.Parameter) and type(weight) is not DTensor
@@ -502,11 +504,6 @@ def _answers(rank: int) -> None:
             weight.full_tensor(grad_placements=placements)
     with pytest.raises(ValueError, match=r"grad_placements: 0\.weight"):
         weight.to_local(grad_placements=[Shard(0)])
-
-
-def test_who_is_a_dtensor(two: Ranks) -> None:
-    """Sharded parameters, gradients and results of operators; not views, gradients under no_sync, summoned ones."""
-    two.run(_answers)
 
 
 def _from_pretrained(rank: int, folder: str) -> None:
@@ -544,7 +541,9 @@ def test_from_pretrained(two: Ranks, tmp_path: Path) -> None:
     two.run(_from_pretrained, str(tmp_path))
 
 
-def _two_meshes(rank: int) -> None:
+@on_ranks(2)
+def test_parameters_on_two_meshes(rank: int) -> None:
+    """A unit has one mesh, and says how several are done: a module with a mesh of its own is a unit of its own."""
     whole = init_device_mesh("cpu", (2,))
     halves = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "efsdp"))["efsdp"]  # of one rank each
     model = Net()
@@ -563,8 +562,3 @@ def _two_meshes(rank: int) -> None:
     rest = [each.grad / 2 for each in list(reference.parameters())[2:]]
     for one, other in zip(shown(each.grad for each in list(model.parameters())[2:]), rest, strict=True):
         torch.testing.assert_close(one, other)
-
-
-def test_parameters_on_two_meshes(two: Ranks) -> None:
-    """A unit has one mesh, and says how several are done: a module with a mesh of its own is a unit of its own."""
-    two.run(_two_meshes)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard
 
-from .ranks import NIGHTLY, Ranks
+from .ranks import NIGHTLY, Ranks, on_ranks
 
 
 def _lerp(model: Any) -> None:
@@ -224,7 +224,9 @@ def test_of_another_unit(
     two.run(_another_unit, how, edits, ShardingStrategy[strategy], every)
 
 
-def _as_one_graph(rank: int) -> None:
+@on_ranks(2)
+def test_a_view_in_one_graph() -> None:
+    """Dynamo says what it cannot trace where a graph may not break at a view of a parameter of another unit."""
     for edit in VIEWS:
         torch._dynamo.reset()
         model = _Edited(edit, first=True)
@@ -232,11 +234,6 @@ def _as_one_graph(rank: int) -> None:
         fully_shard(model.student)
         with pytest.raises(torch._dynamo.exc.Unsupported, match="a view of a sharded parameter"):
             torch.compile(partial(_Edited.forward, model), backend="eager", fullgraph=True)(torch.ones(3, 4))
-
-
-def test_a_view_in_one_graph(two: Ranks) -> None:
-    """Dynamo says what it cannot trace where a graph may not break at a view of a parameter of another unit."""
-    two.run(_as_one_graph)
 
 
 class _Region(nn.Module):
@@ -250,7 +247,9 @@ class _Region(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
-def _in_a_region(rank: int) -> None:
+@on_ranks(2)
+def test_in_a_checkpointed_region() -> None:
+    """So do changes in a checkpointed region of a compiled forward, which is a graph within its graph; NO_SHARD too."""
     x = torch.linspace(-1, 1, 12).view(3, 4)
     places = ((True, "FULL_SHARD"), (True, "NO_SHARD"), (False, "NO_SHARD"))
     cases = list(product((_write_data, _write_detached, _multiply), places))
@@ -267,11 +266,6 @@ def _in_a_region(rank: int) -> None:
         coded(torch.ones(3, 4))
 
 
-def test_in_a_checkpointed_region(two: Ranks) -> None:
-    """So do changes in a checkpointed region of a compiled forward, which is a graph within its graph; NO_SHARD too."""
-    two.run(_in_a_region)
-
-
 class _Replacing(_Edited):
     """Replaces a parameter of its teacher in the frame that calls it, and so in one graph with that call."""
 
@@ -284,7 +278,9 @@ class _Replacing(_Edited):
         return y
 
 
-def _replacing(rank: int) -> None:
+@on_ranks(2)
+def test_replaced_where_it_is_called() -> None:
+    """A new parameter in the place of one of another unit counts from that unit's next forward on."""
     ways = list(product(("eager", "aot_eager"), (True, False), (True, False)))
     for how, first, grad in (*ways[:4], *ways[4:7:2]):  # compiled with gradients: without, the graph is a part of it
         whole, model = _Replacing(_lerp, first), _Replacing(_lerp, first)
@@ -294,11 +290,6 @@ def _replacing(rank: int) -> None:
         found = _steps(model if how == "eager" else torch.compile(model, backend=how), grad)
         for mine, expected in zip(found, _steps(whole, grad), strict=True):
             torch.testing.assert_close(mine, expected, msg=f"{how}, first {first}, grad {grad}")
-
-
-def test_replaced_where_it_is_called(two: Ranks) -> None:
-    """A new parameter in the place of one of another unit counts from that unit's next forward on."""
-    two.run(_replacing)
 
 
 @pytest.mark.nightly
@@ -373,7 +364,12 @@ REFUSED = "|".join(
 )
 
 
-def _own_unit(rank: int, how: str, every: int) -> None:
+@pytest.mark.parametrize(
+    ("how", "every"), [("eager", 1), ("aot_eager", 5), pytest.param("aot_eager", 1, marks=pytest.mark.nightly)]
+)
+@on_ranks(2)
+def test_of_its_own_unit(how: str, every: int) -> None:
+    """A forward that changes parameters of its own unit, which it reads as a gathered copy, raises on all ranks."""
     kept = [_own_data, _own_foreach]  # which autograd does not see: test_own_writes.py
     if how == "eager":
         kept.append(_own_new_data)
@@ -392,15 +388,10 @@ def _own_unit(rank: int, how: str, every: int) -> None:
         torch.testing.assert_close(run(torch.ones(3, 4)), torch.ones(3, 4) @ expected, msg=edit.__name__)
 
 
-@pytest.mark.parametrize(
-    ("how", "every"), [("eager", 1), ("aot_eager", 5), pytest.param("aot_eager", 1, marks=pytest.mark.nightly)]
-)
-def test_of_its_own_unit(two: Ranks, how: str, every: int) -> None:
-    """A forward that changes parameters of its own unit, which it reads as a gathered copy, raises on all ranks."""
-    two.run(_own_unit, how, every)
-
-
-def _unsharded(rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+@on_ranks(2)
+def test_under_no_shard(how: str) -> None:
+    """Under NO_SHARD such a forward has one process's values, or raises."""
     for edit, grad in product((_own_multiply, _own_data, _own_copy, _own_new_data), (True, False)):
         torch._dynamo.reset()
         whole, model = _Coded(edit), fully_shard(_Coded(edit), sharding_strategy=ShardingStrategy.NO_SHARD)
@@ -414,12 +405,6 @@ def _unsharded(rank: int, how: str) -> None:
             torch.testing.assert_close(mine, expected, msg=edit.__name__)
 
 
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
-def test_under_no_shard(two: Ranks, how: str) -> None:
-    """Under NO_SHARD such a forward has one process's values, or raises."""
-    two.run(_unsharded, how)
-
-
 class _Renormalized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -429,15 +414,12 @@ class _Renormalized(nn.Module):
         return self.table(tokens)
 
 
-def _renormalizes(rank: int) -> None:
+@on_ranks(2)
+def test_embedding_with_max_norm() -> None:
+    """`nn.Embedding(max_norm=...)`, which changes its weight in forward, is refused by name."""
     model = fully_shard(_Renormalized())
     with pytest.raises(RuntimeError, match=r"forward changed parameter .*weight of its own unit"):
         model(torch.arange(8))
-
-
-def test_embedding_with_max_norm(two: Ranks) -> None:
-    """`nn.Embedding(max_norm=...)`, which changes its weight in forward, is refused by name."""
-    two.run(_renormalizes)
 
 
 # --- between steps, where the call of the model is traced with its caller ---------------------------------------------

@@ -22,7 +22,7 @@ from fsdp_compile.eager.unsharded import UnshardedUnit
 from fsdp_compile.tools.check import Batch, assert_trains_alike, check
 from fsdp_compile.tools.cli import main
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 
 WIDTH = 8
 
@@ -349,12 +349,9 @@ def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", ["blocks", "aot_eager", "inductor", "blocks:inductor", "step"])
-def test_ways(two: Ranks, way: str) -> None:
+@on_ranks(2)
+def test_ways(way: str) -> None:
     """Each way holds, with accumulation, and behind a load."""
-    two.run(_holds, way)
-
-
-def _holds(rank: int, way: str) -> None:
     report = assert_trains_alike(Net, batch, loss=F.mse_loss, ways=[way])
     assert [row.resumed for row in report.rows] == [False, True]
     assert way.endswith("inductor") or all(row.verdict == "equal" for row in report.rows), str(report)
@@ -375,7 +372,10 @@ def _computes_inexactly(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> An
     return lookup_backend("aot_eager")(graph, inputs)
 
 
-def _adds_up(rank: int) -> None:
+@pytest.mark.nightly
+@on_ranks(2)
+def test_rounding_that_adds_up() -> None:
+    """What a compiler has rounded in the steps before a save is rounding after the load."""
     from torch._dynamo.backends.registry import register_backend
 
     register_backend(_computes_inexactly, "inexact")
@@ -383,13 +383,10 @@ def _adds_up(rank: int) -> None:
     assert [row.verdict for row in report.rows] == ["rounding", "rounding"], str(report)
 
 
-@pytest.mark.nightly
-def test_rounding_that_adds_up(two: Ranks) -> None:
-    """What a compiler has rounded in the steps before a save is rounding after the load."""
-    two.run(_adds_up)
+@on_ranks(2)
+def test_a_way_that_fails() -> None:
+    """It is a fault like another one, and the helper for tests raises with the report."""
 
-
-def _reports_a_failure(rank: int) -> None:
     def shard(model: nn.Module) -> nn.Module:
         raise ArithmeticError("of the user's code")
 
@@ -399,8 +396,3 @@ def _reports_a_failure(rank: int) -> None:
         ValueError, match="resume_on: a process group of 2 ranks exists, expected 0 or as many, found 3"
     ):
         check(Net, batch, ways=["eager"], resume_on=3)
-
-
-def test_a_way_that_fails(two: Ranks) -> None:
-    """It is a fault like another one, and the helper for tests raises with the report."""
-    two.run(_reports_a_failure)

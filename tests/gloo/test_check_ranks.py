@@ -18,7 +18,7 @@ from fsdp_compile.comm import comparison
 from fsdp_compile.comm.waits import state_of
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .test_order import _watching
 
 X = torch.ones(2, 4)
@@ -56,7 +56,10 @@ def _comparisons() -> Iterator[mock.Mock]:
 SAID = r"compiled graph: expected the same collectives in the same order on all ranks, found after "
 
 
-def _differ(rank: int) -> None:
+@on_ranks(2)
+def test_different_graphs(rank: int) -> None:
+    """Another order, another model, a unit less on one rank: all ranks raise before the first collective, with the
+    first difference; the group stays usable."""
     another_order = SAID + (
         r"1 equal ones rank 0: gather layers.1, 64 bytes of float32, group 0; "
         r"rank 1: gather layers.2, 64 bytes of float32, group 0; compile the same model"
@@ -67,12 +70,6 @@ def _differ(rank: int) -> None:
     with pytest.raises(RuntimeError, match=fewer):
         _evaluate([(0,), (0, 2)][rank])
     _evaluate((0, 1, 2))
-
-
-def test_different_graphs(two: Ranks) -> None:
-    """Another order, another model, a unit less on one rank: all ranks raise before the first collective, with the
-    first difference; the group stays usable."""
-    two.run(_differ)
 
 
 def _come_late(rank: int) -> float:
@@ -131,7 +128,10 @@ def test_a_new_graph_meets_something_else(two: Ranks) -> None:
     assert all(seconds < 20 for seconds in waited), waited
 
 
-def _go_on(rank: int) -> None:
+@on_ranks(2)
+def test_waits_after_an_error(rank: int) -> None:
+    """Who has caught that ranks communicate different things may go on in other groups, where ranks may be late: for a
+    comparison, an operator, a backward."""
     fully_shard(nn.Linear(4, 4))(X)  # the world's group is told of errors in others
     param = next(iter(fully_shard(nn.Linear(4, 4), process_group=dist.new_group()).parameters()))
     with _watching(), pytest.raises(RuntimeError, match="ranks communicate different things"):
@@ -148,12 +148,6 @@ def _go_on(rank: int) -> None:
     late(model(X).sum().backward)
 
 
-def test_waits_after_an_error(two: Ranks) -> None:
-    """Who has caught that ranks communicate different things may go on in other groups, where ranks may be late: for a
-    comparison, an operator, a backward."""
-    two.run(_go_on)
-
-
 def _forget() -> None:
     torch._dynamo.reset()
     state_of(dist.group.WORLD).forget()
@@ -165,7 +159,9 @@ def _products() -> nn.Module:
     return fully_shard(layers, auto_wrap_policy={nn.Linear})
 
 
-def _count(rank: int) -> None:
+@on_ranks(2)
+def test_once_for_each_graph() -> None:
+    """Forward and backward are compared at their first run and at no other, also when they come from the cache."""
     _forget()
     run = torch.compile(_products(), fullgraph=True)
     with _comparisons() as compare:
@@ -181,12 +177,10 @@ def _count(rank: int) -> None:
     assert compare.call_count == 3, "expected graphs from the cache to be compared"
 
 
-def test_once_for_each_graph(two: Ranks) -> None:
-    """Forward and backward are compared at their first run and at no other, also when they come from the cache."""
-    two.run(_count)
-
-
-def _part_of_the_world(rank: int) -> None:
+@pytest.mark.nightly
+@on_ranks(4)
+def test_only_ranks_of_the_groups_take_part(rank: int) -> None:
+    """Groups that share no rank may run different graphs; with hybrid sharding all ranks have one text."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     order = (0, 1, 2) if rank < 2 else (2, 0)
     _evaluate(order, process_group=groups[rank // 2])
@@ -198,9 +192,3 @@ def _part_of_the_world(rank: int) -> None:
         found: list[Any] = [None] * 4
         dist.all_gather_object(found, texts)
     assert len(texts) == 1 and all(each == texts for each in found)
-
-
-@pytest.mark.nightly
-def test_only_ranks_of_the_groups_take_part(four: Ranks) -> None:
-    """Groups that share no rank may run different graphs; with hybrid sharding all ranks have one text."""
-    four.run(_part_of_the_world)

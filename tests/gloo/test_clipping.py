@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from fsdp_compile import fully_shard
 from fsdp_compile.optim.flat import FlatStep, gradient_norm
 
-from .ranks import Ranks
+from .ranks import on_ranks
 from .test_communication import _spied
 from .training import assert_same_gradients, backward, build, mine, reference_and_model, shard, units, whole
 
@@ -33,7 +33,16 @@ def _clip_both(model: Any, reference: nn.Module, max_norm: float, order: Any) ->
     torch.testing.assert_close(model.clip_grad_norm_(math.inf, order), expected.clamp(max=max_norm), rtol=1e-3, atol=0)
 
 
-def _clip(rank: int, name: str, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [("mlp", "FULL_SHARD"), ("mlp", "NO_SHARD"), ("tied", "FULL_SHARD"), ("frozen", "SHARD_GRAD_OP")],
+)
+@on_ranks(2)
+def test_as_unsharded(name: str, strategy: str) -> None:
+    """Norm and gradients of every order are those of the unsharded model; tied parameters count once.
+
+    E-CLIP-1..3.
+    """
     case = MODELS[name]
     for order in ORDERS:
         reference, model = reference_and_model(case, strategy)
@@ -44,31 +53,21 @@ def _clip(rank: int, name: str, strategy: str) -> None:
         _clip_both(model, reference, expected.item() * 3, order)
 
 
-@pytest.mark.parametrize(
-    ("name", "strategy"),
-    [("mlp", "FULL_SHARD"), ("mlp", "NO_SHARD"), ("tied", "FULL_SHARD"), ("frozen", "SHARD_GRAD_OP")],
-)
-def test_as_unsharded(two: Ranks, name: str, strategy: str) -> None:
-    """Norm and gradients of every order are those of the unsharded model; tied parameters count once.
-
-    E-CLIP-1..3.
-    """
-    two.run(_clip, name, strategy)
-
-
-def _check_figures(rank: int) -> None:
+@on_ranks(2)
+def test_figures() -> None:
+    """Six gradients of one have the norm sqrt(6), and 0.1 when clipped to it (E-CLIP-4)."""
     model: Any = fully_shard(nn.Linear(2, 2))
     model(torch.ones(1, 2)).sum().backward()
     torch.testing.assert_close(model.clip_grad_norm_(0.1), torch.tensor(math.sqrt(6)))
     torch.testing.assert_close(model.clip_grad_norm_(0.1), torch.tensor(0.1), rtol=1e-4, atol=0)
 
 
-def test_figures(two: Ranks) -> None:
-    """Six gradients of one have the norm sqrt(6), and 0.1 when clipped to it (E-CLIP-4)."""
-    two.run(_check_figures)
+@on_ranks(2)
+def test_sharded_whole_and_foreign_parameters() -> None:
+    """Sharded units are summed over ranks; NO_SHARD units and parameters of no unit count once; one small collective.
 
-
-def _mix(rank: int) -> None:
+    E-CLIP-2.
+    """
     reference, model = build(MLP), build(MLP)
     model.head.requires_grad_(False)
     fully_shard(model.blocks[0], sharding_strategy=ShardingStrategy.NO_SHARD)
@@ -90,14 +89,6 @@ def _mix(rank: int) -> None:
     assert_same_gradients(model, reference)
 
 
-def test_sharded_whole_and_foreign_parameters(two: Ranks) -> None:
-    """Sharded units are summed over ranks; NO_SHARD units and parameters of no unit count once; one small collective.
-
-    E-CLIP-2.
-    """
-    two.run(_mix)
-
-
 class _TwoDtypes(nn.Module):
     def __init__(self, low: torch.dtype) -> None:
         super().__init__()
@@ -107,7 +98,13 @@ class _TwoDtypes(nn.Module):
         return (self.low.float() * scale).sum() + self.high.sum()
 
 
-def _clip_dtypes(rank: int, low: torch.dtype) -> None:
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+@on_ranks(2)
+def test_dtypes(low: torch.dtype) -> None:
+    """The norm is computed in float32 and returned in the widest gradient dtype, on ranks without parts as well.
+
+    E-CLIP-3.
+    """
     scale = 1000.0  # squares leave float16's range
     model: Any = fully_shard(_TwoDtypes(low))
     model(scale).backward()
@@ -120,28 +117,21 @@ def _clip_dtypes(rank: int, low: torch.dtype) -> None:
     assert alone.clip_grad_norm_(1.0).dtype == low
 
 
-@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
-def test_dtypes(two: Ranks, low: torch.dtype) -> None:
-    """The norm is computed in float32 and returned in the widest gradient dtype, on ranks without parts as well.
-
-    E-CLIP-3.
-    """
-    two.run(_clip_dtypes, low)
-
-
-def _clip_kept(rank: int) -> None:
+@on_ranks(2)
+def test_kept_low_precision() -> None:
+    """Gradients kept in bfloat16 give a norm in bfloat16 (E-CLIP-3)."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
     model: Any = shard(MLP, mixed_precision=precision)
     backward(model, MLP, mine(MLP, 1))
     assert model.clip_grad_norm_(1.0).dtype == torch.bfloat16
 
 
-def test_kept_low_precision(two: Ranks) -> None:
-    """Gradients kept in bfloat16 give a norm in bfloat16 (E-CLIP-3)."""
-    two.run(_clip_kept)
+@on_ranks(4)
+def test_ranks_without_parts(rank: int) -> None:
+    """A rank that stores nothing takes part and hears of NaN; without any gradients the norm is 0, with a warning.
 
-
-def _some_ranks(rank: int) -> None:
+    E-CLIP-3.
+    """
     model: Any = fully_shard(nn.Linear(3, 1, bias=False))  # three elements: the last ranks hold none
     model(torch.ones(1, 3)).sum().backward()
     assert (model.weight.grad.to_local().numel() == 0) == (rank > 0)
@@ -155,14 +145,6 @@ def _some_ranks(rank: int) -> None:
     if rank == 0:
         model.weight.grad.to_local().fill_(torch.nan)
     assert model.clip_grad_norm_(1.0).isnan() and model.clip_grad_norm_(1.0, math.inf).isnan()
-
-
-def test_ranks_without_parts(four: Ranks) -> None:
-    """A rank that stores nothing takes part and hears of NaN; without any gradients the norm is 0, with a warning.
-
-    E-CLIP-3.
-    """
-    four.run(_some_ranks)
 
 
 @contextmanager
@@ -179,7 +161,9 @@ def _hybrid(model: nn.Module) -> Iterator[nn.Module]:
             dist.destroy_process_group(group)
 
 
-def _clip_hybrid(rank: int) -> None:
+@on_ranks(4)
+def test_hybrid() -> None:
+    """Copies are not summed (E-CLIP-2)."""
     reference = build(MLP)
     with _hybrid(build(MLP)) as model:
         backward(reference, MLP, whole(MLP, 1))
@@ -187,12 +171,9 @@ def _clip_hybrid(rank: int) -> None:
         _clip_both(model, reference, 0.05, 2.0)
 
 
-def test_hybrid(four: Ranks) -> None:
-    """Copies are not summed (E-CLIP-2)."""
-    four.run(_clip_hybrid)
-
-
-def _misuse(rank: int) -> None:
+@on_ranks(2)
+def test_errors() -> None:
+    """Only the root clips, between steps, reduced gradients (E-CLIP-1, E-ERR-69, E-ERR-9)."""
     model: Any = shard(MLP)
     with pytest.raises(RuntimeError, match=r"clip_grad_norm_: \w+ is inside another sharded module"):
         model.blocks[0].clip_grad_norm_(1.0)
@@ -210,12 +191,9 @@ def _misuse(rank: int) -> None:
     model.clip_grad_norm_(1.0)
 
 
-def test_errors(two: Ranks) -> None:
-    """Only the root clips, between steps, reduced gradients (E-CLIP-1, E-ERR-69, E-ERR-9)."""
-    two.run(_misuse)
-
-
-def _of_updates(rank: int) -> None:
+@on_ranks(2)
+def test_of_flat_gradients(rank: int) -> None:
+    """The norm of a fused step is that of torch's function, whichever gradients each rank has in flat shards."""
     model, plain = shard(MLP), nn.Linear(3, 2)
     params = [*model.parameters(), *plain.parameters()]
     optimizer = torch.optim.AdamW(params, lr=0.01)
@@ -232,8 +210,3 @@ def _of_updates(rank: int) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def test_of_flat_gradients(two: Ranks) -> None:
-    """The norm of a fused step is that of torch's function, whichever gradients each rank has in flat shards."""
-    two.run(_of_updates)

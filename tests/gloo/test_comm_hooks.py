@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_compile import fully_shard
 
-from .ranks import Ranks
+from .ranks import on_ranks
 from .test_reduce import _two_by_two
 from .training import (
     assert_same_gradients,
@@ -59,7 +59,14 @@ def _sum(state: _Seen, gradients: Tensor, output: Tensor | None = None) -> None:
         output.copy_(gradients.chunk(dist.get_world_size())[dist.get_rank()])
 
 
-def _use_own(rank: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@on_ranks(2)
+def test_a_hook_takes_over(strategy: str) -> None:
+    """A hook gets a unit's whole gradient and, if sharded, where to put this rank's slice; nobody else divides. A
+    state may tell flat parameters apart.
+
+    E-HOOK-1, E-RED-2.
+    """
     reference, model = reference_and_model(MLP, strategy)
     state = _Seen()
     model.register_comm_hook(state, _sum)
@@ -76,17 +83,10 @@ def _use_own(rank: int, strategy: str) -> None:
     assert_same_gradients(model, reference)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_a_hook_takes_over(two: Ranks, strategy: str) -> None:
-    """A hook gets a unit's whole gradient and, if sharded, where to put this rank's slice; nobody else divides. A
-    state may tell flat parameters apart.
-
-    E-HOOK-1, E-RED-2.
-    """
-    two.run(_use_own, strategy)
-
-
-def _use_default(rank: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(4)
+def test_default_hooks(strategy: str) -> None:
+    """torch's all-reduce and reduce-scatter hooks average, also what no_sync has summed up (E-HOOK-2, E-HOOK-6)."""
     reference, model = reference_and_model(MLP, strategy)
     hook = allreduce_hook if strategy == "NO_SHARD" else reduce_scatter_hook
     model.register_comm_hook(DefaultState(dist.group.WORLD), hook)
@@ -99,13 +99,20 @@ def _use_default(rank: int, strategy: str) -> None:
     follow(model, reference, MLP)
 
 
+def _here(model: nn.Module, reference: nn.Module) -> list[Tensor | None]:
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return [stored_here(param, whole.grad) for param, whole in pairs if whole.grad is not None]
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_default_hooks(four: Ranks, strategy: str) -> None:
-    """torch's all-reduce and reduce-scatter hooks average, also what no_sync has summed up (E-HOOK-2, E-HOOK-6)."""
-    four.run(_use_default, strategy)
+@pytest.mark.parametrize("hook", COMPRESSING)
+@on_ranks(2)
+def test_compressing_hooks(hook: Any, strategy: str, param_dtype: torch.dtype | None) -> None:
+    """torch's compressing hooks average, and gradients arrive and add up in the parameters' dtype.
 
-
-def _compress(rank: int, hook: Any, strategy: str, param_dtype: torch.dtype | None) -> None:
+    E-HOOK-6, E-MP-10.
+    """
     precision = MixedPrecision(param_dtype=param_dtype)
     reference, model = build(MLP), shard(MLP, strategy, mixed_precision=precision)
     model.register_comm_hook(LowPrecisionState(dist.group.WORLD), hook)
@@ -121,23 +128,10 @@ def _compress(rank: int, hook: Any, strategy: str, param_dtype: torch.dtype | No
             assert (local(param.grad) - expected).norm() <= coarse * expected.norm()
 
 
-def _here(model: nn.Module, reference: nn.Module) -> list[Tensor | None]:
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return [stored_here(param, whole.grad) for param, whole in pairs if whole.grad is not None]
-
-
-@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("hook", COMPRESSING)
-def test_compressing_hooks(two: Ranks, hook: Any, strategy: str, param_dtype: torch.dtype | None) -> None:
-    """torch's compressing hooks average, and gradients arrive and add up in the parameters' dtype.
-
-    E-HOOK-6, E-MP-10.
-    """
-    two.run(_compress, hook, strategy, param_dtype)
-
-
-def _recognise(rank: int, hook: Any) -> None:
+@on_ranks(2)
+def test_compressing_hooks_are_recognised(hook: Any) -> None:
+    """The two functions themselves switch the cast before the reduce off (E-HOOK-3, E-MP-9)."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)
     model = shard(MLP, mixed_precision=precision)
     model.register_comm_hook(LowPrecisionState(dist.group.WORLD), hook)
@@ -147,13 +141,12 @@ def _recognise(rank: int, hook: Any) -> None:
     backward(model, MLP, mine(MLP, 1))
 
 
-@pytest.mark.parametrize("hook", COMPRESSING)
-def test_compressing_hooks_are_recognised(two: Ranks, hook: Any) -> None:
-    """The two functions themselves switch the cast before the reduce off (E-HOOK-3, E-MP-9)."""
-    two.run(_recognise, hook)
+@on_ranks(4)
+def test_hybrid() -> None:
+    """Under hybrid sharding a hook reduces within a copy, and the mean over copies follows.
 
-
-def _use_with_copies(rank: int) -> None:
+    E-HOOK-7, E-LIM-11; torch refuses it (E-HOOK-4).
+    """
     with _two_by_two() as (group, replicas):
         reference, model = build(MLP), fully_shard(build(MLP), process_group=group)
         for unit in units(model):
@@ -162,15 +155,9 @@ def _use_with_copies(rank: int) -> None:
         follow(model, reference, MLP)
 
 
-def test_hybrid(four: Ranks) -> None:
-    """Under hybrid sharding a hook reduces within a copy, and the mean over copies follows.
-
-    E-HOOK-7, E-LIM-11; torch refuses it (E-HOOK-4).
-    """
-    four.run(_use_with_copies)
-
-
-def _misuse(rank: int) -> None:
+@on_ranks(2)
+def test_errors() -> None:
+    """Registered on the root, once, a callable (E-HOOK-5, E-ERR-68)."""
     reference, model = reference_and_model(MLP)
     with pytest.raises(AssertionError, match=r"register_comm_hook: \w+ is inside another sharded module"):
         model.blocks[0].register_comm_hook(None, _sum)
@@ -181,8 +168,3 @@ def _misuse(rank: int) -> None:
     with pytest.raises(AssertionError, match=r"reduce_scatter_hook is registered already"):
         model.register_comm_hook(None, _sum)
     follow(model, reference, MLP)
-
-
-def test_errors(two: Ranks) -> None:
-    """Registered on the root, once, a callable (E-HOOK-5, E-ERR-68)."""
-    two.run(_misuse)

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_compile.comm import collectives
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .training import (
     OPTIMIZERS,
     assert_bitwise,
@@ -158,7 +158,14 @@ def _assert_freed(calls: list[_Call], when: str) -> None:
     assert _soon(lambda: _gathered_bytes(calls).total() == 0), f"kept {when}: {_gathered_bytes(calls)} bytes"
 
 
-def _watch_memory(rank: int, strategy: str, how: str) -> None:
+@sharded
+@compiled_late
+@on_ranks(2)
+def test_gathered_memory(how: str, strategy: str) -> None:
+    """Full parameters live as long as the strategy says between forward and backward, and never longer than these.
+
+    E-STRAT-4, E-TEST-5.
+    """
     model = shard(MLP, strategy)
     run = executor(model, how)
     root, block = (module._fsdp.units[0].flats[0].layout.numel for module in (model, model.blocks[0]))
@@ -181,16 +188,6 @@ def _watch_memory(rank: int, strategy: str, how: str) -> None:
     _assert_freed(calls, "after a forward without gradients")
 
 
-@sharded
-@compiled_late
-def test_gathered_memory(two: Ranks, how: str, strategy: str) -> None:
-    """Full parameters live as long as the strategy says between forward and backward, and never longer than these.
-
-    E-STRAT-4, E-TEST-5.
-    """
-    two.run(_watch_memory, strategy, how)
-
-
 class _Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +197,10 @@ class _Recurrent(nn.Module):
         return self.rnn(x[:, None])[0][:, 0]
 
 
-def _recurrent(rank: int, strategy: str) -> None:
+@sharded
+@on_ranks(2)
+def test_recurrent_modules_keep_nothing(strategy: str) -> None:
+    """The list of weights that an LSTM has of its own keeps no full parameter; it trains as unsharded."""
     case = Case(_Recurrent, vectors, squared_error)
     reference, model = reference_and_model(case, strategy)
     for _ in range(2):
@@ -211,13 +211,10 @@ def _recurrent(rank: int, strategy: str) -> None:
     follow(copy.deepcopy(model), copy.deepcopy(reference), case)
 
 
-@sharded
-def test_recurrent_modules_keep_nothing(two: Ranks, strategy: str) -> None:
-    """The list of weights that an LSTM has of its own keeps no full parameter; it trains as unsharded."""
-    two.run(_recurrent, strategy)
-
-
-def _watch_gradients(rank: int, how: str) -> None:
+@compiled_late
+@on_ranks(2)
+def test_gradients_are_not_copied(how: str) -> None:
+    """All gradients of a unit are views of what its reduce-scatter returned (E-GRAD-1)."""
     for name in ("mlp", "frozen"):
         case = MODELS[name]
         model = shard(case)
@@ -230,12 +227,6 @@ def _watch_gradients(rank: int, how: str) -> None:
             trained = any(p.requires_grad for p in unit.params)
             assert len(storages) == trained, f"{unit}: gradients in {len(storages)} storages"
             assert storages <= reduced, f"{unit}: gradients were copied after the reduce-scatter"
-
-
-@compiled_late
-def test_gradients_are_not_copied(two: Ranks, how: str) -> None:
-    """All gradients of a unit are views of what its reduce-scatter returned (E-GRAD-1)."""
-    two.run(_watch_gradients, how)
 
 
 def _drop(rank: int, how: str, strategy: str) -> None:

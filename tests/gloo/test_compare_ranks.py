@@ -22,7 +22,7 @@ from fsdp_compile import MixedPrecision, ShardingStrategy, fully_shard, summon_f
 from fsdp_compile.comm import comparison
 from fsdp_compile.comm.waits import state_of
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .training import executor
 
 X = torch.ones(2, 8)
@@ -148,18 +148,9 @@ def test_ranks_that_differ(two: Ranks) -> None:
     two.run(_agree)
 
 
-def _alone(rank: int) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=3))
-    model = fully_shard(nn.Linear(8, 8), process_group=group)
-    before = time.monotonic()
-    if rank == 0:
-        with pytest.raises(RuntimeError, match="for 3 s, while rank 0"):
-            model(X)
-        assert time.monotonic() - before < 20
-    dist.barrier()
-
-
-def _dies_before_it_says_what(rank: int) -> None:
+@on_ranks(2)
+def test_a_rank_that_ends_within_a_comparison(rank: int) -> None:
+    """A rank that comes with another text, and dies before it says which, keeps others no longer than the limit."""
     group = dist.new_group()
     if rank == 1:
         board = comparison._Round(group).board
@@ -175,14 +166,17 @@ def _dies_before_it_says_what(rank: int) -> None:
     dist.barrier()
 
 
-def test_a_rank_that_ends_within_a_comparison(two: Ranks) -> None:
-    """A rank that comes with another text, and dies before it says which, keeps others no longer than the limit."""
-    two.run(_dies_before_it_says_what)
-
-
-def test_the_timeout_of_the_group_holds_if_it_is_shorter(two: Ranks) -> None:
+@on_ranks(2)
+def test_the_timeout_of_the_group_holds_if_it_is_shorter(rank: int) -> None:
     """A forward on one rank alone raises after the group's timeout, not only after that of comparisons (600 s)."""
-    two.run(_alone)
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    model = fully_shard(nn.Linear(8, 8), process_group=group)
+    before = time.monotonic()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="for 3 s, while rank 0"):
+            model(X)
+        assert time.monotonic() - before < 20
+    dist.barrier()
 
 
 def _in_a_hybrid(rank: int, seeds: tuple[int, ...], width: tuple[int, ...]) -> str:
@@ -225,7 +219,9 @@ def test_groups_that_only_some_ranks_are_in(four: Ranks) -> None:
     assert four.run(_shard_where_ranks_are_in_other_groups) == [2.5] * 4
 
 
-def _remake_groups(rank: int) -> None:
+@on_ranks(2)
+def test_groups_come_and_go() -> None:
+    """Each process group owns its state. The state ends with the group, and a new group starts with an empty one."""
     for _ in range(2):
         groups: list[dist.ProcessGroup] = [dist.new_group([0, 1]), dist.new_group([0, 1])]
         for number, group in enumerate(groups):
@@ -241,11 +237,6 @@ def _remake_groups(rank: int) -> None:
         del model, group, groups, states
         gc.collect()
         assert not any(state() for state in left)
-
-
-def test_groups_come_and_go(two: Ranks) -> None:
-    """Each process group owns its state. The state ends with the group, and a new group starts with an empty one."""
-    two.run(_remake_groups)
 
 
 _FORKS = """

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_compile import FullyShardedDataParallel, compile_step, fully_shard
 from fsdp_compile.optim.flat import FlatStep
 
-from .ranks import NIGHTLY, Ranks
+from .ranks import NIGHTLY, Ranks, on_ranks
 from .training import assert_bitwise, local, mine, shard
 
 LATE = pytest.mark.nightly
@@ -99,7 +99,10 @@ def test_ten_lines(two: Ranks) -> None:
     two.run(_ten_lines)
 
 
-def _regional(rank: int, which: slice) -> None:
+@pytest.mark.parametrize("which", [slice(3), pytest.param(slice(3, 4), marks=LATE)])
+@on_ranks(2)
+def test_regional(which: slice) -> None:
+    """Block by block a step is that of the eager loop, bit for bit, under all strategies; it is compiled once."""
     accumulating: dict[str, Any] = {"clip_norm": CLIP, "accumulate": 2}
     scaling = {"scaler": torch.amp.GradScaler("cpu", init_scale=2.0**10)}
     cases: list[tuple[str, str, dict[str, Any]]] = [
@@ -121,12 +124,6 @@ def _regional(rank: int, which: slice) -> None:
                 assert torch.equal(step(inputs, target=target), loop(inputs, target)), (name, number)
             assert_bitwise(*models, f"{name}, step {number}")
         _assert_equal_state(models, optimizers, number)
-
-
-@pytest.mark.parametrize("which", [slice(3), pytest.param(slice(3, 4), marks=LATE)])
-def test_regional(two: Ranks, which: slice) -> None:
-    """Block by block a step is that of the eager loop, bit for bit, under all strategies; it is compiled once."""
-    two.run(_regional, which)
 
 
 def _follow(
@@ -259,7 +256,9 @@ def test_between_steps(two: Ranks) -> None:
     two.run(_between)
 
 
-def _resume(rank: int) -> None:
+@on_ranks(2)
+def test_state_dicts() -> None:
+    """State dicts of model and optimizer between steps are those of the loop, and a run that loads them goes on so."""
     models, optimizers, step, loop = _pair()
     for number in range(3):
         inputs, target = batch(CASE, number)
@@ -282,12 +281,9 @@ def _resume(rank: int) -> None:
     _assert_equal_state(models, optimizers, 6)
 
 
-def test_state_dicts(two: Ranks) -> None:
-    """State dicts of model and optimizer between steps are those of the loop, and a run that loads them goes on so."""
-    two.run(_resume)
-
-
-def _scaled(rank: int) -> None:
+@on_ranks(2)
+def test_scaler(rank: int) -> None:
+    """A GradScaler scales, skips a step whose gradients are infinite on one rank, and goes on, as in the loop."""
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3) for _ in range(2)]
     models, optimizers, step, loop = _pair(scaler=scalers[0])
     for number in range(6):
@@ -304,11 +300,6 @@ def _scaled(rank: int) -> None:
         assert scalers[0].get_scale() == scalers[1].get_scale()
         assert_bitwise(*models, f"step {number}")
     assert scalers[0].get_scale() == 2.0**10  # halved once, doubled once
-
-
-def test_scaler(two: Ranks) -> None:
-    """A GradScaler scales, skips a step whose gradients are infinite on one rank, and goes on, as in the loop."""
-    two.run(_scaled)
 
 
 def _fail(rank: int) -> None:
@@ -420,7 +411,9 @@ def test_fused_optimizers(two: Ranks) -> None:
     two.run(_optimizers, list(OPTIMIZERS), True)
 
 
-def _refuse(rank: int) -> None:
+@on_ranks(2)
+def test_refused() -> None:
+    """What cannot be a step is refused by the name of the argument."""
     plain, model = nn.Linear(3, 3), fully_shard(CASE.build())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match=r"model: expected a model sharded by fully_shard, .* found Linear"):
@@ -431,11 +424,6 @@ def _refuse(rank: int) -> None:
         compile_step(model, optimizer, clip_norm=0.0)
     with pytest.raises(ValueError, match="accumulate: expected a number of micro-batches, at least 1, found 0"):
         compile_step(model, optimizer, accumulate=0)
-
-
-def test_refused(two: Ranks) -> None:
-    """What cannot be a step is refused by the name of the argument."""
-    two.run(_refuse)
 
 
 SHARDINGS: dict[str, dict[str, Any]] = {

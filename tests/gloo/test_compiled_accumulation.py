@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
-from .ranks import NIGHTLY, Ranks
+from .ranks import NIGHTLY, Ranks, on_ranks
 from .test_communication import _spied
 from .test_reduce import _two_by_two
 from .training import (
@@ -89,7 +89,17 @@ def _plain(grad: Tensor) -> Tensor:
 # --- equal to eager ---------------------------------------------------------------------------------------------------
 
 
-def _patterns(rank: int, strategy: str) -> None:
+@pytest.mark.parametrize(
+    "strategy",
+    ["FULL_SHARD", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("NO_SHARD", "SHARD_GRAD_OP"))],
+)
+@on_ranks(2)
+def test_patterns(strategy: str) -> None:
+    """With and without synchronisation in any order: equal gradients after every backward, also those shown under
+    no_sync; k microbatches, one reduce; what was compiled once is not compiled again.
+
+    E-ACC-1..4, E-COMP-8.
+    """
     both = _Both(SMALL, "aot_eager", strategy)
     both.accumulate("snns")
     with no_recompile:
@@ -99,19 +109,6 @@ def _patterns(rank: int, strategy: str) -> None:
             both.accumulate("nns", 30)
     reduces = [call for call in calls if call.kind != "gather" and call.numel > 1]
     assert len(reduces) == 2 * len(units(both.models[0])), reduces  # one for each model and unit
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    ["FULL_SHARD", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("NO_SHARD", "SHARD_GRAD_OP"))],
-)
-def test_patterns(two: Ranks, strategy: str) -> None:
-    """With and without synchronisation in any order: equal gradients after every backward, also those shown under
-    no_sync; k microbatches, one reduce; what was compiled once is not compiled again.
-
-    E-ACC-1..4, E-COMP-8.
-    """
-    two.run(_patterns, strategy)
 
 
 class _Twice(nn.Module):
@@ -131,7 +128,13 @@ class _Twice(nn.Module):
 TWICE = Case(_Twice, vectors, squared_error)
 
 
-def _inductor(rank: int) -> None:
+@pytest.mark.nightly
+@on_ranks(2)
+def test_inductor() -> None:
+    """Generated code leaves what it has handed over alone, and a hook finds it until it has reduced it (E-HOOK-2).
+
+    Units that are called twice are reduced once, as the sum.
+    """
     both = _Both(TWICE, "inductor")
     both.accumulate("snns")
     with no_recompile:
@@ -139,15 +142,6 @@ def _inductor(rank: int) -> None:
         for model in both.models:
             model.register_comm_hook(DefaultState(dist.group.WORLD), reduce_scatter_hook)
         both.accumulate("nss", 20)
-
-
-@pytest.mark.nightly
-def test_inductor(two: Ranks) -> None:
-    """Generated code leaves what it has handed over alone, and a hook finds it until it has reduced it (E-HOOK-2).
-
-    Units that are called twice are reduced once, as the sum.
-    """
-    two.run(_inductor)
 
 
 def _frozen() -> nn.Module:
@@ -167,7 +161,12 @@ KINDS: list[tuple[Case, dict[str, Any]]] = [
 ]
 
 
-def _kinds(rank: int, which: slice) -> None:
+@pytest.mark.parametrize(
+    "which", [slice(1, 2), *(pytest.param(slice(*each), marks=pytest.mark.nightly) for each in ((3, 4), (0, 5, 2)))]
+)
+@on_ranks(2)
+def test_kinds_of_parameters(which: slice) -> None:
+    """So it is with tied and frozen parameters and where gradients are reduced in another dtype (E-MP-20)."""
     for case, options in KINDS[which]:
         torch._dynamo.reset()
         both = _Both(case, "aot_eager", **options)
@@ -176,15 +175,10 @@ def _kinds(rank: int, which: slice) -> None:
             both.accumulate("nss", 10)
 
 
-@pytest.mark.parametrize(
-    "which", [slice(1, 2), *(pytest.param(slice(*each), marks=pytest.mark.nightly) for each in ((3, 4), (0, 5, 2)))]
-)
-def test_kinds_of_parameters(two: Ranks, which: slice) -> None:
-    """So it is with tied and frozen parameters and where gradients are reduced in another dtype (E-MP-20)."""
-    two.run(_kinds, which)
-
-
-def _hybrid(rank: int) -> None:
+@pytest.mark.nightly
+@on_ranks(4)
+def test_hybrid() -> None:
+    """So it is where shards are averaged over copies, by ourselves and after a hook (E-HOOK-7)."""
     with _two_by_two() as groups:
         both = _Both(SMALL, "aot_eager", "HYBRID_SHARD", process_group=groups)
         both.accumulate("nsns")
@@ -193,13 +187,9 @@ def _hybrid(rank: int) -> None:
         both.accumulate("nss", 10)
 
 
-@pytest.mark.nightly
-def test_hybrid(four: Ranks) -> None:
-    """So it is where shards are averaged over copies, by ourselves and after a hook (E-HOOK-7)."""
-    four.run(_hybrid)
-
-
-def _switch(rank: int) -> None:
+@on_ranks(2)
+def test_eager_and_compiled_share_what_is_kept() -> None:
+    """Microbatches of one step may run eagerly and compiled, in any order."""
     both = _Both(SMALL, "aot_eager")
     compiled = both.runs[1]
     for seed, (letter, how) in enumerate(["ne", "sc", "nc", "ne", "nc", "se", "nc", "ne", "sc"]):
@@ -209,12 +199,9 @@ def _switch(rank: int) -> None:
             both.step()
 
 
-def test_eager_and_compiled_share_what_is_kept(two: Ranks) -> None:
-    """Microbatches of one step may run eagerly and compiled, in any order."""
-    two.run(_switch)
-
-
-def _edit(rank: int) -> None:
+@on_ranks(2)
+def test_edits_of_local_gradients_count() -> None:
+    """What users do to gradients under no_sync counts up to the reduce, between forward and backward too (E-GRAD-6)."""
     both = _Both(SMALL, "aot_eager")
 
     def half(param: nn.Parameter) -> None:
@@ -241,15 +228,12 @@ def _edit(rank: int) -> None:
         both.step()
 
 
-def test_edits_of_local_gradients_count(two: Ranks) -> None:
-    """What users do to gradients under no_sync counts up to the reduce, between forward and backward too (E-GRAD-6)."""
-    two.run(_edit)
-
-
 # --- forwards and backwards in other orders ---------------------------------------------------------------------------
 
 
-def _orders(rank: int) -> None:
+@on_ranks(2)
+def test_orders() -> None:
+    """Several forwards before their backwards, one backward for several, forwards without any (E-FIN-7)."""
     both = _Both(SMALL, "aot_eager")
 
     def forward(seed: int, sync: bool = True) -> list[Tensor]:
@@ -287,11 +271,6 @@ def _orders(rank: int) -> None:
     for model in both.models:
         model.register_comm_hook(DefaultState(dist.group.WORLD), reduce_scatter_hook)
     finish(forward(18), forward(19), forward(20, sync=False))
-
-
-def test_orders(two: Ranks) -> None:
-    """Several forwards before their backwards, one backward for several, forwards without any (E-FIN-7)."""
-    two.run(_orders)
 
 
 def _outside(rank: int) -> None:
@@ -377,7 +356,9 @@ def test_several_losses(two: Ranks) -> None:
     two.run(_several_losses, "aot_eager")
 
 
-def _refuse_second_order(rank: int) -> None:
+@on_ranks(2)
+def test_second_order_is_refused() -> None:
+    """A compiled backward that is to be differentiated raises; the model stays usable (E-ERR-11)."""
     both = _Both(SMALL, "aot_eager")
     for sync in (True, False):
         with nullcontext() if sync else both.models[1].no_sync():
@@ -390,11 +371,6 @@ def _refuse_second_order(rank: int) -> None:
     both.accumulate("ns")
 
 
-def test_second_order_is_refused(two: Ranks) -> None:
-    """A compiled backward that is to be differentiated raises; the model stays usable (E-ERR-11)."""
-    two.run(_refuse_second_order)
-
-
 # --- communication hooks ----------------------------------------------------------------------------------------------
 
 
@@ -405,7 +381,21 @@ def _sum(calls: list[int], gradients: Tensor, output: Tensor | None = None) -> N
         output.copy_(gradients.chunk(dist.get_world_size())[dist.get_rank()])
 
 
-def _hooks(rank: int, strategy: str, late: bool) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "late"),
+    [
+        pytest.param("FULL_SHARD", True, marks=pytest.mark.nightly),
+        pytest.param("NO_SHARD", False, marks=pytest.mark.nightly),
+        pytest.param("FULL_SHARD", False, marks=pytest.mark.nightly),
+        pytest.param("NO_SHARD", True, marks=pytest.mark.nightly),
+    ],
+)
+@on_ranks(2)
+def test_hooks(strategy: str, late: bool) -> None:
+    """A user's hook, torch's and its compressing one, registered before or after compiling, get what eager gives them.
+
+    E-HOOK-1, E-HOOK-2, E-HOOK-3, E-HOOK-6.
+    """
     compress = (LowPrecisionState(dist.group.WORLD), bf16_compress_hook)
     stock = (DefaultState(dist.group.WORLD), allreduce_hook if strategy == "NO_SHARD" else reduce_scatter_hook)
     for state, hook in ([], _sum), stock, compress:
@@ -420,20 +410,3 @@ def _hooks(rank: int, strategy: str, late: bool) -> None:
         with no_recompile:
             both.accumulate("sns", 20)
         assert calls[0] == calls[1] and len(calls[0]) == (4 * len(units(model)) if hook is _sum else 0), calls
-
-
-@pytest.mark.parametrize(
-    ("strategy", "late"),
-    [
-        pytest.param("FULL_SHARD", True, marks=pytest.mark.nightly),
-        pytest.param("NO_SHARD", False, marks=pytest.mark.nightly),
-        pytest.param("FULL_SHARD", False, marks=pytest.mark.nightly),
-        pytest.param("NO_SHARD", True, marks=pytest.mark.nightly),
-    ],
-)
-def test_hooks(two: Ranks, strategy: str, late: bool) -> None:
-    """A user's hook, torch's and its compressing one, registered before or after compiling, get what eager gives them.
-
-    E-HOOK-1, E-HOOK-2, E-HOOK-3, E-HOOK-6.
-    """
-    two.run(_hooks, strategy, late)

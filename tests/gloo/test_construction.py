@@ -13,7 +13,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from fsdp_compile import fully_shard
 from fsdp_compile.comm.groups import resolve_groups
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .training import (
     assert_same_parameters,
     backward,
@@ -49,7 +49,10 @@ def test_groups_of_nodes_communicate(four: Ranks) -> None:
     assert four.run(_reduce) == [(11, 101), (11, 1010), (1100, 101), (1100, 1010)]
 
 
-def _hybrid_of_ones(rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", HOWS)
+@on_ranks(2)
+def test_replicas_of_one_rank_are_averaged(rank: int, how: str) -> None:
+    """Gradients 1 and 2 of two replicas that shard over one rank each become 1.5 on both (E-STRAT-9)."""
     torch.manual_seed(0)
     model = nn.Linear(1, 1, bias=False)
     with pytest.warns(UserWarning, match="HYBRID_SHARD over one rank is NO_SHARD"):
@@ -58,24 +61,18 @@ def _hybrid_of_ones(rank: int, how: str) -> None:
     assert model.weight.grad is not None and model.weight.grad.item() == 1.5
 
 
-@pytest.mark.parametrize("how", HOWS)
-def test_replicas_of_one_rank_are_averaged(two: Ranks, how: str) -> None:
-    """Gradients 1 and 2 of two replicas that shard over one rank each become 1.5 on both (E-STRAT-9)."""
-    two.run(_hybrid_of_ones, how)
-
-
-def _hybrid_of_one_node(rank: int) -> None:
+@on_ranks(2)
+def test_one_node_is_plain_sharding() -> None:
+    """A hybrid strategy with one replica trains as FULL_SHARD does (E-STRAT-1)."""
     reference, model = build(MLP), build(MLP)
     fully_shard(model, sharding_strategy=ShardingStrategy.HYBRID_SHARD, devices_per_node=2)
     follow(model, reference, MLP)
 
 
-def test_one_node_is_plain_sharding(two: Ranks) -> None:
-    """A hybrid strategy with one replica trains as FULL_SHARD does (E-STRAT-1)."""
-    two.run(_hybrid_of_one_node)
-
-
-def _strategies_by_unit(rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", HOWS)
+@on_ranks(2)
+def test_units_of_different_strategies(how: str) -> None:
+    """A `CustomPolicy` that gives each block another strategy trains as unsharded (E-INIT-5)."""
     reference, model = build(MLP), build(MLP)
     strategies = zip(model.blocks, STRATEGIES, strict=True)
     own: dict[nn.Module, Any] = {block: {"sharding_strategy": ShardingStrategy[s]} for block, s in strategies}
@@ -83,16 +80,13 @@ def _strategies_by_unit(rank: int, how: str) -> None:
     follow(executor(model, how), reference, MLP)
 
 
-@pytest.mark.parametrize("how", HOWS)
-def test_units_of_different_strategies(two: Ranks, how: str) -> None:
-    """A `CustomPolicy` that gives each block another strategy trains as unsharded (E-INIT-5)."""
-    two.run(_strategies_by_unit, how)
-
-
 # --- ignored, deferred, odd shapes ------------------------------------------------------------------------------------
 
 
-def _ignore(rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", HOWS)
+@on_ranks(2)
+def test_ignored_parameters_are_not_reduced(how: str) -> None:
+    """An ignored layer has its own rank's gradient, all others have the mean (E-INIT-11)."""
     reference, own, model = build(MLP), build(MLP), build(MLP)
     fully_shard(model, ignored_modules=[model.blocks[1].up], ignored_states=None)
     run = executor(model, how)
@@ -109,13 +103,11 @@ def _ignore(rank: int, how: str) -> None:
     torch.testing.assert_close(torch.cat(gathered), head)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("how", HOWS)
-def test_ignored_parameters_are_not_reduced(two: Ranks, how: str) -> None:
-    """An ignored layer has its own rank's gradient, all others have the mean (E-INIT-11)."""
-    two.run(_ignore, how)
-
-
-def _defer(rank: int, how: str, strategy: str) -> None:
+@on_ranks(2)
+def test_deferred_models_train(how: str, strategy: str) -> None:
+    """A model that was on meta is, from its first step on, what it is when made outright (E-META-2, 6)."""
     with torch.device("meta"):
         model = MLP.build()
     reference = MLP.build()
@@ -134,13 +126,6 @@ def _defer(rank: int, how: str, strategy: str) -> None:
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
     assert_same_parameters(model, reference)
     follow(executor(model, how), reference, MLP)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("how", HOWS)
-def test_deferred_models_train(two: Ranks, how: str, strategy: str) -> None:
-    """A model that was on meta is, from its first step on, what it is when made outright (E-META-2, 6)."""
-    two.run(_defer, how, strategy)
 
 
 class _Shift(nn.Module):
@@ -168,7 +153,11 @@ class _Odd(nn.Module):
         return self.shift(self.net(x) * self.scale) + (self.empty(x).sum() + self.none.sum())
 
 
-def _train_odd(rank: int, how: str, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@on_ranks(2)
+def test_parameters_of_odd_shapes_train(how: str, strategy: str) -> None:
+    """0-d parameters and empty ones train as unsharded (E-FLAT-11, 12)."""
     case = Case(_Odd, vectors, squared_error)
     reference, model = build(case), build(case)
     fully_shard(model, sharding_strategy=ShardingStrategy[strategy], auto_wrap_policy={nn.Linear, _Shift})
@@ -183,10 +172,3 @@ def _train_odd(rank: int, how: str, strategy: str) -> None:
     full = full_parameters(model)
     for name, param in reference.named_parameters():
         torch.testing.assert_close(full[name], param.detach(), msg=lambda text, name=name: f"{name}: {text}")
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
-def test_parameters_of_odd_shapes_train(two: Ranks, how: str, strategy: str) -> None:
-    """0-d parameters and empty ones train as unsharded (E-FLAT-11, 12)."""
-    two.run(_train_odd, how, strategy)

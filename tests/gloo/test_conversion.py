@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
 from fsdp_compile import fully_shard, summon_full_params
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .training import (
     assert_same_gradients,
     assert_same_parameters,
@@ -31,7 +31,15 @@ all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager"])
 
 
-def _convert(rank: int, how: str, strategy: str, to: str) -> None:
+@all_strategies
+@both_ways
+@pytest.mark.parametrize("to", ["double", pytest.param("clone", marks=pytest.mark.nightly)])
+@on_ranks(2)
+def test_conversion(how: str, strategy: str, to: str) -> None:
+    """After `.to()` and its like, values, dtype and gradients follow, objects stay, and training goes on.
+
+    Eagerly, and compiled: replaced memory is not an error then (E-MOD-3, E-MOD-8, E-MP-4, E-VIEW-6).
+    """
     reference, model = reference_and_model(MLP, strategy)
     run = executor(model, how)
     follow(run, reference, MLP)
@@ -60,17 +68,6 @@ def _convert(rank: int, how: str, strategy: str, to: str) -> None:
                     if param.grad is not None:
                         param.sub_(param.grad, alpha=0.01)
         assert_same_parameters(model, reference)
-
-
-@all_strategies
-@both_ways
-@pytest.mark.parametrize("to", ["double", pytest.param("clone", marks=pytest.mark.nightly)])
-def test_conversion(two: Ranks, how: str, strategy: str, to: str) -> None:
-    """After `.to()` and its like, values, dtype and gradients follow, objects stay, and training goes on.
-
-    Eagerly, and compiled: replaced memory is not an error then (E-MOD-3, E-MOD-8, E-MP-4, E-VIEW-6).
-    """
-    two.run(_convert, how, strategy, to)
 
 
 def _padding(rank: int, strategy: str, offload: bool, conversion: str) -> None:
@@ -108,7 +105,10 @@ def _padding_of_new_memory(rank: int, *given: Any) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def _convert_mixed(rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+@on_ranks(2)
+def test_conversion_with_mixed_precision(how: str) -> None:
+    """A compute dtype that was given stays when the stored dtype changes (E-MP-4, E-MOD-3, E-LAZY-6)."""
     precision = MixedPrecision(param_dtype=torch.bfloat16)
     ours = fully_shard(build(MLP), mixed_precision=precision).double()
     assert all(param.dtype == torch.float64 for param in ours.parameters())
@@ -122,13 +122,13 @@ def _convert_mixed(rank: int, how: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), reference.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
-def test_conversion_with_mixed_precision(two: Ranks, how: str) -> None:
-    """A compute dtype that was given stays when the stored dtype changes (E-MP-4, E-MOD-3, E-LAZY-6)."""
-    two.run(_convert_mixed, how)
+def _fail(tensor: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("on purpose")
 
 
-def _convert_wrongly(rank: int) -> None:
+@on_ranks(2)
+def test_conversion_that_fails_changes_nothing() -> None:
+    """Conversion to other sizes or to the meta device raises, and all is as before; half a unit cannot be converted."""
     reference, model = reference_and_model(MLP)
     backward(model, MLP, mine(MLP, 1))
     backward(reference, MLP, whole(MLP, 1))
@@ -149,16 +149,9 @@ def _convert_wrongly(rank: int) -> None:
     follow(model, reference, MLP)
 
 
-def _fail(tensor: torch.Tensor) -> torch.Tensor:
-    raise RuntimeError("on purpose")
-
-
-def test_conversion_that_fails_changes_nothing(two: Ranks) -> None:
-    """Conversion to other sizes or to the meta device raises, and all is as before; half a unit cannot be converted."""
-    two.run(_convert_wrongly)
-
-
-def _convert_part(rank: int) -> None:
+@on_ranks(2)
+def test_conversion_of_one_unit() -> None:
+    """A unit may be converted alone (E-MOD-3); not while gradients wait in no_sync."""
     reference, model = reference_and_model(MLP)
     model.blocks[0].double()
     assert model.blocks[0].up.weight.dtype == torch.float64 and model.head.weight.dtype == torch.float32
@@ -170,12 +163,9 @@ def _convert_part(rank: int) -> None:
         model.double()
 
 
-def test_conversion_of_one_unit(two: Ranks) -> None:
-    """A unit may be converted alone (E-MOD-3); not while gradients wait in no_sync."""
-    two.run(_convert_part)
-
-
-def _overwrite(rank: int) -> None:
+@on_ranks(2)
+def test_conversion_that_is_to_make_new_parameters() -> None:
+    """Where torch is told to make new parameters on conversion, sharded ones stay the same objects (E-VIEW-6)."""
     reference, model = reference_and_model(MLP)
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:
@@ -188,23 +178,15 @@ def _overwrite(rank: int) -> None:
     follow(executor(model, "aot_eager"), reference, MLP)
 
 
-def test_conversion_that_is_to_make_new_parameters(two: Ranks) -> None:
-    """Where torch is told to make new parameters on conversion, sharded ones stay the same objects (E-VIEW-6)."""
-    two.run(_overwrite)
-
-
-def _converted_after_clearing(rank: int) -> None:
+@on_ranks(2)
+def test_cleared_local_gradients_are_no_obstacle() -> None:
+    """After zero_grad() nothing waits for a reduce, and .to() converts; with local gradients it refuses."""
     reference, model = reference_and_model(MLP)
     with model.no_sync():
         backward(model, MLP, mine(MLP, 1))
     model.zero_grad()
     model.double().float()
     follow(model, reference, MLP)
-
-
-def test_cleared_local_gradients_are_no_obstacle(two: Ranks) -> None:
-    """After zero_grad() nothing waits for a reduce, and .to() converts; with local gradients it refuses."""
-    two.run(_converted_after_clearing)
 
 
 class _Router(nn.Module):
@@ -219,7 +201,10 @@ class _Router(nn.Module):
         return x + self.classifier(x.to(self.dtype)).softmax(-1)
 
 
-def _convert_in_forward(rank: int, how: str) -> None:
+@both_ways
+@on_ranks(2)
+def test_conversions_in_forward(how: str) -> None:
+    """A part of a unit may be converted to the dtype and device that it has, also in a forward; others are refused."""
     torch.manual_seed(0)
     reference = nn.Sequential(_Router(torch.float32), nn.Linear(7, 7))
     model = fully_shard(copy.deepcopy(reference), auto_wrap_policy={_Router})
@@ -232,9 +217,3 @@ def _convert_in_forward(rank: int, how: str) -> None:
     assert model[0].classifier.to(torch.float32) is model[0].classifier  # and between steps
     with pytest.raises(RuntimeError, match=r"parameter weight of Linear .* convert what the module computes with"):
         fully_shard(_Router(torch.float64))(torch.ones(2, 7))
-
-
-@both_ways
-def test_conversions_in_forward(two: Ranks, how: str) -> None:
-    """A part of a unit may be converted to the dtype and device that it has, also in a forward; others are refused."""
-    two.run(_convert_in_forward, how)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from fsdp_compile import fully_shard
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .training import (
     OPTIMIZERS,
     assert_bitwise,
@@ -77,20 +77,23 @@ def test_tied_on_four(four: Ranks, name: str) -> None:
     four.run(_train_module, name, "eager")
 
 
-def _train_tied(rank: int, how: str, strategy: str) -> None:
+@all_strategies
+@compiled_late
+@on_ranks(2)
+def test_tied_embedding_and_head(how: str, strategy: str) -> None:
+    """One parameter under two names stays one, and its gradient is the unsharded one (E-VIEW-9, E-GRAD-3)."""
     reference, model = reference_and_model(MODELS["tied"], strategy)
     assert model.head._parameters["weight"] is model.tokens._parameters["weight"]
     follow(executor(model, how), reference, MODELS["tied"])
 
 
-@all_strategies
 @compiled_late
-def test_tied_embedding_and_head(two: Ranks, how: str, strategy: str) -> None:
-    """One parameter under two names stays one, and its gradient is the unsharded one (E-VIEW-9, E-GRAD-3)."""
-    two.run(_train_tied, how, strategy)
+@on_ranks(2)
+def test_frozen(how: str) -> None:
+    """Frozen parameters keep `grad` None and their value; the others train as unsharded.
 
-
-def _train_frozen(rank: int, how: str) -> None:
+    E-FRZ-1, E-GRAD-1.
+    """
     case = MODELS["frozen"]
     reference, model = reference_and_model(case)
     before = {name: param.detach().clone() for name, param in model.named_parameters() if not param.requires_grad}
@@ -102,27 +105,15 @@ def _train_frozen(rank: int, how: str) -> None:
 
 
 @compiled_late
-def test_frozen(two: Ranks, how: str) -> None:
-    """Frozen parameters keep `grad` None and their value; the others train as unsharded.
-
-    E-FRZ-1, E-GRAD-1.
-    """
-    two.run(_train_frozen, how)
-
-
-def _freeze_later(rank: int, how: str) -> None:
+@on_ranks(2)
+def test_freezing_between_steps(how: str) -> None:
+    """A layer may be frozen and thawed in mid-training."""
     reference, model = reference_and_model(MLP)
     run = executor(model, how)
     for trained in (True, False, True):
         for each in (reference, model):
             each.blocks[1].up.requires_grad_(trained)
         follow(run, reference, MLP)
-
-
-@compiled_late
-def test_freezing_between_steps(two: Ranks, how: str) -> None:
-    """A layer may be frozen and thawed in mid-training."""
-    two.run(_freeze_later, how)
 
 
 class _Unused(nn.Module):
@@ -137,17 +128,20 @@ class _Unused(nn.Module):
         return head(last(first(stem(x))))
 
 
-def _leave_out(rank: int, how: str) -> None:
+@both_ways
+@on_ranks(2)
+def test_a_unit_that_is_not_used(rank: int, how: str) -> None:
+    """The gradients of a unit that took no part in forward stay None (E-NONE-3)."""
     _train(rank, Case(_Unused, vectors, squared_error), how)
 
 
-@both_ways
-def test_a_unit_that_is_not_used(two: Ranks, how: str) -> None:
-    """The gradients of a unit that took no part in forward stay None (E-NONE-3)."""
-    two.run(_leave_out, how)
+@compiled_late
+@on_ranks(2)
+def test_optimizer_made_before(how: str) -> None:
+    """Every parameter object stays the same, so an optimizer made before `fully_shard` trains as one made after.
 
-
-def _optimizer_first(rank: int, how: str) -> None:
+    E-VIEW-6, E-INIT-3.
+    """
     models = [build(MLP), build(MLP)]
     params = [list(model.parameters()) for model in models]
     early = OPTIMIZERS["adamw"](models[0].parameters())
@@ -166,19 +160,14 @@ def _optimizer_first(rank: int, how: str) -> None:
         assert all(a is b for a, b in zip(model.parameters(), ours, strict=True)), "a parameter was replaced"
 
 
-@compiled_late
-def test_optimizer_made_before(two: Ranks, how: str) -> None:
-    """Every parameter object stays the same, so an optimizer made before `fully_shard` trains as one made after.
-
-    E-VIEW-6, E-INIT-3.
-    """
-    two.run(_optimizer_first, how)
-
-
 # --- forwards and backwards -------------------------------------------------------------------------------------------
 
 
-def _accumulate(rank: int, how: str, strategy: str) -> None:
+@all_strategies
+@compiled_late
+@on_ranks(2)
+def test_accumulation(how: str, strategy: str) -> None:
+    """Two backward passes leave the sum of their gradients (E-ACC-4, E-RED-4, 5)."""
     reference, model = reference_and_model(MLP, strategy)
     run = executor(model, how)
     for seed in (1, 2):
@@ -188,14 +177,12 @@ def _accumulate(rank: int, how: str, strategy: str) -> None:
     follow(run, reference, MLP)
 
 
+@pytest.mark.parametrize("separate", [True, pytest.param(False, marks=LATE)])
 @all_strategies
 @compiled_late
-def test_accumulation(two: Ranks, how: str, strategy: str) -> None:
-    """Two backward passes leave the sum of their gradients (E-ACC-4, E-RED-4, 5)."""
-    two.run(_accumulate, how, strategy)
-
-
-def _forwards_first(rank: int, how: str, strategy: str, separate: bool) -> None:
+@on_ranks(2)
+def test_two_forwards_before_backward(how: str, strategy: str, separate: bool) -> None:
+    """Two forwards may wait for backward at once, for one backward or for two in any order (E-BWD-7, E-RED-1)."""
     reference, model = reference_and_model(MLP, strategy)
     run = executor(model, how)
     for net, cut in ((reference, whole), (run, mine)):
@@ -206,15 +193,11 @@ def _forwards_first(rank: int, how: str, strategy: str, separate: bool) -> None:
     follow(run, reference, MLP)
 
 
-@pytest.mark.parametrize("separate", [True, pytest.param(False, marks=LATE)])
 @all_strategies
 @compiled_late
-def test_two_forwards_before_backward(two: Ranks, how: str, strategy: str, separate: bool) -> None:
-    """Two forwards may wait for backward at once, for one backward or for two in any order (E-BWD-7, E-RED-1)."""
-    two.run(_forwards_first, how, strategy, separate)
-
-
-def _backward_twice(rank: int, how: str, strategy: str) -> None:
+@on_ranks(2)
+def test_two_backwards_of_one_forward(how: str, strategy: str) -> None:
+    """A graph that is retained may be run backward again (E-FIN-7)."""
     reference, model = reference_and_model(MLP, strategy)
     run = executor(model, how)
     for net, cut in ((reference, whole), (run, mine)):
@@ -227,12 +210,12 @@ def _backward_twice(rank: int, how: str, strategy: str) -> None:
 
 @all_strategies
 @compiled_late
-def test_two_backwards_of_one_forward(two: Ranks, how: str, strategy: str) -> None:
-    """A graph that is retained may be run backward again (E-FIN-7)."""
-    two.run(_backward_twice, how, strategy)
+@on_ranks(2)
+def test_evaluation_between_steps(how: str, strategy: str) -> None:
+    """A forward without gradients sees the parameters of that moment and leaves the next training step alone.
 
-
-def _evaluate_between(rank: int, how: str, strategy: str) -> None:
+    E-STRAT-10.
+    """
     reference, model = reference_and_model(MLP, strategy)
     run = executor(model, how)
     for seed, mode in enumerate((torch.no_grad, torch.inference_mode, torch.no_grad)):
@@ -242,17 +225,15 @@ def _evaluate_between(rank: int, how: str, strategy: str) -> None:
         follow(run, reference, MLP, steps=1, first_seed=seed)
 
 
+@pytest.mark.parametrize("held", [True, pytest.param(False, marks=LATE)])
 @all_strategies
 @compiled_late
-def test_evaluation_between_steps(two: Ranks, how: str, strategy: str) -> None:
-    """A forward without gradients sees the parameters of that moment and leaves the next training step alone.
+@on_ranks(2)
+def test_forward_without_backward(how: str, strategy: str, held: bool) -> None:
+    """A forward whose backward does not come leaves nothing stale: the next one sees parameters changed in place.
 
     E-STRAT-10.
     """
-    two.run(_evaluate_between, how, strategy)
-
-
-def _forward_only(rank: int, how: str, strategy: str, held: bool) -> None:
     reference, model = reference_and_model(MLP, strategy)
     run = executor(model, how)
     pending = MLP.loss(run, mine(MLP, 7))
@@ -263,17 +244,6 @@ def _forward_only(rank: int, how: str, strategy: str, held: bool) -> None:
             for param in each.parameters():
                 param.mul_(0.5)
     follow(run, reference, MLP)
-
-
-@pytest.mark.parametrize("held", [True, pytest.param(False, marks=LATE)])
-@all_strategies
-@compiled_late
-def test_forward_without_backward(two: Ranks, how: str, strategy: str, held: bool) -> None:
-    """A forward whose backward does not come leaves nothing stale: the next one sees parameters changed in place.
-
-    E-STRAT-10.
-    """
-    two.run(_forward_only, how, strategy, held)
 
 
 @torch.no_grad()
@@ -299,7 +269,13 @@ CHANGED = (
 )
 
 
-def _change_in_between(rank: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_parameters_changed_between_forward_and_backward(strategy: str) -> None:
+    """As in plain autograd, that is an error and not a wrong gradient; the model stays usable.
+
+    The check is made in an autograd hook: what it says arrives (E-LIM-6, E-GEN-4).
+    """
     for change in (_halve, _halve_one, _halve_what_is_stored):
         reference, model = reference_and_model(MLP, strategy)
         loss = MLP.loss(model, mine(MLP, 7))
@@ -309,15 +285,6 @@ def _change_in_between(rank: int, strategy: str) -> None:
             loss.backward()
         model.zero_grad()
         follow(model, reference, MLP)
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_parameters_changed_between_forward_and_backward(two: Ranks, strategy: str) -> None:
-    """As in plain autograd, that is an error and not a wrong gradient; the model stays usable.
-
-    The check is made in an autograd hook: what it says arrives (E-LIM-6, E-GEN-4).
-    """
-    two.run(_change_in_between, strategy)
 
 
 def _gradient_of_input(model: nn.Module, x: Tensor) -> Tensor:
@@ -398,7 +365,12 @@ def test_two_models(two: Ranks, how: str, other: str) -> None:
     two.run(_side_by_side, how, ("FULL_SHARD", other))
 
 
-def _train_copy(rank: int, how: str, name: str, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("tied", marks=LATE)])
+@compiled_late
+@on_ranks(2)
+def test_deepcopy(how: str, name: str, strategy: str) -> None:
+    """A copy of a sharded model is sharded, trains, and neither model moves the other."""
     case = MODELS[name]
     reference, model = reference_and_model(case, strategy)
     follow(executor(model, how), reference, case)
@@ -412,20 +384,16 @@ def _train_copy(rank: int, how: str, name: str, strategy: str) -> None:
     assert_same_parameters(other, other_reference)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("name", ["mlp", pytest.param("tied", marks=LATE)])
-@compiled_late
-def test_deepcopy(two: Ranks, how: str, name: str, strategy: str) -> None:
-    """A copy of a sharded model is sharded, trains, and neither model moves the other."""
-    two.run(_train_copy, how, name, strategy)
-
-
 def _one_block(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
     block = getattr(model, "_orig_mod", model)
     return block(inputs[0]).square().mean()
 
 
-def _block_alone(rank: int, how: str, strategy: str) -> None:
+@all_strategies
+@compiled_late
+@on_ranks(2)
+def test_block_alone(how: str, strategy: str) -> None:
+    """A block may be run outside of its root, and the root afterwards."""
     reference, model = reference_and_model(MLP, strategy)
     alone = Case(MLP.build, partial(vectors, inputs=11), _one_block)
     backward(reference.blocks[1], alone, whole(alone, 3))
@@ -436,14 +404,11 @@ def _block_alone(rank: int, how: str, strategy: str) -> None:
     follow(executor(model, how), reference, MLP)
 
 
-@all_strategies
-@compiled_late
-def test_block_alone(two: Ranks, how: str, strategy: str) -> None:
-    """A block may be run outside of its root, and the root afterwards."""
-    two.run(_block_alone, how, strategy)
-
-
-def _compile_regions(rank: int, where: str, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", pytest.param("SHARD_GRAD_OP", marks=LATE)])
+@pytest.mark.parametrize("where", ["units", "inside units"])
+@on_ranks(2)
+def test_compiled_regions(where: str, strategy: str) -> None:
+    """Units, or modules inside units, may be compiled while the rest stays eager; steps then compile nothing again."""
     reference, model = reference_and_model(MODELS["gpt"], strategy)
     for block in model.blocks:
         region = block if where == "units" else block.up
@@ -451,13 +416,6 @@ def _compile_regions(rank: int, where: str, strategy: str) -> None:
     follow(model, reference, MODELS["gpt"])
     with torch._dynamo.config.patch(error_on_recompile=True):
         follow(model, reference, MODELS["gpt"])
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", pytest.param("SHARD_GRAD_OP", marks=LATE)])
-@pytest.mark.parametrize("where", ["units", "inside units"])
-def test_compiled_regions(two: Ranks, where: str, strategy: str) -> None:
-    """Units, or modules inside units, may be compiled while the rest stays eager; steps then compile nothing again."""
-    two.run(_compile_regions, where, strategy)
 
 
 # --- exceptions -------------------------------------------------------------------------------------------------------
@@ -490,15 +448,6 @@ def _fail_at_output(model: nn.Module) -> Any:
 FAILURES = {f.__name__: f for f in (_fail_in_forward, _fail_in_backward, _fail_after_reduce, _fail_at_output)}
 
 
-def _fail_eagerly(rank: int, failure: str, strategy: str, then: str) -> None:
-    reference, model = reference_and_model(MLP, strategy)
-    hook = FAILURES[failure](model)
-    with pytest.raises(_Expected):
-        backward(model, MLP, mine(MLP, 5))
-    hook.remove()
-    follow(executor(model, then), reference, MLP)
-
-
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize(
     ("failure", "then"),
@@ -507,12 +456,21 @@ def _fail_eagerly(rank: int, failure: str, strategy: str, then: str) -> None:
         *(pytest.param(failure, "aot_eager", marks=LATE) for failure in FAILURES),
     ],
 )
-def test_exceptions(two: Ranks, failure: str, strategy: str, then: str) -> None:
+@on_ranks(2)
+def test_exceptions(failure: str, strategy: str, then: str) -> None:
     """After an exception in forward, in backward or between units, the next step computes the right numbers."""
-    two.run(_fail_eagerly, failure, strategy, then)
+    reference, model = reference_and_model(MLP, strategy)
+    hook = FAILURES[failure](model)
+    with pytest.raises(_Expected):
+        backward(model, MLP, mine(MLP, 5))
+    hook.remove()
+    follow(executor(model, then), reference, MLP)
 
 
-def _fail_compiled(rank: int, failure: str) -> None:
+@pytest.mark.parametrize("failure", ["shape", "hook"])
+@on_ranks(2)
+def test_exceptions_compiled(failure: str) -> None:
+    """A compiled model survives an exception while it is traced and one after its backward."""
     reference, model = reference_and_model(MLP)
     run = executor(model, "aot_eager")
     follow(run, reference, MLP)
@@ -528,17 +486,8 @@ def _fail_compiled(rank: int, failure: str) -> None:
     follow(model, reference, MLP)
 
 
-@pytest.mark.parametrize("failure", ["shape", "hook"])
-def test_exceptions_compiled(two: Ranks, failure: str) -> None:
-    """A compiled model survives an exception while it is traced and one after its backward."""
-    two.run(_fail_compiled, failure)
-
-
-def _train_strictly(rank: int) -> None:
+@on_ranks(2)
+def test_operators_return_no_aliases(rank: int) -> None:
+    """`aot_eager` runs where torch refuses operators whose results share memory: its default when `$CI` is set."""
     with torch._functorch.config.patch(error_on_custom_op_aliasing=True):
         _train(rank, MLP, "aot_eager")
-
-
-def test_operators_return_no_aliases(two: Ranks) -> None:
-    """`aot_eager` runs where torch refuses operators whose results share memory: its default when `$CI` is set."""
-    two.run(_train_strictly)

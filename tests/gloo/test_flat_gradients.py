@@ -14,7 +14,7 @@ from fsdp_compile.core.unit import unit_of
 from fsdp_compile.optim import flat as flat_module
 from fsdp_compile.optim.flat import FlatUpdate
 from fsdp_compile.tensors.sharded_tensor import FlatGradient, ShardedTensor
-from gloo.ranks import Ranks
+from gloo.ranks import Ranks, on_ranks
 
 
 def _model() -> nn.Module:
@@ -30,7 +30,10 @@ def _flat_gradients(of: nn.Module) -> list[FlatGradient]:
     return FlatGradient.behind(params, [param.spec for param in params])
 
 
-def _passes_autograd_by(rank: int) -> None:
+@on_ranks(2)
+def test_gradients_pass_autograd_by() -> None:
+    """Gradients are segments of the flat one, split when one is looked at, also when an optimizer has made its state;
+    hooks, other gradients of the same pass, and new data of a gradient count."""
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -60,12 +63,6 @@ def _passes_autograd_by(rank: int) -> None:
     assert _flat_gradients(model[2])
     model[2].bias.grad.data = torch.zeros(8)
     assert not _flat_gradients(model[2])
-
-
-def test_gradients_pass_autograd_by(two: Ranks) -> None:
-    """Gradients are segments of the flat one, split when one is looked at, also when an optimizer has made its state;
-    hooks, other gradients of the same pass, and new data of a gradient count."""
-    two.run(_passes_autograd_by)
 
 
 def _freed_with_updates(rank: int, clip_norm: float | None) -> float:

@@ -15,7 +15,7 @@ from fsdp_compile.optim import flat, flat_step
 from fsdp_compile.optim.flat import FlatStep, gradient_norm
 from fsdp_compile.optim.segments import Segments
 
-from .ranks import NIGHTLY, Ranks
+from .ranks import NIGHTLY, Ranks, on_ranks
 from .training import local
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -93,7 +93,10 @@ def test_as_ordinary_steps(two: Ranks, by_groups: bool) -> None:
     two.run(_train, list(OPTIMIZERS) if NIGHTLY else BY_DAY, by_groups)
 
 
-def _look(rank: int) -> None:
+@on_ranks(2)
+def test_what_is_updated_at_once() -> None:
+    """Parameters that lie side by side are one parameter to the optimizer, and one call of what is fused; nothing is
+    fused where the optimizer's own step has more to do."""
     model = fully_shard(_model(), auto_wrap_policy=None)
     optimizer = torch.optim.AdamW(_groups(model), lr=0.1)
     model(torch.ones(3, 9)).square().sum().backward()
@@ -111,13 +114,10 @@ def _look(rank: int) -> None:
     assert [len(update.recorded) for update in step.before_backward().values()] == [0]
 
 
-def test_what_is_updated_at_once(two: Ranks) -> None:
-    """Parameters that lie side by side are one parameter to the optimizer, and one call of what is fused; nothing is
-    fused where the optimizer's own step has more to do."""
-    two.run(_look)
-
-
-def _fuse(rank: int) -> None:
+@on_ranks(2)
+def test_fused_updates(rank: int) -> None:
+    """What is fused is the clipped step of a flat parameter, also of one with a single parameter; autograd notices that
+    its parameters changed. The program runs as it is: what Inductor makes of it is shown by `compile_step`'s tests."""
     torch.manual_seed(0)
     models: list[Any] = [fully_shard(nn.Linear(9, 9, bias=False)) for _ in range(2)]
     models[1].weight.data.copy_(models[0].weight)
@@ -145,13 +145,11 @@ def _fuse(rank: int) -> None:
         _assert_equal(*models, optimizers)
 
 
-def test_fused_updates(two: Ranks) -> None:
-    """What is fused is the clipped step of a flat parameter, also of one with a single parameter; autograd notices that
-    its parameters changed. The program runs as it is: what Inductor makes of it is shown by `compile_step`'s tests."""
-    two.run(_fuse)
-
-
-def _take_turns(rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["step", "in backward", "state"])
+@on_ranks(2)
+def test_before_other_steps(rank: int, how: str) -> None:
+    """Steps that update parameters one by one count as ordinary steps where flat ones came before: those of
+    `compile_step`, its updates in backward, and steps after a parameter has got more state than others."""
     models = [fully_shard(_model(), auto_wrap_policy=None) for _ in range(2)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
     flat_step(optimizers[1], False)
@@ -171,19 +169,9 @@ def _take_turns(rank: int, how: str) -> None:
     _assert_equal(*models, optimizers)
 
 
-@pytest.mark.parametrize("how", ["step", "in backward", "state"])
-def test_before_other_steps(two: Ranks, how: str) -> None:
-    """Steps that update parameters one by one count as ordinary steps where flat ones came before: those of
-    `compile_step`, its updates in backward, and steps after a parameter has got more state than others."""
-    two.run(_take_turns, how)
-
-
-def _refuse(rank: int) -> None:
+@on_ranks(2)
+def test_refused() -> None:
+    """An optimizer whose update of an element depends on others is refused."""
     model = fully_shard(_model())
     with pytest.raises(TypeError, match=r"flat_step takes optimizers that update elementwise \(SGD, .*, not Adafactor"):
         flat_step(torch.optim.Adafactor(model.parameters()))
-
-
-def test_refused(two: Ranks) -> None:
-    """An optimizer whose update of an element depends on others is refused."""
-    two.run(_refuse)

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from fsdp_compile.passes import inductor
 from fsdp_compile.passes.post_grad import foreign
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 
 
 class Block(nn.Module):
@@ -439,7 +439,9 @@ def test_one_rank_has_compiled_before(two: Ranks, tmp_path: Path) -> None:
     two.run(_cold_and_warm, str(tmp_path))
 
 
-def _with_a_budget(rank: int) -> None:
+@on_ranks(2)
+def test_graphs_without_collectives_take_any_option() -> None:
+    """Options that need a link, such as a budget, are no error for graphs in which nothing is planned."""
     for options in ({"budget": 10**9}, {"device": "cpu"}):
         torch._dynamo.reset()
         with interpreted():
@@ -447,8 +449,3 @@ def _with_a_budget(rank: int) -> None:
             assert run(torch.zeros(2)).sum() == 0
         # As `install` has them for plain `torch.compile`.
         inductor.pipelines(inductor.CompileConfig(**options), inductor.PASSES)
-
-
-def test_graphs_without_collectives_take_any_option(two: Ranks) -> None:
-    """Options that need a link, such as a budget, are no error for graphs in which nothing is planned."""
-    two.run(_with_a_budget)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import ShardingStrategy, fully_shard
 
-from .ranks import Ranks
+from .ranks import on_ranks
 from .test_communication import _assert_freed, _gathered_bytes, _soon, _spied
 from .training import (
     OPTIMIZERS,
@@ -71,7 +71,15 @@ def _frozen_blocks(how: str = "none") -> _Chain:
     return _Chain([Residual(11, 23).requires_grad_(False) for _ in range(6)], how)
 
 
-def _train_lora(rank: int, base: torch.dtype, strategy: str, checkpoints: str) -> None:
+@pytest.mark.parametrize("checkpoints", ["none", "around", "reentrant"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("base", [BF16, FP32])
+@on_ranks(2)
+def test_lora(base: torch.dtype, strategy: str, checkpoints: str) -> None:
+    """Adapters on a frozen base train as unsharded; forward gathers all once, backward reduces adapters alone.
+
+    E-FRZ-1, E-LIM-4.
+    """
     case = Case(partial(_lora, base, checkpoints), vectors, squared_error)
     reference, model = reference_and_model(case, strategy)
     follow(model, reference, case)
@@ -88,17 +96,6 @@ def _train_lora(rank: int, base: torch.dtype, strategy: str, checkpoints: str) -
     assert reduced == trained and len(flats) == 3 * 2 + 1, (reduced, trained)
 
 
-@pytest.mark.parametrize("checkpoints", ["none", "around", "reentrant"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize("base", [BF16, FP32])
-def test_lora(two: Ranks, base: torch.dtype, strategy: str, checkpoints: str) -> None:
-    """Adapters on a frozen base train as unsharded; forward gathers all once, backward reduces adapters alone.
-
-    E-FRZ-1, E-LIM-4.
-    """
-    two.run(_train_lora, base, strategy, checkpoints)
-
-
 # --- memory of frozen units -------------------------------------------------------------------------------------------
 
 
@@ -109,7 +106,14 @@ KINDS = {
 }
 
 
-def _watch(rank: int, kind: str, how: str) -> None:
+@pytest.mark.parametrize("how", ["none", "around", "reentrant"])
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_units_are_freed_in_backward(rank: int, kind: str, how: str) -> None:
+    """A unit is freed once its backward has run, not at the end: frozen or not, and in checkpoints of both kinds.
+
+    E-FRZ-2, E-AC-2.
+    """
     model = fully_shard(KINDS[kind](how))
     sizes = {flat.layout.numel for unit in units(model.blocks[0]) for flat in unit.flats}
     held: list[int] = []
@@ -129,17 +133,10 @@ def _watch(rank: int, kind: str, how: str) -> None:
     _assert_freed(calls, "after backward")
 
 
-@pytest.mark.parametrize("how", ["none", "around", "reentrant"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_units_are_freed_in_backward(two: Ranks, kind: str, how: str) -> None:
-    """A unit is freed once its backward has run, not at the end: frozen or not, and in checkpoints of both kinds.
-
-    E-FRZ-2, E-AC-2.
-    """
-    two.run(_watch, kind, how)
-
-
-def _no_input_needs_grad(rank: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@on_ranks(2)
+def test_frozen_units_without_backward(rank: int, strategy: str) -> None:
+    """Frozen units whose inputs need no gradient are gathered for forward, freed and never reduced (E-FRZ-3)."""
     model = nn.Sequential(*(Residual(11, 23) for _ in range(3)), nn.Linear(11, 5))
     model[:3].requires_grad_(False)
     strategies = torch.distributed.fsdp.ShardingStrategy
@@ -156,13 +153,9 @@ def _no_input_needs_grad(rank: int, strategy: str) -> None:
     assert all(param.grad is None for param in model[:3].parameters())
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_frozen_units_without_backward(two: Ranks, strategy: str) -> None:
-    """Frozen units whose inputs need no gradient are gathered for forward, freed and never reduced (E-FRZ-3)."""
-    two.run(_no_input_needs_grad, strategy)
-
-
-def _tune_prompt(rank: int) -> None:
+@on_ranks(2)
+def test_a_trained_input_collects_no_hooks() -> None:
+    """A leaf that is fed to a frozen model in every step (prompt tuning) is left without hooks (E-FRZ-2)."""
     model = fully_shard(nn.Sequential(*(Residual(7, 9).requires_grad_(False) for _ in range(2))))
     prompt = torch.zeros(7, requires_grad=True)
     for _step in range(3):
@@ -171,12 +164,9 @@ def _tune_prompt(rank: int) -> None:
     assert prompt.grad is not None and prompt.grad.abs().sum() > 0
 
 
-def test_a_trained_input_collects_no_hooks(two: Ranks) -> None:
-    """A leaf that is fed to a frozen model in every step (prompt tuning) is left without hooks (E-FRZ-2)."""
-    two.run(_tune_prompt)
-
-
-def _attack_inputs(rank: int) -> None:
+@on_ranks(2)
+def test_gradients_of_inputs_alone() -> None:
+    """`torch.autograd.grad` of a leaf that is fed to frozen parameters, as for adversarial examples."""
     torch.manual_seed(0)
     plain = nn.Sequential(*(Residual(7, 9).requires_grad_(False) for _ in range(2)))
     model: Any = fully_shard(copy.deepcopy(plain), auto_wrap_policy={Residual})
@@ -192,15 +182,13 @@ def _attack_inputs(rank: int) -> None:
         assert not any(unit.is_unsharded for unit in units(model))
 
 
-def test_gradients_of_inputs_alone(two: Ranks) -> None:
-    """`torch.autograd.grad` of a leaf that is fed to frozen parameters, as for adversarial examples."""
-    two.run(_attack_inputs)
-
-
 # --- freezing at run time ---------------------------------------------------------------------------------------------
 
 
-def _freeze_units(rank: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@on_ranks(2)
+def test_freezing_units_at_run_time(strategy: str) -> None:
+    """Whole units may be frozen and thawed between steps; the rest trains on as unsharded (E-NONE-5)."""
     reference, model = reference_and_model(MLP, strategy)
     for frozen in ([], [0, 1], [0, 1, 2], [1], []):
         for each in (reference, model):
@@ -211,13 +199,11 @@ def _freeze_units(rank: int, strategy: str) -> None:
             assert all(param.grad is None for param in model.blocks[index].parameters())
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_freezing_units_at_run_time(two: Ranks, strategy: str) -> None:
-    """Whole units may be frozen and thawed between steps; the rest trains on as unsharded (E-NONE-5)."""
-    two.run(_freeze_units, strategy)
-
-
-def _thaw(rank: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_thawing_what_was_frozen_before(strategy: str) -> None:
+    """A unit, and parameters of one, that were frozen when the model was sharded train from the step on that thaws
+    them."""
     reference = build(MLP)
     for each in (reference.blocks[0], reference.blocks[2].up):
         each.requires_grad_(False)
@@ -226,13 +212,6 @@ def _thaw(rank: int, strategy: str) -> None:
     for each in (model, reference):
         each.requires_grad_(True)
     follow(model, reference, MLP, steps=2)
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_thawing_what_was_frozen_before(two: Ranks, strategy: str) -> None:
-    """A unit, and parameters of one, that were frozen when the model was sharded train from the step on that thaws
-    them."""
-    two.run(_thaw, strategy)
 
 
 # --- several dtypes ---------------------------------------------------------------------------------------------------
@@ -252,7 +231,14 @@ class _Mixed(nn.Module):
         return self.head(torch.tanh(self.wide(x.double())).float())
 
 
-def _train_mixed(rank: int, how: str, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+@on_ranks(2)
+def test_several_dtypes_in_one_unit(how: str, strategy: str) -> None:
+    """A unit may have parameters of several dtypes: one flat parameter, one gather and one reduce for each.
+
+    E-LIM-14, E-ERR-20.
+    """
     case = Case(_Mixed, vectors, squared_error)
     reference = build(case)
     model = shard(case, strategy)
@@ -272,13 +258,3 @@ def _train_mixed(rank: int, how: str, strategy: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert_same_parameters(model, reference, 1e-2, 1e-3)  # gradients in bf16 are rounded before the mean is taken
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
-def test_several_dtypes_in_one_unit(two: Ranks, how: str, strategy: str) -> None:
-    """A unit may have parameters of several dtypes: one flat parameter, one gather and one reduce for each.
-
-    E-LIM-14, E-ERR-20.
-    """
-    two.run(_train_mixed, how, strategy)

@@ -36,7 +36,7 @@ from fsdp_compile import (
 from fsdp_compile.parameter_owner import HasShardedParameters
 from fsdp_compile.state_dict.sharded_value import full_tensor
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .training import backward, build, mine
 
 MLP = MODELS["mlp"]
@@ -81,16 +81,13 @@ def _names_everywhere(kind: Any, model: Any) -> list[Any]:
     return found
 
 
-def _names(rank: int) -> None:
+@on_ranks(2)
+def test_names() -> None:
+    """Parameters, buffers, modules and state dicts have the names that torch's wrapper gives them, nested wrappers
+    included, within `summon_full_params` and outside; so do missing and unexpected keys."""
     (torch_kind, theirs), (kind, ours) = _both()
     for expected, found in zip(_names_everywhere(torch_kind, theirs), _names_everywhere(kind, ours), strict=True):
         assert found == expected, f"expected {expected}, found {found}"
-
-
-def test_names(two: Ranks) -> None:
-    """Parameters, buffers, modules and state dicts have the names that torch's wrapper gives them, nested wrappers
-    included, within `summon_full_params` and outside; so do missing and unexpected keys."""
-    two.run(_names)
 
 
 # --- optimizer state --------------------------------------------------------------------------------------------------
@@ -182,7 +179,15 @@ class _OwnOnEachRank(nn.Module):
         return self.shared(getattr(self, self.own_name)(x))
 
 
-def _state_of_own_parameters(rank: int) -> None:
+def _full_states(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    states = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+    return {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
+
+
+@on_ranks(2)
+def test_state_of_own_parameters(rank: int) -> None:
+    """State of parameters that one rank alone has stays with it, full and sharded, and may be absent from what is
+    loaded. An optimizer whose state dict has names gets its state back by the names that it has itself."""
     own = {f"own{rank}.weight", f"own{rank}.bias"}
     model = _OwnOnEachRank(rank)
     optimizers: list[Any] = [start(model, OPTIMIZERS["adamw"])]
@@ -215,18 +220,9 @@ def _state_of_own_parameters(rank: int) -> None:
         fresh.load_state_dict(loaded)
 
 
-def _full_states(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    states = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
-    return {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
-
-
-def test_state_of_own_parameters(two: Ranks) -> None:
-    """State of parameters that one rank alone has stays with it, full and sharded, and may be absent from what is
-    loaded. An optimizer whose state dict has names gets its state back by the names that it has itself."""
-    two.run(_state_of_own_parameters)
-
-
-def _without_groups(rank: int) -> None:
+@on_ranks(2)
+def test_state_without_groups() -> None:
+    """A given state dict of an optimizer may lack its groups; so does the result."""
     model, optimizer = _wrapped()
     fill(model, optimizer)
     given = {"state": optimizer.state_dict()["state"]}
@@ -235,11 +231,6 @@ def _without_groups(rank: int) -> None:
     assert list(found) == ["state"] and list(found["state"]) == list(expected)
     assert all(torch.equal(value, expected[name][key]) for name, state in found["state"].items()
                for key, value in state.items())  # fmt: skip
-
-
-def test_state_without_groups(two: Ranks) -> None:
-    """A given state dict of an optimizer may lack its groups; so does the result."""
-    two.run(_without_groups)
 
 
 # --- apply ------------------------------------------------------------------------------------------------------------
@@ -251,7 +242,14 @@ def _fill_linear(module: nn.Module) -> None:
         module.weight.fill_(1.0)
 
 
-def _types(rank: int) -> None:
+def _in_order(module: nn.Module) -> list[nn.Module]:
+    return [*(each for child in module.children() for each in _in_order(child)), module]
+
+
+@on_ranks(2)
+def test_types_in_apply() -> None:
+    """What `apply` calls finds `type(module) is nn.Linear`, as with torch's wrapper, and fills the same weights; the
+    modules that `fully_shard` was called on stay `FSDPModule`s. A failure leaves the classes as they were."""
     found = []
     for kind, model in _both():
         seen: list[Any] = []
@@ -272,16 +270,6 @@ def _types(rank: int) -> None:
     with pytest.raises(ZeroDivisionError):
         sharded.apply(lambda module: 1 / 0)
     assert isinstance(sharded, FSDPModule) and isinstance(sharded.stem, HasShardedParameters)
-
-
-def _in_order(module: nn.Module) -> list[nn.Module]:
-    return [*(each for child in module.children() for each in _in_order(child)), module]
-
-
-def test_types_in_apply(two: Ranks) -> None:
-    """What `apply` calls finds `type(module) is nn.Linear`, as with torch's wrapper, and fills the same weights; the
-    modules that `fully_shard` was called on stay `FSDPModule`s. A failure leaves the classes as they were."""
-    two.run(_types)
 
 
 # --- settings and inputs ----------------------------------------------------------------------------------------------
@@ -323,7 +311,12 @@ def _dtypes(value: Any) -> Any:
     return (type(value), *map(_dtypes, value)) if isinstance(value, (list, tuple, set)) else value
 
 
-def _settings(rank: int) -> None:
+@on_ranks(2)
+def test_settings_and_inputs() -> None:
+    """All public attributes have the values that torch's wrapper gives them, on the root and below it.
+
+    Inputs are cast in the same containers, and what the caller has is not changed.
+    """
     (_, theirs), (_, ours) = _both()
     for one, other in (theirs, ours), (theirs.blocks[0], ours.blocks[0]):
         for name in (name for name in vars(one) if not name.startswith("_") and name not in LEFT_OUT):
@@ -347,15 +340,11 @@ def _settings(rank: int) -> None:
     assert str(seen[0]) == str(seen[1]).replace(str(seen[1][1]), str((*seen[1][1][:4], torch.float32, None)))
 
 
-def test_settings_and_inputs(two: Ranks) -> None:
-    """All public attributes have the values that torch's wrapper gives them, on the root and below it.
-
-    Inputs are cast in the same containers, and what the caller has is not changed.
-    """
-    two.run(_settings)
-
-
-def _snapshot(rank: int, kind: StateDictType) -> None:
+@pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT,
+                                  StateDictType.LOCAL_STATE_DICT])  # fmt: skip
+@on_ranks(2)
+def test_a_state_dict_is_a_snapshot(kind: StateDictType) -> None:
+    """State dicts of a kind that was set, kept while training goes on, bring model and optimizer back."""
     model = FullyShardedDataParallel(MLP.build())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
@@ -374,13 +363,6 @@ def _snapshot(rank: int, kind: StateDictType) -> None:
         optimizer.load_state_dict(optim_state_dict_to_load(model, optimizer, states))
     step(1)
     assert all(torch.equal(param, other) for param, other in zip(model.parameters(), expected, strict=True))
-
-
-@pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT,
-                                  StateDictType.LOCAL_STATE_DICT])  # fmt: skip
-def test_a_state_dict_is_a_snapshot(two: Ranks, kind: StateDictType) -> None:
-    """State dicts of a kind that was set, kept while training goes on, bring model and optimizer back."""
-    two.run(_snapshot, kind)
 
 
 # --- values of sharded state dicts ------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import fsdp_compile
 from fsdp_compile import fully_shard
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .training import build
 
 STEPS = 4
@@ -205,7 +205,16 @@ def test_hybrid(four: Ranks, tmp_path: Path) -> None:
     four.run(_compare, hybrid, tmp_path, 1e-5)
 
 
-def _like_parameters(rank: int) -> None:
+@torch.no_grad()
+def _copy_into(parameters: dict[str, Any], state: dict[str, Tensor]) -> None:
+    for name, value in state.items():
+        parameters[name].copy_(value)
+
+
+@on_ranks(2)
+def test_distributed_like_parameters() -> None:
+    """`distribute_tensor(full, p.device_mesh, p.placements)` loads into p in all ways, of parameters and of values;
+    `DTensor.from_local` of local data, which is no part of dimension 0, is refused."""
     world = dist.get_world_size()
     for mesh in (None, init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (1, world))):
         plain, model = build(MODELS["mlp"], seed=1).state_dict(), fully_shard(build(MODELS["mlp"]), mesh=mesh)
@@ -233,18 +242,6 @@ def _like_parameters(rank: int) -> None:
                 assert all(torch.equal(param.full_tensor(), plain[name]) for name, param in parameters.items())
 
 
-@torch.no_grad()
-def _copy_into(parameters: dict[str, Any], state: dict[str, Tensor]) -> None:
-    for name, value in state.items():
-        parameters[name].copy_(value)
-
-
-def test_distributed_like_parameters(two: Ranks) -> None:
-    """`distribute_tensor(full, p.device_mesh, p.placements)` loads into p in all ways, of parameters and of values;
-    `DTensor.from_local` of local data, which is no part of dimension 0, is refused."""
-    two.run(_like_parameters)
-
-
 class _Product(nn.Module):
     """Has no `reset_parameters`, so that on the meta device it waits for values."""
 
@@ -262,7 +259,10 @@ def _tied_products() -> nn.Module:
     return model
 
 
-def _load_onto_meta(rank: int) -> None:
+@on_ranks(2)
+def test_values_assigned_on_meta() -> None:
+    """Parameters on meta get values by `load_state_dict(assign=True)`, at once or in pieces, or by plain parameters in
+    their place (E-META-7). A DTensor in a parameter's place, and as its `.data`, is read in full."""
     plain, generator = _tied_products(), seeded(0)
     with torch.no_grad():
         for param in plain.parameters():
@@ -305,9 +305,3 @@ def _load_onto_meta(rank: int) -> None:
     model[1].weight = nn.Parameter(state["1.weight"])
     model(x).sum().backward()
     assert torch.equal(model[1].weight.full_tensor(), plain[1].weight)
-
-
-def test_values_assigned_on_meta(two: Ranks) -> None:
-    """Parameters on meta get values by `load_state_dict(assign=True)`, at once or in pieces, or by plain parameters in
-    their place (E-META-7). A DTensor in a parameter's place, and as its `.data`, is read in full."""
-    two.run(_load_onto_meta)

@@ -21,7 +21,7 @@ from fsdp_compile.tensors import sharded_tensor
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .training import (
     OPTIMIZERS,
     assert_bitwise,
@@ -47,22 +47,6 @@ all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 # --- in flight --------------------------------------------------------------------------------------------------------
 
 
-def _detect_anomaly(rank: int, strategy: str, blocks: bool) -> None:
-    model = shard(MODELS["gpt"], strategy)
-    if blocks:
-        for block in model.blocks:
-            block.compile(backend="aot_eager")
-    for block in model.blocks:  # the reduces of rank 0 are in flight for a while
-        block.register_forward_hook(lambda *args: args[-1].register_hook(lambda grad: sleep(0.03 * rank)) and None)
-    torch.use_deterministic_algorithms(True)  # memory that nothing was written to is NaN
-    try:
-        for _ in range(2):
-            with torch.autograd.detect_anomaly():
-                backward(model, MODELS["gpt"], mine(MODELS["gpt"], 1))
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 class _Mixed(nn.Module):
     """A compiled model that runs a second time where Dynamo does not compile it."""
 
@@ -74,7 +58,31 @@ class _Mixed(nn.Module):
         return self.stack(x) + torch.compiler.disable(self.stack)(x)
 
 
-def _compiled_and_eager(rank: int, strategy: str, backend: str, options: dict[str, Any], every: int) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "backend", "options", "every"),
+    [
+        ("FULL_SHARD", "aot_eager", {}, 3),
+        *(
+            pytest.param(strategy, backend, options, 1, marks=pytest.mark.nightly)
+            for strategy, backend, options in (
+                ("FULL_SHARD", "aot_eager", {}),
+                ("SHARD_GRAD_OP", "aot_eager", {}),
+                ("NO_SHARD", "aot_eager", {}),
+                ("FULL_SHARD", "aot_eager", {"cpu_offload": CPUOffload(offload_params=True)}),
+                ("FULL_SHARD", "inductor", {}),
+            )
+        ),
+    ],
+)
+@on_ranks(2)
+def test_one_backward_of_compiled_and_eager_forwards(
+    rank: int, strategy: str, backend: str, options: dict[str, Any], every: int
+) -> None:
+    """A unit that runs compiled and eagerly, and whose gradients come in one backward, has the sum of both.
+
+    The eager one's may still be reduced when autograd has the compiled one's.
+    """
+
     def sharded(model: nn.Module) -> nn.Module:
         for block in model.blocks:
             if not isinstance(block, FSDPModule):
@@ -126,40 +134,27 @@ def _compiled_and_eager(rank: int, strategy: str, backend: str, options: dict[st
     assert_same_gradients(model, reference)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "backend", "options", "every"),
-    [
-        ("FULL_SHARD", "aot_eager", {}, 3),
-        *(
-            pytest.param(strategy, backend, options, 1, marks=pytest.mark.nightly)
-            for strategy, backend, options in (
-                ("FULL_SHARD", "aot_eager", {}),
-                ("SHARD_GRAD_OP", "aot_eager", {}),
-                ("NO_SHARD", "aot_eager", {}),
-                ("FULL_SHARD", "aot_eager", {"cpu_offload": CPUOffload(offload_params=True)}),
-                ("FULL_SHARD", "inductor", {}),
-            )
-        ),
-    ],
-)
-def test_one_backward_of_compiled_and_eager_forwards(
-    two: Ranks, strategy: str, backend: str, options: dict[str, Any], every: int
-) -> None:
-    """A unit that runs compiled and eagerly, and whose gradients come in one backward, has the sum of both.
-
-    The eager one's may still be reduced when autograd has the compiled one's.
-    """
-    two.run(_compiled_and_eager, strategy, backend, options, every)
-
-
 @pytest.mark.filterwarnings("ignore:Anomaly")
 @pytest.mark.parametrize(
     ("strategy", "blocks"),
     [("FULL_SHARD", False), ("NO_SHARD", False), pytest.param("FULL_SHARD", True, marks=pytest.mark.nightly)],
 )
-def test_detect_anomaly_waits_for_what_it_reads(two: Ranks, strategy: str, blocks: bool) -> None:
+@on_ranks(2)
+def test_detect_anomaly_waits_for_what_it_reads(rank: int, strategy: str, blocks: bool) -> None:
     """It looks for NaN in gradients that are being reduced, which have no values yet."""
-    two.run(_detect_anomaly, strategy, blocks)
+    model = shard(MODELS["gpt"], strategy)
+    if blocks:
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    for block in model.blocks:  # the reduces of rank 0 are in flight for a while
+        block.register_forward_hook(lambda *args: args[-1].register_hook(lambda grad: sleep(0.03 * rank)) and None)
+    torch.use_deterministic_algorithms(True)  # memory that nothing was written to is NaN
+    try:
+        for _ in range(2):
+            with torch.autograd.detect_anomaly():
+                backward(model, MODELS["gpt"], mine(MODELS["gpt"], 1))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 # --- which parameters have one ----------------------------------------------------------------------------------------
@@ -186,7 +181,13 @@ class _LeavesOut(nn.Module):
         return self.head(self.blocks[0](x))
 
 
-def _none_or_not(rank: int) -> None:
+@on_ranks(2)
+def test_gradients_of_unused_frozen_and_cleared_parameters() -> None:
+    """None for all of a unit that was not used, for frozen parameters, and for one unused in a unit that was.
+
+    One that the user sets to None is None until the next backward, which starts it anew; no other changes by that.
+    E-NONE-1, E-NONE-2, E-NONE-4.
+    """
     case = Case(_LeavesOut, vectors, squared_error)
     reference, model = reference_and_model(case)
     used, unused = model.blocks
@@ -211,16 +212,13 @@ def _none_or_not(rank: int) -> None:
             torch.testing.assert_close(local(ours.grad), here, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_gradients_of_unused_frozen_and_cleared_parameters(two: Ranks) -> None:
-    """None for all of a unit that was not used, for frozen parameters, and for one unused in a unit that was.
+@on_ranks(2)
+def test_gradients_of_an_example(rank: int) -> None:
+    """Parameters of 3, 25 and 5 elements at 0, 16 and 48 of 64: the second's 16 first elements are the first rank's.
 
-    One that the user sets to None is None until the next backward, which starts it anew; no other changes by that.
-    E-NONE-1, E-NONE-2, E-NONE-4.
+    Of what a rank has nothing of, its gradient has no elements there (E-GRAD-1, E-GRAD-10, on our grid of 16 elements).
     """
-    two.run(_none_or_not)
 
-
-def _example(rank: int) -> None:
     class Abc(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -241,18 +239,30 @@ def _example(rank: int) -> None:
         assert torch.equal(param.grad.full_tensor(), mean[: param.numel()].view(param.shape))
 
 
-def test_gradients_of_an_example(two: Ranks) -> None:
-    """Parameters of 3, 25 and 5 elements at 0, 16 and 48 of 64: the second's 16 first elements are the first rank's.
-
-    Of what a rank has nothing of, its gradient has no elements there (E-GRAD-1, E-GRAD-10, on our grid of 16 elements).
-    """
-    two.run(_example)
-
-
 # --- sums -------------------------------------------------------------------------------------------------------------
 
 
-def _add_up(rank: int, strategy: str, offload: bool) -> None:
+def _unreduced(grad: Tensor) -> Tensor:
+    """All elements of a gradient that this rank has accumulated."""
+    if isinstance(grad, UnreducedGradient):
+        return grad.full_tensor()
+    assert not isinstance(grad, ShardedTensor), "expected an accumulated gradient, found a reduced one"
+    return grad
+
+
+def _pairs(model: nn.Module, reference: nn.Module) -> Any:
+    return zip(model.parameters(), reference.parameters(), strict=True)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@all_strategies
+@on_ranks(2)
+def test_gradients_add_up(strategy: str, offload: bool) -> None:
+    """Backward adds to what the user has put into `.grad`, to reduced and to local gradients; nothing is lost.
+
+    `.grad` is the reduced gradient after a backward that reduces, and the local one in full shape after one that does
+    not, also once another forward has run. E-BWD-6, E-WB-10, E-GRAD-4, E-GRAD-7.
+    """
     reference, model = build(MLP), shard(MLP, strategy, cpu_offload=CPUOffload(offload))
     for ours, theirs in _pairs(model, reference):
         theirs.grad = torch.randn(theirs.shape, generator=seeded(theirs.numel()))
@@ -276,30 +286,10 @@ def _add_up(rank: int, strategy: str, offload: bool) -> None:
     assert kinds == {(ShardedTensor, True)}
 
 
-def _unreduced(grad: Tensor) -> Tensor:
-    """All elements of a gradient that this rank has accumulated."""
-    if isinstance(grad, UnreducedGradient):
-        return grad.full_tensor()
-    assert not isinstance(grad, ShardedTensor), "expected an accumulated gradient, found a reduced one"
-    return grad
-
-
-def _pairs(model: nn.Module, reference: nn.Module) -> Any:
-    return zip(model.parameters(), reference.parameters(), strict=True)
-
-
-@pytest.mark.parametrize("offload", [False, True])
 @all_strategies
-def test_gradients_add_up(two: Ranks, strategy: str, offload: bool) -> None:
-    """Backward adds to what the user has put into `.grad`, to reduced and to local gradients; nothing is lost.
-
-    `.grad` is the reduced gradient after a backward that reduces, and the local one in full shape after one that does
-    not, also once another forward has run. E-BWD-6, E-WB-10, E-GRAD-4, E-GRAD-7.
-    """
-    two.run(_add_up, strategy, offload)
-
-
-def _see_reduction(rank: int, strategy: str) -> None:
+@on_ranks(2)
+def test_gradients_are_seen_when_they_are_reduced(strategy: str) -> None:
+    """Hooks on parameters find this rank's part of the mean, and before it nothing is to be seen (E-GRAD-5)."""
     reference, model = reference_and_model(MLP, strategy)
     backward(reference, MLP, whole(MLP, 1))
     seen: dict[str, Tensor] = {}
@@ -321,16 +311,18 @@ def _see_reduction(rank: int, strategy: str) -> None:
         torch.testing.assert_close(seen[name], theirs.grad.flatten()[:0] if here is None else here)
 
 
-@all_strategies
-def test_gradients_are_seen_when_they_are_reduced(two: Ranks, strategy: str) -> None:
-    """Hooks on parameters find this rank's part of the mean, and before it nothing is to be seen (E-GRAD-5)."""
-    two.run(_see_reduction, strategy)
-
-
 # --- how they are asked for -------------------------------------------------------------------------------------------
 
 
-def _ask(rank: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_ways_to_gradients(strategy: str) -> None:
+    """backward, autograd.grad, backward(inputs=...) and hooks of three kinds find the same gradients.
+
+    They are the part of the mean over all ranks that this one stores (E-GEN-2).
+
+    A backward that nobody watches runs no operator on sharded tensors.
+    """
     reference, model = reference_and_model(MLP, strategy)
     pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
     backward(reference, MLP, whole(MLP, 1))
@@ -374,21 +366,12 @@ def _ask(rank: int, strategy: str) -> None:
     assert seen == ["of it True", "of its node True", "of its node True"], seen
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_ways_to_gradients(two: Ranks, strategy: str) -> None:
-    """backward, autograd.grad, backward(inputs=...) and hooks of three kinds find the same gradients.
-
-    They are the part of the mean over all ranks that this one stores (E-GEN-2).
-
-    A backward that nobody watches runs no operator on sharded tensors.
-    """
-    two.run(_ask, strategy)
-
-
 # --- what cannot be added to ------------------------------------------------------------------------------------------
 
 
-def _plain(rank: int) -> None:
+@on_ranks(2)
+def test_plain_gradients() -> None:
+    """Plain gradients of the full shape that the user assigns are stepped with and added to (E-WB-6, E-BWD-6)."""
     reference, model = reference_and_model(MLP)
     optimizers = [OPTIMIZERS["adamw"](each.parameters()) for each in (reference, model)]
     backward(reference, MLP, whole(MLP, 1))
@@ -413,12 +396,11 @@ def _plain(rank: int) -> None:
     assert_same_parameters(model, reference)
 
 
-def test_plain_gradients(two: Ranks) -> None:
-    """Plain gradients of the full shape that the user assigns are stepped with and added to (E-WB-6, E-BWD-6)."""
-    two.run(_plain)
-
-
-def _wrong_shape(rank: int) -> None:
+@on_ranks(2)
+def test_gradients_that_do_not_fit() -> None:
+    """A `.grad` that cannot be added to is refused on each rank: one of another shape when it is assigned (E-ERR-12),
+    a sharded one inside no_sync by the next backward, with the parameter's name (E-ERR-26).
+    """
     reference, model = reference_and_model(MLP)
     backward(model, MLP, mine(MLP, 1))
     for param in model.parameters():
@@ -437,17 +419,12 @@ def _wrong_shape(rank: int) -> None:
     follow(model, reference, MLP)
 
 
-def test_gradients_that_do_not_fit(two: Ranks) -> None:
-    """A `.grad` that cannot be added to is refused on each rank: one of another shape when it is assigned (E-ERR-12),
-    a sharded one inside no_sync by the next backward, with the parameter's name (E-ERR-26).
-    """
-    two.run(_wrong_shape)
-
-
 # --- optimizers that come late, and both entry styles -----------------------------------------------------------------
 
 
-def _attach_late(rank: int) -> None:
+@on_ranks(2)
+def test_optimizers_in_backward_may_come_after_the_first_step() -> None:
+    """They are looked for in each backward, not once at the first use (E-LAZY-5)."""
     reference, model = reference_and_model(MLP)
     follow(model, reference, MLP)
     for each in (reference, model):
@@ -461,12 +438,9 @@ def _attach_late(rank: int) -> None:
     assert_same_parameters(model, reference)
 
 
-def test_optimizers_in_backward_may_come_after_the_first_step(two: Ranks) -> None:
-    """They are looked for in each backward, not once at the first use (E-LAZY-5)."""
-    two.run(_attach_late)
-
-
-def _both_styles(rank: int) -> None:
+@on_ranks(2)
+def test_both_entry_styles_are_one_runtime() -> None:
+    """A wrapper class beside a call in place: equal units, and gradients and parameters equal to the bit (E-GEN-8)."""
     policy = {Residual}
     plain, wrapped = build(MLP), build(MLP)
     fully_shard(plain, auto_wrap_policy=policy)
@@ -479,11 +453,6 @@ def _both_styles(rank: int) -> None:
             optimizer.step()
         assert_bitwise(wrapper.module, plain, f"step {seed}")
     assert len(units(plain)) == len(units(wrapper.module)) == 4 and dist.get_world_size() == 2
-
-
-def test_both_entry_styles_are_one_runtime(two: Ranks) -> None:
-    """A wrapper class beside a call in place: equal units, and gradients and parameters equal to the bit (E-GEN-8)."""
-    two.run(_both_styles)
 
 
 class _Looks(nn.Module):

@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 from fsdp_compile import fully_shard
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
-from .ranks import NIGHTLY, Ranks
+from .ranks import NIGHTLY, on_ranks
 from .test_communication import _per_unit, _spied
 
 LOW = stock.MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
@@ -93,7 +93,9 @@ def _full_gradients(model: nn.Module) -> list[Tensor]:
     return [grad.full_tensor() if isinstance(grad, (DTensor, ShardedTensor)) else grad for grad in grads]
 
 
-def _as_stock(rank: int) -> None:
+@on_ranks(2)
+def test_hooks_see_unsharded_weights(rank: int) -> None:
+    """All kinds of hooks, on a unit and on a root, compute with complete weights: gradients as in one process."""
     for backward in (True, False):
         seen_here: Seen = []
         seen_there: Seen = []
@@ -125,11 +127,6 @@ def _as_stock(rank: int) -> None:
             assert max(_per_unit(ours, calls, "gather")) <= 2 and _per_unit(ours, calls, "reduce") == [1, 1]
 
 
-def test_hooks_see_unsharded_weights(two: Ranks) -> None:
-    """All kinds of hooks, on a unit and on a root, compute with complete weights: gradients as in one process."""
-    two.run(_as_stock)
-
-
 def _dtypes(rank: int, shard: Callable[..., Any]) -> list[Any]:
     """What hooks around casts see, and those of all modules; `always_call` after an error; other entries."""
     seen: list[Any] = []
@@ -157,13 +154,10 @@ def _dtypes(rank: int, shard: Callable[..., Any]) -> list[Any]:
     return seen
 
 
-def _casts(rank: int) -> None:
-    assert _dtypes(rank, fully_shard) == _dtypes(rank, stock.fully_shard)
-
-
-def test_hooks_see_what_casts_leave(two: Ranks) -> None:
+@on_ranks(2)
+def test_hooks_see_what_casts_leave(rank: int) -> None:
     """Inputs are cast before hooks, outputs before later hooks; a forward that raises leaves the module usable."""
-    two.run(_casts)
+    assert _dtypes(rank, fully_shard) == _dtypes(rank, stock.fully_shard)
 
 
 NORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -173,7 +167,9 @@ NORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def _computed_weights(rank: int) -> None:
+@on_ranks(2)
+def test_weights_that_hooks_compute(rank: int) -> None:
+    """Old weight_norm, spectral_norm and prune, on units and within: gradients and buffers as in one process."""
     for name, norm in NORMS.items():
         compiles = name == "spectral_norm" or (name == "weight_norm" and NIGHTLY)
         for how in ("eager", "aot_eager") if compiles else ("eager",):
@@ -195,8 +191,3 @@ def _computed_weights(rank: int) -> None:
                 buffers = [buffer.clone() for buffer in model.buffers()]
                 pairs.append([*grads, *buffers, output.detach()])
             torch.testing.assert_close(*pairs, msg=lambda text, at=(name, how): f"{at}: {text}")
-
-
-def test_weights_that_hooks_compute(two: Ranks) -> None:
-    """Old weight_norm, spectral_norm and prune, on units and within: gradients and buffers as in one process."""
-    two.run(_computed_weights)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 import fsdp_compile
 
-from .ranks import Ranks
+from .ranks import on_ranks
 from .training import OPTIMIZERS, backward, build, local, mine
 
 MLP = MODELS["mlp"]
@@ -122,21 +122,6 @@ def _values_after(trained: Trained, *seeds: int) -> list[Tensor]:
     return trained.values()
 
 
-def _interrupt(rank: int, name: str, number: int) -> None:
-    trained = TRAINED[name]()
-    trained.step(0)
-    _interrupt_again_and_again(name, number, lambda: trained)
-
-
-def _interrupt_first(rank: int, name: str, number: int) -> None:
-    def begin() -> Trained:
-        with suppress(AssertionError):  # torch counts compilations: not one whose last call-back was interrupted
-            torch._dynamo.reset()
-        return TRAINED[name]()
-
-    _interrupt_again_and_again(name, number, begin)
-
-
 def _interrupt_again_and_again(name: str, number: int, begin: Callable[[], Trained]) -> None:
     trained = begin()
     saved = trained.save()
@@ -169,14 +154,24 @@ def _interrupt_again_and_again(name: str, number: int, begin: Callable[[], Train
         *(pytest.param(name, 300, marks=pytest.mark.nightly) for name in TRAINED),
     ],
 )
-def test_the_step_after_an_interruption(two: Ranks, name: str, number: int) -> None:
+@on_ranks(2)
+def test_the_step_after_an_interruption(name: str, number: int) -> None:
     """An exception at any call of the package in forward, backward, a summon or an update leaves a model whose next
     step is that of a clean one, bit for bit; or it raises and says that a checkpoint has to be loaded, which helps."""
-    two.run(_interrupt, name, number)
+    trained = TRAINED[name]()
+    trained.step(0)
+    _interrupt_again_and_again(name, number, lambda: trained)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("name", "number"), [("compile_step", 100), ("compiled", 100)])
-def test_the_step_after_an_interrupted_compilation(two: Ranks, name: str, number: int) -> None:
+@on_ranks(2)
+def test_the_step_after_an_interrupted_compilation(name: str, number: int) -> None:
     """An exception in the first step, which compiles, leaves a model whose next step is that of a clean one."""
-    two.run(_interrupt_first, name, number)
+
+    def begin() -> Trained:
+        with suppress(AssertionError):  # torch counts compilations: not one whose last call-back was interrupted
+            torch._dynamo.reset()
+        return TRAINED[name]()
+
+    _interrupt_again_and_again(name, number, begin)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsdp_compile.fsdp_module import FSDPModule
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .training import (
     assert_same_gradients,
     assert_same_parameters,
@@ -70,7 +70,9 @@ def test_kept_through_no_sync(two: Ranks, strategy: str) -> None:
             assert [sorted(set(step)) for step in gathered] == [sorted(names)] * 3
 
 
-def _accumulate_hybrid(rank: int) -> None:
+@on_ranks(4)
+def test_hybrid_keeps_too() -> None:
+    """_HYBRID_SHARD_ZERO2 keeps its buffers as SHARD_GRAD_OP does (E-STRAT-1)."""
     reference = build(CASE)
     model = shard(CASE, "_HYBRID_SHARD_ZERO2", devices_per_node=2)
     for seed, sync in enumerate((False, True)):
@@ -78,11 +80,6 @@ def _accumulate_hybrid(rank: int) -> None:
         assert len(_gathers(model, seed, sync)) == (0 if sync else 4)
         assert bool(_bytes(model)) == (not sync)
     assert_same_gradients(model, reference)
-
-
-def test_hybrid_keeps_too(four: Ranks) -> None:
-    """_HYBRID_SHARD_ZERO2 keeps its buffers as SHARD_GRAD_OP does (E-STRAT-1)."""
-    four.run(_accumulate_hybrid)
 
 
 def _scale(model: nn.Module) -> None:
@@ -112,7 +109,10 @@ def _load_shards(model: nn.Module) -> None:
 CHANGES = {f.__name__: f for f in (_scale, _replace, _load, _load_shards)}
 
 
-def _change(rank: int, change: str) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+@on_ranks(2)
+def test_kept_values_are_never_older_than_the_shard(change: str) -> None:
+    """After a change of the parameters the next forward gathers again (E-STRAT-10)."""
     reference, model = reference_and_model(CASE, "SHARD_GRAD_OP")
     _gathers(model, 1, sync=False)
     model.zero_grad()
@@ -124,13 +124,9 @@ def _change(rank: int, change: str) -> None:
     assert_same_parameters(model, reference)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_kept_values_are_never_older_than_the_shard(two: Ranks, change: str) -> None:
-    """After a change of the parameters the next forward gathers again (E-STRAT-10)."""
-    two.run(_change, change)
-
-
-def _evaluate_between(rank: int) -> None:
+@on_ranks(2)
+def test_evaluation_reads_what_is_kept() -> None:
+    """A forward without gradients within a window of accumulation neither gathers nor drops what is kept."""
     reference, model = reference_and_model(CASE, "SHARD_GRAD_OP")
     _gathers(model, 1, sync=False)
     with recorded(model) as log, torch.no_grad():
@@ -143,12 +139,9 @@ def _evaluate_between(rank: int) -> None:
     assert_same_gradients(model, reference)
 
 
-def test_evaluation_reads_what_is_kept(two: Ranks) -> None:
-    """A forward without gradients within a window of accumulation neither gathers nor drops what is kept."""
-    two.run(_evaluate_between)
-
-
-def _pending(rank: int) -> None:
+@on_ranks(2)
+def test_two_forwards_and_no_sync() -> None:
+    """Kept buffers are no trap for other forwards that wait for backward, nor for a graph that runs again."""
     reference, model = reference_and_model(CASE, "SHARD_GRAD_OP")
     first, second = (CASE.loss(model, mine(CASE, seed)) for seed in (1, 2))
     with model.no_sync():
@@ -162,24 +155,18 @@ def _pending(rank: int) -> None:
     follow(model, reference, CASE)
 
 
-def test_two_forwards_and_no_sync(two: Ranks) -> None:
-    """Kept buffers are no trap for other forwards that wait for backward, nor for a graph that runs again."""
-    two.run(_pending)
-
-
-def _root_alone(rank: int) -> None:
+@on_ranks(2)
+def test_full_shard_keeps_nothing() -> None:
+    """Under FULL_SHARD the root is freed after backward too, synchronised or not (E-STRAT-1)."""
     model = shard(CASE)
     with model.no_sync():
         backward(model, CASE, mine(CASE, 1))
     assert all(unit.kept is None for unit in units(model))
 
 
-def test_full_shard_keeps_nothing(two: Ranks) -> None:
-    """Under FULL_SHARD the root is freed after backward too, synchronised or not (E-STRAT-1)."""
-    two.run(_root_alone)
-
-
-def _left_out(rank: int) -> None:
+@on_ranks(2)
+def test_a_rank_may_leave_out_a_backward_under_no_sync(rank: int) -> None:
+    """A backward under no_sync has no collectives: a rank may leave it out, and the next forward works on all."""
     reference, model = reference_and_model(CASE, "SHARD_GRAD_OP")
     with model.no_sync():
         loss = CASE.loss(model, mine(CASE, 1))
@@ -189,12 +176,9 @@ def _left_out(rank: int) -> None:
     follow(model, reference, CASE)
 
 
-def test_a_rank_may_leave_out_a_backward_under_no_sync(two: Ranks) -> None:
-    """A backward under no_sync has no collectives: a rank may leave it out, and the next forward works on all."""
-    two.run(_left_out)
-
-
-def _resharded(rank: int) -> None:
+@on_ranks(2)
+def test_reshard_frees_what_is_kept() -> None:
+    """reshard() gives back all memory of an idle unit: also what a backward under no_sync left."""
     reference, model = reference_and_model(CASE, "SHARD_GRAD_OP")
     _gathers(model, 1, sync=False)
     for module in model.modules():
@@ -205,11 +189,6 @@ def _resharded(rank: int) -> None:
     for seed in (1, 2):
         backward(reference, CASE, whole(CASE, seed))
     assert_same_gradients(model, reference)
-
-
-def test_reshard_frees_what_is_kept(two: Ranks) -> None:
-    """reshard() gives back all memory of an idle unit: also what a backward under no_sync left."""
-    two.run(_resharded)
 
 
 class _Chosen(nn.Module):
@@ -226,7 +205,10 @@ class _Chosen(nn.Module):
         return self.model.head(x)
 
 
-def _keep_last(rank: int) -> None:
+@on_ranks(2)
+def test_auto_keeps_the_unit_with_which_backward_begins() -> None:
+    """With "auto" an eager forward leaves the unit that ends it, if it did so before and runs once; values are those of
+    an unsharded model, also where the order changes, and with checkpoints, frozen and shared parameters."""
     case = Case(_Chosen, vectors, squared_error)
     reference, model = build(case), shard(case, reshard_after_forward="auto")
     gathered = []
@@ -257,9 +239,3 @@ def _keep_last(rank: int) -> None:
                 backward(model, other, mine(other, seed))
             backward(reference, other, whole(other, seed))
         follow(model, reference, other, steps=2)
-
-
-def test_auto_keeps_the_unit_with_which_backward_begins(two: Ranks) -> None:
-    """With "auto" an eager forward leaves the unit that ends it, if it did so before and runs once; values are those of
-    an unsharded model, also where the order changes, and with checkpoints, frozen and shared parameters."""
-    two.run(_keep_last)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .test_communication import _spied
 from .training import OPTIMIZERS, assert_same_gradients, assert_same_parameters, executor, local, units
 
@@ -99,7 +99,9 @@ def test_left_out_under_hybrid_sharding(four: Ranks) -> None:
     four.run(_left_out, HYBRID, "eager", True, True, False)
 
 
-def _cleared(rank: int) -> None:
+@on_ranks(2)
+def test_left_out_and_cleared(rank: int) -> None:
+    """What `zero_grad` has dropped is not reduced, under any strategy."""
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
         reference, model = _models(strategy)
         model.set_requires_gradient_sync(False)
@@ -110,11 +112,6 @@ def _cleared(rank: int) -> None:
         _reference_backward(reference, 1, range(dist.get_world_size()), takes_aside=False)
         assert all(param.grad is None for param in model.aside.parameters())
         assert_same_gradients(model, reference)
-
-
-def test_left_out_and_cleared(two: Ranks) -> None:
-    """What `zero_grad` has dropped is not reduced, under any strategy."""
-    two.run(_cleared)
 
 
 def test_left_out_with_a_reentrant_checkpoint(two: Ranks) -> None:
@@ -128,7 +125,9 @@ def test_left_out_compiled(two: Ranks, how: str) -> None:
     two.run(_left_out, "FULL_SHARD", how, True, False, False)
 
 
-def _hooked(rank: int) -> None:
+@on_ranks(2)
+def test_left_out_with_an_all_reduce_hook(rank: int) -> None:
+    """The hook on all-reduces sees the gradients of the unit that is left out as it sees those of the others."""
     grads = []
     for factor in (1, 3):
         _, model = _models(HYBRID)
@@ -142,12 +141,9 @@ def _hooked(rank: int) -> None:
         torch.testing.assert_close(3 * grad, tripled)
 
 
-def test_left_out_with_an_all_reduce_hook(two: Ranks) -> None:
-    """The hook on all-reduces sees the gradients of the unit that is left out as it sees those of the others."""
-    two.run(_hooked)
-
-
-def _nothing_to_reduce(rank: int) -> None:
+@on_ranks(2)
+def test_nothing_to_reduce(rank: int) -> None:
+    """Where no rank has accumulated any, gradients stay None; ranks ask once, with one number, after each no_sync."""
     reference, model = _models("FULL_SHARD")
     optimizers = [OPTIMIZERS["adamw"](each.parameters()) for each in (reference, model)]
     world = range(dist.get_world_size())
@@ -170,12 +166,11 @@ def _nothing_to_reduce(rank: int) -> None:
     assert [len(each) for each in counts] == [1, 1], counts
 
 
-def test_nothing_to_reduce(two: Ranks) -> None:
-    """Where no rank has accumulated any, gradients stay None; ranks ask once, with one number, after each no_sync."""
-    two.run(_nothing_to_reduce)
-
-
-def _never_reduced(rank: int) -> None:
+@on_ranks(2)
+def test_never_reduced(rank: int) -> None:
+    """A unit whose every backward is under set_requires_gradient_sync(False): clipping and optimizer.step() raise, and
+    nothing has changed; zero_grad drops its gradients, after which training goes on. (E-GRAD-9)
+    """
     reference, model = _models("FULL_SHARD")
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     model.aside.set_requires_gradient_sync(False)
@@ -198,14 +193,11 @@ def _never_reduced(rank: int) -> None:
     assert_same_gradients(model, reference)
 
 
-def test_never_reduced(two: Ranks) -> None:
-    """A unit whose every backward is under set_requires_gradient_sync(False): clipping and optimizer.step() raise, and
-    nothing has changed; zero_grad drops its gradients, after which training goes on. (E-GRAD-9)
+@on_ranks(2)
+def test_a_part_of_a_compiled_model(rank: int) -> None:
+    """If only a part was under set_requires_gradient_sync(False), a compiled backward without it reduces nothing of it,
+    and the step raises (docs/limits.md).
     """
-    two.run(_never_reduced)
-
-
-def _part_compiled(rank: int) -> None:
     _, model = _models("FULL_SHARD")
     run = executor(model, "aot_eager")
     model.aside.set_requires_gradient_sync(False)
@@ -214,10 +206,3 @@ def _part_compiled(rank: int) -> None:
     _loss(run, 1, rank, takes_aside=False).backward()
     with pytest.raises(RuntimeError, match=r"parameter aside.weight: its gradient was accumulated under no_sync"):
         OPTIMIZERS["momentum"](model.parameters()).step()
-
-
-def test_a_part_of_a_compiled_model(two: Ranks) -> None:
-    """If only a part was under set_requires_gradient_sync(False), a compiled backward without it reduces nothing of it,
-    and the step raises (docs/limits.md).
-    """
-    two.run(_part_compiled)

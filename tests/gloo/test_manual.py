@@ -10,7 +10,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import FSDPModule, fully_shard, summon_full_params
 
-from .ranks import Ranks
+from .ranks import on_ranks
 from .training import (
     assert_same_parameters,
     build,
@@ -31,7 +31,12 @@ both_ways = pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", m
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def _refuse(rank: int) -> None:
+@on_ranks(2)
+def test_refused_combinations() -> None:
+    """Combinations that are not offered raise NotImplementedError and name both options (E-SUM-2, E-ERR-44).
+
+    The limits that are kept: edits by one rank alone, gradients in host memory (E-LIM-8, E-LIM-9).
+    """
     reference, model = reference_and_model(MLP)
     combinations = {
         "rank0_only and writeback": dict(rank0_only=True),
@@ -43,15 +48,9 @@ def _refuse(rank: int) -> None:
     assert_same_parameters(model, reference)
 
 
-def test_refused_combinations(two: Ranks) -> None:
-    """Combinations that are not offered raise NotImplementedError and name both options (E-SUM-2, E-ERR-44).
-
-    The limits that are kept: edits by one rank alone, gradients in host memory (E-LIM-8, E-LIM-9).
-    """
-    two.run(_refuse)
-
-
-def _nest(rank: int) -> None:
+@on_ranks(2)
+def test_nesting_is_refused() -> None:
+    """It does not nest, nor allow apply, conversion, no_sync or unshard (E-SUM-4, E-STATE-4, E-ERR-46)."""
     reference, model = reference_and_model(MLP)
     with summon_full_params(model):
         for nested in (model, model.blocks[1], model.blocks[1].up):
@@ -69,12 +68,14 @@ def _nest(rank: int) -> None:
     follow(model, reference, MLP)
 
 
-def test_nesting_is_refused(two: Ranks) -> None:
-    """It does not nest, nor allow apply, conversion, no_sync or unshard (E-SUM-4, E-STATE-4, E-ERR-46)."""
-    two.run(_nest)
+@all_strategies
+@both_ways
+@on_ranks(2)
+def test_no_forward_or_backward_inside(how: str, strategy: str) -> None:
+    """A forward inside raises, but for an eager one under no_grad, and so does a backward; then all is well.
 
-
-def _forward_inside(rank: int, how: str, strategy: str) -> None:
+    E-FWD-12, E-SUM-14, E-LIM-7.
+    """
     reference, model = reference_and_model(MLP, strategy)
     run = executor(model, how)
     follow(run, reference, MLP)
@@ -99,16 +100,6 @@ def _forward_inside(rank: int, how: str, strategy: str) -> None:
     follow(run, reference, MLP)
 
 
-@all_strategies
-@both_ways
-def test_no_forward_or_backward_inside(two: Ranks, how: str, strategy: str) -> None:
-    """A forward inside raises, but for an eager one under no_grad, and so does a backward; then all is well.
-
-    E-FWD-12, E-SUM-14, E-LIM-7.
-    """
-    two.run(_forward_inside, how, strategy)
-
-
 class _Summons(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         refused = pytest.raises(AssertionError, match=r"summon_full_params needs idle units.* in its forward")
@@ -121,7 +112,12 @@ class _Summons(nn.Linear):
         return super().forward(x)
 
 
-def _summon_in_forward(rank: int) -> None:
+@on_ranks(2)
+def test_not_in_forward_or_backward() -> None:
+    """Inside a forward or backward it raises AssertionError, others ValueError, and say what the unit does.
+
+    E-SUM-4, E-SUM-14, E-ERR-9, E-ERR-46, E-MOD-1, E-STATE-3, E-STATE-4.
+    """
     model = fully_shard(_Summons(7, 5))
     output = model(torch.randn(3, 7))
     errors: list[Any] = []
@@ -136,14 +132,6 @@ def _summon_in_forward(rank: int) -> None:
     assert errors
 
 
-def test_not_in_forward_or_backward(two: Ranks) -> None:
-    """Inside a forward or backward it raises AssertionError, others ValueError, and say what the unit does.
-
-    E-SUM-4, E-SUM-14, E-ERR-9, E-ERR-46, E-MOD-1, E-STATE-3, E-STATE-4.
-    """
-    two.run(_summon_in_forward)
-
-
 # --- apply, listing ---------------------------------------------------------------------------------------------------
 
 
@@ -154,7 +142,10 @@ def _initialise(module: nn.Module) -> None:
             module.weight.copy_(torch.arange(module.weight.numel()).view_as(module.weight) / module.weight.numel() / 20)
 
 
-def _apply(rank: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["mlp", "tied", "gpt"])
+@on_ranks(2)
+def test_apply(name: str) -> None:
+    """`apply` hands full parameters to its function and keeps the edits; roots stay roots (E-MOD-1, E-MOD-2)."""
     reference, model = reference_and_model(MODELS[name])
     seen: list[nn.Module] = []
     for each in (reference, model):
@@ -166,13 +157,9 @@ def _apply(rank: int, name: str) -> None:
     follow(model, reference, MODELS[name])
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied", "gpt"])
-def test_apply(two: Ranks, name: str) -> None:
-    """`apply` hands full parameters to its function and keeps the edits; roots stay roots (E-MOD-1, E-MOD-2)."""
-    two.run(_apply, name)
-
-
-def _one_at_a_time(rank: int) -> None:
+@on_ranks(2)
+def test_apply_gathers_one_unit_at_a_time() -> None:
+    """While a unit's modules are visited only it and those around it are gathered (E-MOD-1)."""
     model = shard(MLP)
     most = []
 
@@ -183,12 +170,12 @@ def _one_at_a_time(rank: int) -> None:
     assert max(most) == 2 and units(model)[0].summoned is None
 
 
-def test_apply_gathers_one_unit_at_a_time(two: Ranks) -> None:
-    """While a unit's modules are visited only it and those around it are gathered (E-MOD-1)."""
-    two.run(_one_at_a_time)
+@on_ranks(2)
+def test_listing() -> None:
+    """Sharded modules of any tree are listed, or its roots; containers keep len, iteration and indexing.
 
-
-def _list_modules(rank: int) -> None:
+    E-MOD-5, E-MOD-7.
+    """
     model = shard(MLP)
     both = nn.ModuleList([model, nn.Linear(2, 2), fully_shard(build(MLP))])
     listed = FSDPModule.fsdp_modules(both)
@@ -197,11 +184,3 @@ def _list_modules(rank: int) -> None:
     assert len(model.blocks) == 3 and next(iter(model.blocks)) is model.blocks[0]
     sequence = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), sharding_strategy=ShardingStrategy.NO_SHARD)
     assert len(sequence) == 2 and sequence[0] is next(iter(sequence))
-
-
-def test_listing(two: Ranks) -> None:
-    """Sharded modules of any tree are listed, or its roots; containers keep len, iteration and indexing.
-
-    E-MOD-5, E-MOD-7.
-    """
-    two.run(_list_modules)

@@ -22,7 +22,7 @@ from fsdp_compile.optim import flat_step, matrix_exchange, owner_plans
 from fsdp_compile.optim.matrix_step import MatrixUpdates, takes_matrices
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .same_bits import CASES as SAME
 from .same_bits import LowRank, of_ranks, trained
 from .test_compile_step import loss_of
@@ -184,7 +184,9 @@ def test_learning_rate_of_a_tensor(two: Ranks) -> None:
 # --- compile_step -----------------------------------------------------------------------------------------------------
 
 
-def _ten_lines(rank: int) -> None:
+@on_ranks(2)
+def test_ten_lines() -> None:
+    """Muon for matrices and AdamW for the rest train as one step, in ten lines."""
     torch.manual_seed(0)
     model = fully_shard(MODELS["mlp"].build())
     matrices, rest = [p for p in model.parameters() if p.ndim == 2], [p for p in model.parameters() if p.ndim != 2]
@@ -198,11 +200,6 @@ def _ten_lines(rank: int) -> None:
         schedule.step()
     assert losses[-1] < 0.7 * losses[0]
     assert all(not any(p.grad is not None for p in each) for each in (matrices, rest))
-
-
-def test_ten_lines(two: Ranks) -> None:
-    """Muon for matrices and AdamW for the rest train as one step, in ten lines."""
-    two.run(_ten_lines)
 
 
 def _follow(rank: int, name: str, steps: int, options: dict[str, Any], backend: str, order: str) -> None:
@@ -299,7 +296,11 @@ def test_update_in_backward(two: Ranks) -> None:
     two.run(_in_backward)
 
 
-def _with_inductor(rank: int, options: dict[str, Any]) -> None:
+@NIGHTLY
+@pytest.mark.parametrize("options", [{"clip_norm": 0.05}, {"update_in_backward": True}])
+@on_ranks(2)
+def test_with_inductor(options: dict[str, Any]) -> None:
+    """Where Inductor compiles the model and the elementwise updates, results are those of the loop up to rounding."""
     models = [shard(CASES["mlp"]) for _ in range(2)]
     stepping = [optimizers(model) for model in models]
     step: Any = compile_step(models[0], stepping[0], loss_of, **options)
@@ -316,17 +317,17 @@ def _with_inductor(rank: int, options: dict[str, Any]) -> None:
             torch.testing.assert_close(local(param), local(other), rtol=0, atol=1e-3)  # bfloat16 amplifies rounding
 
 
-@NIGHTLY
-@pytest.mark.parametrize("options", [{"clip_norm": 0.05}, {"update_in_backward": True}])
-def test_with_inductor(two: Ranks, options: dict[str, Any]) -> None:
-    """Where Inductor compiles the model and the elementwise updates, results are those of the loop up to rounding."""
-    two.run(_with_inductor, options)
-
-
 # --- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def _same_bits(rank: int, name: str, how: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("short", "eager"), pytest.param("gpt", "eager", marks=NIGHTLY), pytest.param("gpt", "aot_eager", marks=NIGHTLY)],
+)
+@on_ranks(4)
+def test_same_bits(rank: int, name: str, how: str) -> None:
+    """With "tree" one, two and four ranks end with the same parameters, losses and momentum, those of by_owner."""
+
     def run(group: Any) -> Any:
         parameters, seen, state = trained(SAME[name], group, how, "matrices", process_group=group)
         if how == "eager":
@@ -334,15 +335,6 @@ def _same_bits(rank: int, name: str, how: str) -> None:
         return parameters, seen, state
 
     of_ranks(rank, run)
-
-
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [("short", "eager"), pytest.param("gpt", "eager", marks=NIGHTLY), pytest.param("gpt", "aot_eager", marks=NIGHTLY)],
-)
-def test_same_bits(four: Ranks, name: str, how: str) -> None:
-    """With "tree" one, two and four ranks end with the same parameters, losses and momentum, those of by_owner."""
-    four.run(_same_bits, name, how)
 
 
 def _counted(rank: int) -> int:
@@ -404,7 +396,9 @@ def test_restart_on_another_number_of_ranks(two: Ranks, three: Ranks, tmp_path: 
     three.run(_resumed, str(tmp_path / "two"), str(tmp_path / "three"), 2, 4)
 
 
-def _refusals(rank: int) -> None:
+@on_ranks(2)
+def test_refusals(rank: int) -> None:
+    """Ranks that disagree are told, and so is who gives an optimizer what it does not take."""
     model = shard(CASES["wide"])
     matrices = [p for p in model.parameters() if p.dim() == 2]
     with pytest.raises(RuntimeError, match=r"updates 9 matrices, and rank 0 9, or others; give .* same order"):
@@ -436,11 +430,6 @@ def _refusals(rank: int) -> None:
     with pytest.raises(TypeError, match="step: ByIndex reads param_groups by index"):
         optimizer.step()
     assert type(optimizer.param_groups) is list
-
-
-def test_refusals(two: Ranks) -> None:
-    """Ranks that disagree are told, and so is who gives an optimizer what it does not take."""
-    two.run(_refusals)
 
 
 def _stays_whole(rank: int) -> None:

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fsdp_compile.comm import collectives
 from fsdp_compile.eager.streams import UnshardedBuffer
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .training import OPTIMIZERS, backward, local, mine, shard, units
 
 CASE = Case(unlike_blocks, vectors, squared_error)
@@ -151,7 +151,9 @@ def test_full_shard(two: Ranks, mode: str | None, forward_prefetch: bool) -> Non
 # --- others -----------------------------------------------------------------------------------------------------------
 
 
-def _grad_op(rank: int) -> None:
+@on_ranks(2)
+def test_shard_grad_op() -> None:
+    """Everything is kept from forward to backward, and freed unit by unit there (E-STRAT-1)."""
     model = shard(CASE, "SHARD_GRAD_OP")
     root, blocks = _sizes(model)
     watch = _step(model)
@@ -162,22 +164,16 @@ def _grad_op(rank: int) -> None:
     assert watch.settled(Bytes(0, 0)) == Bytes(0, 0)
 
 
-def test_shard_grad_op(two: Ranks) -> None:
-    """Everything is kept from forward to backward, and freed unit by unit there (E-STRAT-1)."""
-    two.run(_grad_op)
-
-
-def _no_shard(rank: int) -> None:
+@on_ranks(2)
+def test_no_shard() -> None:
+    """Replicated parameters are read where they are: not one more byte (E-STRAT-1)."""
     watch = _step(shard(CASE, "NO_SHARD"))
     assert all(sizes == Bytes(0, 0) for moments in watch.seen.values() for sizes in moments)
 
 
-def test_no_shard(two: Ranks) -> None:
-    """Replicated parameters are read where they are: not one more byte (E-STRAT-1)."""
-    two.run(_no_shard)
-
-
-def _low_precision(rank: int) -> None:
+@on_ranks(2)
+def test_mixed_precision() -> None:
+    """Full parameters exist in low precision alone, and one low-precision shard at a time (E-MP-3)."""
     model = shard(CASE, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     root, blocks = _sizes(model, itemsize=2)
     watch = _step(model)
@@ -189,11 +185,6 @@ def _low_precision(rank: int) -> None:
     cast = [sizes.cast for moments in watch.seen.values() for sizes in moments]
     assert max(cast) <= _largest_shard(model), cast
     assert watch.settled(Bytes(0, 0)) == Bytes(0, 0)
-
-
-def test_mixed_precision(two: Ranks) -> None:
-    """Full parameters exist in low precision alone, and one low-precision shard at a time (E-MP-3)."""
-    two.run(_low_precision)
 
 
 # --- growth -----------------------------------------------------------------------------------------------------------
@@ -217,7 +208,10 @@ def _least(measure: Callable[[], int], enough: int) -> int:
     return least
 
 
-def _many_steps(rank: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@on_ranks(2)
+def test_no_growth(strategy: str) -> None:
+    """After 50 steps there are no more bytes of tensors than after a few (E-TEST-5)."""
     model = shard(CASE, strategy, forward_prefetch=True)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     early = []
@@ -229,9 +223,3 @@ def _many_steps(rank: int, strategy: str) -> None:
             early.append(_all_bytes())  # the process may still be letting go of what earlier tests left
     late = _least(_all_bytes, min(early))
     assert late <= min(early), f"{early} bytes early, {late} after 50 steps"
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_no_growth(two: Ranks, strategy: str) -> None:
-    """After 50 steps there are no more bytes of tensors than after a few (E-TEST-5)."""
-    two.run(_many_steps, strategy)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fsdp_compile import fully_shard
 
-from .ranks import Ranks
+from .ranks import on_ranks
 from .test_communication import _spied
 from .training import assert_same_gradients, executor, follow, mine, reference_and_model, shard, units, whole
 
@@ -43,7 +43,10 @@ class _ConstantGradient(nn.Module):
         return torch.tanh(x @ _OnesGradient.apply(self.weight) + self.bias)
 
 
-def _constant(rank: int, how: str) -> None:
+@every_way
+@on_ranks(2)
+def test_a_constant_gradient_is_not_taken_for_none(rank: int, how: str) -> None:
+    """A gradient that is a constant in the graph arrives; only zeros stand for no gradient."""
     torch.manual_seed(0)
     model = fully_shard(_ConstantGradient())
     squared_error(executor(model, how), vectors(rank, 4)).backward()
@@ -52,13 +55,18 @@ def _constant(rank: int, how: str) -> None:
     assert record and torch.equal(model.weight.grad.to_local(), torch.ones(record.numel))
 
 
+def _copy_of(reference: nn.Module) -> nn.Module:
+    model = MLP.build()
+    model.load_state_dict(reference.state_dict())
+    for mine_, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        mine_.requires_grad_(theirs.requires_grad)
+    return model
+
+
 @every_way
-def test_a_constant_gradient_is_not_taken_for_none(two: Ranks, how: str) -> None:
-    """A gradient that is a constant in the graph arrives; only zeros stand for no gradient."""
-    two.run(_constant, how)
-
-
-def _thaw(rank: int, how: str) -> None:
+@on_ranks(2)
+def test_parameters_frozen_at_first_can_be_thawed(how: str) -> None:
+    """Parameters that were frozen in fully_shard, some of a unit or all, train once requires_grad is set (E-NONE-5)."""
     reference, model = reference_and_model(MLP)
     for each in (reference, model):
         each.stem.requires_grad_(False)
@@ -71,21 +79,9 @@ def _thaw(rank: int, how: str) -> None:
     follow(run, reference, MLP)
 
 
-def _copy_of(reference: nn.Module) -> nn.Module:
-    model = MLP.build()
-    model.load_state_dict(reference.state_dict())
-    for mine_, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        mine_.requires_grad_(theirs.requires_grad)
-    return model
-
-
-@every_way
-def test_parameters_frozen_at_first_can_be_thawed(two: Ranks, how: str) -> None:
-    """Parameters that were frozen in fully_shard, some of a unit or all, train once requires_grad is set (E-NONE-5)."""
-    two.run(_thaw, how)
-
-
-def _replace_compiled(rank: int) -> None:
+@on_ranks(4)
+def test_data_replaced_before_a_compiled_function_is_taken_over() -> None:
+    """A compiled function that calls the model trains the data that parameters were given since (E-WB-1)."""
     reference, model = reference_and_model(MLP)
     run = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
     for step in range(3):
@@ -97,11 +93,6 @@ def _replace_compiled(rank: int) -> None:
             each.zero_grad()
             for param in each.parameters():
                 param.data = param.data * 0.5
-
-
-def test_data_replaced_before_a_compiled_function_is_taken_over(four: Ranks) -> None:
-    """A compiled function that calls the model trains the data that parameters were given since (E-WB-1)."""
-    four.run(_replace_compiled)
 
 
 class _ReturnsWeight(Residual):
@@ -122,7 +113,10 @@ class _Penalised(nn.Module):
         return self.head(x)
 
 
-def _returned(rank: int, how: str) -> None:
+@every_way
+@on_ranks(2)
+def test_a_unit_may_return_its_parameter(how: str) -> None:
+    """A view of a parameter among a unit's outputs stays readable: the unit is not freed beneath it."""
     torch.manual_seed(0)
     reference = _Penalised()
     torch.manual_seed(0)
@@ -133,19 +127,15 @@ def _returned(rank: int, how: str) -> None:
     assert_same_gradients(model, reference)
 
 
-@every_way
-def test_a_unit_may_return_its_parameter(two: Ranks, how: str) -> None:
-    """A view of a parameter among a unit's outputs stays readable: the unit is not freed beneath it."""
-    two.run(_returned, how)
-
-
 class _Passes(Residual):
     def forward(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         x, prompt = both
         return super().forward(x + prompt), prompt
 
 
-def _pass_leaf(rank: int) -> None:
+@on_ranks(2)
+def test_a_leaf_passed_through_keeps_no_forward_alive() -> None:
+    """A persistent tensor that blocks hand on does not collect hooks: each step gathers each unit twice, no more."""
     model = fully_shard(nn.Sequential(_Passes(7, 9), _Passes(7, 9)), reshard_after_forward=True)
     prompt = torch.zeros(7, requires_grad=True)
     counts = []
@@ -156,11 +146,6 @@ def _pass_leaf(rank: int) -> None:
     assert counts == [4, 4, 4], counts
 
 
-def test_a_leaf_passed_through_keeps_no_forward_alive(two: Ranks) -> None:
-    """A persistent tensor that blocks hand on does not collect hooks: each step gathers each unit twice, no more."""
-    two.run(_pass_leaf)
-
-
 class _EmptyFirst(Residual):
     def __init__(self) -> None:
         super().__init__(11, 9)
@@ -169,7 +154,9 @@ class _EmptyFirst(Residual):
         self.nothing, self.up, self.down = nn.Parameter(torch.empty(0, 3)), up, down
 
 
-def _empty_first(rank: int) -> None:
+@on_ranks(2)
+def test_a_parameter_without_elements_may_come_first(rank: int) -> None:
+    """The storage that is freed is the gathered one, whichever parameter is first (E-FLAT-12)."""
     model = fully_shard(Stack([_EmptyFirst(), _EmptyFirst()]))
     loss = squared_error(model, vectors(rank, 4))
     for block in model.blocks:
@@ -179,11 +166,6 @@ def _empty_first(rank: int) -> None:
         assert buffer.nbytes >= unit.flats[0].layout.numel * 4 and buffer.storage.nbytes() == 0
     loss.backward()
     assert model.blocks[0].nothing.grad is None and model.blocks[0].up.weight.grad is not None
-
-
-def test_a_parameter_without_elements_may_come_first(two: Ranks) -> None:
-    """The storage that is freed is the gathered one, whichever parameter is first (E-FLAT-12)."""
-    two.run(_empty_first)
 
 
 class _FailsInBackward(torch.autograd.Function):
@@ -196,7 +178,11 @@ class _FailsInBackward(torch.autograd.Function):
         raise ArithmeticError("a user's backward fails")
 
 
-def _dropped_after_failure(rank: int, strategy: str, sync: bool) -> None:
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@on_ranks(2)
+def test_a_model_whose_backward_failed_can_be_dropped(strategy: str, sync: bool) -> None:
+    """Neither open views nor reduces under way keep the shards of a model that is gone."""
     model = shard(MLP, strategy)
     shards = [weakref.ref(flat.shard) for unit in units(model) for flat in unit.flats]
     model.blocks[0].register_forward_pre_hook(lambda _, args: (_FailsInBackward.apply(args[0]),))
@@ -210,13 +196,6 @@ def _dropped_after_failure(rank: int, strategy: str, sync: bool) -> None:
     assert [alive() for alive in shards] == [None] * len(shards)
 
 
-@pytest.mark.parametrize("sync", [True, False])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_a_model_whose_backward_failed_can_be_dropped(two: Ranks, strategy: str, sync: bool) -> None:
-    """Neither open views nor reduces under way keep the shards of a model that is gone."""
-    two.run(_dropped_after_failure, strategy, sync)
-
-
 def _bytes_alive() -> int:
     for _ in range(2):  # collectives that the last step began hold their buffers until the other rank has come
         dist.barrier()
@@ -228,20 +207,6 @@ def _bytes_alive() -> int:
 
 def _is_plain(value: object) -> bool:
     return type(value) is Tensor
-
-
-def _fails_often(rank: int, failures: int) -> None:
-    model, other = shard(MLP), shard(MLP)  # of which the other never fails
-    hook = model.blocks[1].register_forward_pre_hook(lambda _, args: (_FailsInBackward.apply(args[0]),))
-    alive = []
-    for seed in range(failures):
-        with pytest.raises(ArithmeticError):
-            squared_error(model, mine(MLP, seed)).backward()
-        model.zero_grad()
-        alive.append(_bytes_alive() if seed in (3, failures - 1) else 0)
-    assert alive[-1] <= alive[3], alive  # the unit before was being gathered each time
-    hook.remove()
-    _assert_equal_steps(model, other, "eager")
 
 
 def _assert_equal_steps(model: nn.Module, other: nn.Module, how: str) -> None:
@@ -261,11 +226,22 @@ often = pytest.mark.parametrize("failures", [20, pytest.param(200, marks=pytest.
 
 
 @often
-def test_failures_in_a_row_leak_nothing(two: Ranks, failures: int) -> None:
+@on_ranks(2)
+def test_failures_in_a_row_leak_nothing(failures: int) -> None:
     """Memory is flat while backward passes fail that had begun to gather units; later steps have the bits of a model
     that never failed.
     """
-    two.run(_fails_often, failures)
+    model, other = shard(MLP), shard(MLP)  # of which the other never fails
+    hook = model.blocks[1].register_forward_pre_hook(lambda _, args: (_FailsInBackward.apply(args[0]),))
+    alive = []
+    for seed in range(failures):
+        with pytest.raises(ArithmeticError):
+            squared_error(model, mine(MLP, seed)).backward()
+        model.zero_grad()
+        alive.append(_bytes_alive() if seed in (3, failures - 1) else 0)
+    assert alive[-1] <= alive[3], alive  # the unit before was being gathered each time
+    hook.remove()
+    _assert_equal_steps(model, other, "eager")
 
 
 _armed = False
@@ -293,7 +269,13 @@ class _MayFail(Residual):
         return _copy(super().forward(x))
 
 
-def _fails_often_compiled(rank: int, how: str, failures: int) -> None:
+@often
+@pytest.mark.parametrize("how", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@on_ranks(2)
+def test_failures_of_compiled_backward_in_a_row_leak_nothing(how: str, failures: int) -> None:
+    """Memory, and torch's list of collectives that are not waited for, are flat while an operator in a compiled
+    backward fails, between collectives and their waits; later steps have the bits of a model that never failed.
+    """
     global _armed
     torch.manual_seed(0)
     model = Stack([Residual(11, 9), _MayFail(11, 9), Residual(11, 9)])
@@ -315,16 +297,10 @@ def _fails_often_compiled(rank: int, how: str, failures: int) -> None:
     _assert_equal_steps(model, other, how)
 
 
-@often
-@pytest.mark.parametrize("how", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
-def test_failures_of_compiled_backward_in_a_row_leak_nothing(two: Ranks, how: str, failures: int) -> None:
-    """Memory, and torch's list of collectives that are not waited for, are flat while an operator in a compiled
-    backward fails, between collectives and their waits; later steps have the bits of a model that never failed.
-    """
-    two.run(_fails_often_compiled, how, failures)
-
-
-def _changed_before_backward(rank: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_backward_with_other_values_than_forward_is_refused(strategy: str) -> None:
+    """Parameters that are stepped between forward and backward give an error, as unsharded, not wrong gradients."""
     model = shard(MLP, strategy)
     loss = squared_error(model, mine(MLP, 1))
     with torch.no_grad():
@@ -332,9 +308,3 @@ def _changed_before_backward(rank: int, strategy: str) -> None:
             param.mul_(2.0)
     with pytest.raises(RuntimeError, match="run backward before the optimizer's step"):
         loss.backward()
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_backward_with_other_values_than_forward_is_refused(two: Ranks, strategy: str) -> None:
-    """Parameters that are stepped between forward and backward give an error, as unsharded, not wrong gradients."""
-    two.run(_changed_before_backward, strategy)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 import fsdp_compile
 from fsdp_compile import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .training import (
     assert_bitwise,
     assert_same_gradients,
@@ -108,23 +108,20 @@ def _prefetch(model: Any) -> None:
 CHOICES = {choice.__name__: choice for choice in (_divide, _sum, _hook, _memory, _prefetch)}
 
 
-def _as_torch(_rank: int, name: str) -> None:
-    configure = CHOICES[name]
-    theirs = trained(torch.distributed.fsdp, "eager", configure)
-    for how in ("eager", "aot_eager"):
-        for mine_, other in zip(trained(fsdp_compile, how, configure), theirs, strict=True):
-            torch.testing.assert_close(mine_, other, rtol=1e-5, atol=1e-6, msg=lambda text, how=how: f"{how}: {text}")
-
-
 DAILY = ("_divide", "_memory")
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.nightly) for name in CHOICES]
 )
-def test_as_torch(two: Ranks, name: str) -> None:
+@on_ranks(2)
+def test_as_torch(name: str) -> None:
     """Two accumulated backward passes and two steps give the gradients and parameters of FSDP2, eager and compiled."""
-    two.run(_as_torch, name)
+    configure = CHOICES[name]
+    theirs = trained(torch.distributed.fsdp, "eager", configure)
+    for how in ("eager", "aot_eager"):
+        for mine_, other in zip(trained(fsdp_compile, how, configure), theirs, strict=True):
+            torch.testing.assert_close(mine_, other, rtol=1e-5, atol=1e-6, msg=lambda text, how=how: f"{how}: {text}")
 
 
 def _factors(rank: int, hybrid: bool, precision: MixedPrecisionPolicy | None) -> None:
@@ -192,7 +189,10 @@ def _collectives(model: Any, seed: int) -> list[Sent]:
     return sent
 
 
-def _communication(_rank: int) -> None:
+@on_ranks(2)
+def test_communication() -> None:
+    """What is not resharded is not gathered again, unless parameters changed; chosen modules are gathered early."""
+
     def gathers(model: Any, seed: int) -> int:
         return sum(each.kind == "gather" for each in _collectives(model, seed))
 
@@ -217,15 +217,17 @@ def _communication(_rank: int) -> None:
     assert before == [4, 4, 4, 4]
 
 
-def test_communication(two: Ranks) -> None:
-    """What is not resharded is not gathered again, unless parameters changed; chosen modules are gathered early."""
-    two.run(_communication)
-
-
 # --- deferred all-reduces ---------------------------------------------------------------------------------------------
 
 
-def _defer(_rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+@on_ranks(4)
+def test_deferred_all_reduce(how: str) -> None:
+    """Each of three backward passes reduces within its replica, the last one all-reduces the sum: the mean over all.
+
+    What waits is not divided yet, also if a factor divides gradients. A 2-D mesh alone asks for hybrid sharding, as in
+    FSDP2.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     reference, model = build(MLP), blocks_then_root(fsdp_compile, mesh=mesh)
     assert all(unit.replicas is not None for unit in units(model))
@@ -262,16 +264,6 @@ def _defer(_rank: int, how: str) -> None:
     assert_same_gradients(model, reference)
 
 
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
-def test_deferred_all_reduce(four: Ranks, how: str) -> None:
-    """Each of three backward passes reduces within its replica, the last one all-reduces the sum: the mean over all.
-
-    What waits is not divided yet, also if a factor divides gradients. A 2-D mesh alone asks for hybrid sharding, as in
-    FSDP2.
-    """
-    four.run(_defer, how)
-
-
 # --- lists of modules, modules without parameters, slices, named methods ----------------------------------------------
 
 
@@ -293,7 +285,9 @@ class _Named(nn.Module):
         return self.decode(self.encode(x))
 
 
-def _lists(_rank: int) -> None:
+@on_ranks(2)
+def test_lists_and_methods() -> None:
+    """Modules of a list share one unit, gathered once per forward; registered methods gather; modules may be empty."""
     torch.manual_seed(0)
     reference = _Named()
     torch.manual_seed(0)
@@ -327,12 +321,9 @@ def _lists(_rank: int) -> None:
         fully_shard([reference, reference.last])
 
 
-def test_lists_and_methods(two: Ranks) -> None:
-    """Modules of a list share one unit, gathered once per forward; registered methods gather; modules may be empty."""
-    two.run(_lists)
-
-
-def _slices(_rank: int) -> None:
+@on_ranks(2)
+def test_slices() -> None:
+    """A slice of a sharded `Sequential` is a plain one of the same, sharded, layers; roots may share streams."""
     torch.manual_seed(0)
     layers = [nn.Linear(5, 5) for _ in range(3)]
     model: Any = nn.Sequential(*layers)
@@ -350,12 +341,9 @@ def _slices(_rank: int) -> None:
         model.set_modules_to_forward_prefetch([nn.Linear(1, 1)])
 
 
-def test_slices(two: Ranks) -> None:
-    """A slice of a sharded `Sequential` is a plain one of the same, sharded, layers; roots may share streams."""
-    two.run(_slices)
-
-
-def _fail(_rank: int) -> None:
+@on_ranks(2)
+def test_reset_after_failures() -> None:
+    """After a failed forward and backward, `reset_iter_state` drops unreduced gradients, and training goes on right."""
     reference, model = build(MLP), blocks_then_root(fsdp_compile)
     assert_same_parameters(model, reference)
     with model.no_sync():
@@ -373,8 +361,3 @@ def _fail(_rank: int) -> None:
     with pytest.raises(RuntimeError, match=r"reset_iter_state: \w+ is inside another sharded module"):
         model.blocks[0].reset_iter_state()
     follow(model, reference, MLP)
-
-
-def test_reset_after_failures(two: Ranks) -> None:
-    """After a failed forward and backward, `reset_iter_state` drops unreduced gradients, and training goes on right."""
-    two.run(_fail)

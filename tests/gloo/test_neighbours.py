@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_compile import fully_shard, summon_full_params
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .test_no_recompile import _printed
 from .training import (
     OPTIMIZERS,
@@ -44,7 +44,10 @@ def _axes(sent: list[Sent]) -> Counter[tuple[str, int, int]]:
     return Counter((each.kind, each.numel, each.numel // each.part) for each in values)
 
 
-def _send(rank: int) -> None:
+@on_ranks(4)
+def test_what_is_sent_and_what_is_kept() -> None:
+    """Forward: a rank's shard to its peer, a half to its neighbour. Backward: the half again; reduces in reverse. In
+    between blocks keep a half, afterwards nothing."""
     model = shard(MLP, **HALVES)
     sizes = _named(model)
     root = model._fsdp.units[0].flats[0].layout.numel
@@ -67,17 +70,13 @@ def _send(rank: int) -> None:
         assert buffer.is_free and buffer.slice is None
 
 
-def test_what_is_sent_and_what_is_kept(four: Ranks) -> None:
-    """Forward: a rank's shard to its peer, a half to its neighbour. Backward: the half again; reduces in reverse. In
-    between blocks keep a half, afterwards nothing."""
-    four.run(_send)
-
-
 def _hook(_: None, full: torch.Tensor, part: torch.Tensor) -> None:
     reduce_scatter_tensor(part, full, ReduceOp.AVG)
 
 
-def _use(rank: int) -> None:
+@on_ranks(4)
+def test_shards_in_another_order() -> None:
+    """What ranks store, show in full, take over from edits and get from a communication hook belongs together."""
     reference, model = build(MLP), shard(MLP, **HALVES)
     follow(model, reference, MLP)
     with summon_full_params(model, with_grads=True):
@@ -98,15 +97,13 @@ def _use(rank: int) -> None:
     follow(model, reference, MLP)
 
 
-def test_shards_in_another_order(four: Ranks) -> None:
-    """What ranks store, show in full, take over from edits and get from a communication hook belongs together."""
-    four.run(_use)
-
-
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
 
 
-def _compare(rank: int) -> None:
+@pytest.mark.nightly
+@on_ranks(4)
+def test_compiled_as_eager() -> None:
+    """Bit for bit, with frozen and tied parameters, low precision and float16 sums, under no_sync and after it."""
     for name, precision in (("tied_ends", None), ("frozen", LOW)):
         case = (MODELS | MODULES)[name]
         models = [fully_shard(build(case), mixed_precision=precision, **HALVES) for _ in range(2)]
@@ -121,12 +118,6 @@ def _compare(rank: int) -> None:
             for optimizer in optimizers if step != 1 else ():
                 optimizer.step()
                 optimizer.zero_grad()
-
-
-@pytest.mark.nightly
-def test_compiled_as_eager(four: Ranks) -> None:
-    """Bit for bit, with frozen and tied parameters, low precision and float16 sums, under no_sync and after it."""
-    four.run(_compare)
 
 
 def _print(rank: int) -> list[str]:

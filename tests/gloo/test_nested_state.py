@@ -33,7 +33,7 @@ from fsdp_compile.state_dict.sharded_value import full_tensor
 from fsdp_compile.tensors.nested import leaves
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 
 FULL, SHARDED, LOCAL = (StateDictType[f"{kind}_STATE_DICT"] for kind in ("FULL", "SHARDED", "LOCAL"))
 
@@ -139,7 +139,9 @@ def _fresh(model: nn.Module, like: nn.Module, with_dataclass: bool = True) -> It
     yield History(model.parameters(), with_dataclass)
 
 
-def _kinds(rank: int) -> None:
+@on_ranks(2)
+def test_kinds_of_state_dicts(rank: int) -> None:
+    """Full state has full tensors in the optimizer's containers; every kind resumes as the unsharded run goes on."""
     for shard in (fully_shard, FullyShardedDataParallel):
         model, optimizer = _trained(shard)
         plain, expected = _trained(lambda model: model)
@@ -174,12 +176,9 @@ def _kinds(rank: int) -> None:
             _assert_goes_on(other, fresh, "older functions")
 
 
-def test_kinds_of_state_dicts(two: Ranks) -> None:
-    """Full state has full tensors in the optimizer's containers; every kind resumes as the unsharded run goes on."""
-    two.run(_kinds)
-
-
-def _functions_of_torch(rank: int) -> None:
+@on_ranks(2)
+def test_functions_of_torch(rank: int) -> None:
+    """`get_optimizer_state_dict` and `set_optimizer_state_dict` in full, sent by the first rank, and sharded."""
     model, optimizer = _trained(fully_shard, with_dataclass=False)
     full = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     assert all(type(leaf) in (Tensor, int) for _, leaf in leaves(full["state"]))
@@ -197,11 +196,6 @@ def _functions_of_torch(rank: int) -> None:
     model, optimizer = _trained(fully_shard)
     with pytest.raises(ValueError, match=r"Unexpected value type.*Moments"):  # torch's, before anything is gathered
         get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-
-
-def test_functions_of_torch(two: Ranks) -> None:
-    """`get_optimizer_state_dict` and `set_optimizer_state_dict` in full, sent by the first rank, and sharded."""
-    two.run(_functions_of_torch)
 
 
 def _save(rank: int, root: Path) -> None:

@@ -28,7 +28,7 @@ from fsdp_compile.comm.groups import host_group
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager import next_forward
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .test_compile_step import CLIP, adamw, batch, loss_of
 from .training import assert_bitwise, shard
 
@@ -234,7 +234,10 @@ class Blocks(nn.Module):
         return x.float()
 
 
-def _smallest(rank: int) -> None:
+@LATE
+@on_ranks(2)
+def test_smaller_gathers(rank: int) -> None:
+    """Weights that autocast casts are prefetched cast; those that a forward scales on the shard are not prefetched."""
     for make, is_taken in ((partial(Block, norm=False), [True] * 4), (Float8Block, [])):
         models, steps = _trained(lambda make=make: Blocks(make), "inductor", {})
         with recorded() as gathers:
@@ -245,12 +248,6 @@ def _smallest(rank: int) -> None:
                 assert_bitwise(*models, f"{make}, step {number}")
         assert all(each.dtype == torch.bfloat16 for each in gathers.made)
         assert [each.is_taken for each in gathers.made[:-2]] == is_taken
-
-
-@LATE
-def test_smaller_gathers(two: Ranks) -> None:
-    """Weights that autocast casts are prefetched cast; those that a forward scales on the shard are not prefetched."""
-    two.run(_smallest)
 
 
 class Reversed(nn.Module):
@@ -266,7 +263,12 @@ class Reversed(nn.Module):
         return x
 
 
-def _in_order(rank: int, compiled: bool, prefetch: int) -> None:
+@pytest.mark.parametrize("prefetch", [2, 0])
+@pytest.mark.parametrize("compiled", [True, False])
+@on_ranks(2)
+def test_in_the_order_of_the_forward(compiled: bool, prefetch: int) -> None:
+    """Units are updated in the order in which the forward gathers them, whatever that of `modules()` is; without a plan
+    the first two of them are gathered for the next forward, which takes both."""
     model = fully_shard(Reversed(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     step = compile_step(model, adamw(model), loss_of, backend="aot_eager", prefetch=prefetch)
     step._run = step._run if compiled else model
@@ -283,15 +285,14 @@ def _in_order(rank: int, compiled: bool, prefetch: int) -> None:
     assert [each.is_taken for each in gathers.made] == [True] * prefetch + [False] * prefetch
 
 
-@pytest.mark.parametrize("prefetch", [2, 0])
-@pytest.mark.parametrize("compiled", [True, False])
-def test_in_the_order_of_the_forward(two: Ranks, compiled: bool, prefetch: int) -> None:
-    """Units are updated in the order in which the forward gathers them, whatever that of `modules()` is; without a plan
-    the first two of them are gathered for the next forward, which takes both."""
-    two.run(_in_order, compiled, prefetch)
+def _raise(*_: Tensor) -> None:
+    raise ValueError("the forward fails")
 
 
-def _freed(rank: int) -> None:
+@on_ranks(2)
+def test_freed() -> None:
+    """A unit's gradients are freed before it is gathered for the next forward; a forward that fails frees what was
+    prefetched for it; nothing is prefetched if that is not wanted."""
     model = shard(CASE)
     step = compile_step(model, adamw(model), loss_of, backend="aot_eager")
     inputs, target = batch(CASE, 0)
@@ -323,17 +324,26 @@ def _freed(rank: int) -> None:
         compile_step(model, without.optimizer, prefetch=-1)
 
 
-def _raise(*_: Tensor) -> None:
-    raise ValueError("the forward fails")
+def _train_in(group: dist.ProcessGroup | None) -> None:
+    """All-gathers are prefetched if ranks can compare in `group`, and compared there."""
+    models, steps = _trained(CASE.build, "aot_eager", {})
+    compared: list[str] = []
+    asking = mock.patch.object(
+        collectives, "start_asking_ranks", lambda *args: compared.append(args[1]) or start_asking_ranks(*args)
+    )
+    with asking, recorded() as gathers:
+        for number in range(3):
+            inputs, target = batch(CASE, number, 2)
+            assert torch.equal(*[step(inputs, target=target) for step in steps])
+            assert_bitwise(*models, f"step {number}")
+    assert gathers.taken() == ([] if group is None else [True] * 4)
+    assert compared == ([] if group is None else [group.group_name] * 2)
 
 
-def test_freed(two: Ranks) -> None:
-    """A unit's gradients are freed before it is gathered for the next forward; a forward that fails frees what was
-    prefetched for it; nothing is prefetched if that is not wanted."""
-    two.run(_freed)
-
-
-def _without_cpu(rank: int) -> None:
+@on_ranks(2)
+def test_group_of_another_device(rank: int) -> None:
+    """Where a group does not send tensors on the CPU, as NCCL's, ranks compare in a group of gloo that is made once and
+    goes with the other one; without gloo nothing is prefetched."""
     group = dist.new_group(backend="cuda:gloo")
     assert host_group(group, may_make=False) is None
     beside = host_group(group, may_make=True)
@@ -352,25 +362,3 @@ def _without_cpu(rank: int) -> None:
         with mock.patch.object(dist, "is_gloo_available", lambda: False):
             _train_in(None)
         _train_in(host_group(dist.group.WORLD, may_make=True))
-
-
-def _train_in(group: dist.ProcessGroup | None) -> None:
-    """All-gathers are prefetched if ranks can compare in `group`, and compared there."""
-    models, steps = _trained(CASE.build, "aot_eager", {})
-    compared: list[str] = []
-    asking = mock.patch.object(
-        collectives, "start_asking_ranks", lambda *args: compared.append(args[1]) or start_asking_ranks(*args)
-    )
-    with asking, recorded() as gathers:
-        for number in range(3):
-            inputs, target = batch(CASE, number, 2)
-            assert torch.equal(*[step(inputs, target=target) for step in steps])
-            assert_bitwise(*models, f"step {number}")
-    assert gathers.taken() == ([] if group is None else [True] * 4)
-    assert compared == ([] if group is None else [group.group_name] * 2)
-
-
-def test_group_of_another_device(two: Ranks) -> None:
-    """Where a group does not send tensors on the CPU, as NCCL's, ranks compare in a group of gloo that is made once and
-    goes with the other one; without gloo nothing is prefetched."""
-    two.run(_without_cpu)

@@ -9,7 +9,7 @@ from models import MODELS
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .training import (
     OPTIMIZERS,
     assert_bitwise,
@@ -58,17 +58,17 @@ def test_trains_as_without(two: Ranks, strategy: str, low_precision: bool) -> No
     two.run(_train, strategy, low_precision)
 
 
-def _train_hybrid(rank: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@on_ranks(4)
+def test_hybrid_trains_as_without(rank: int, strategy: str) -> None:
+    """The same with copies on two nodes (E-OFF-1)."""
     _train(rank, strategy, False, devices_per_node=2)
 
 
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-def test_hybrid_trains_as_without(four: Ranks, strategy: str) -> None:
-    """The same with copies on two nodes (E-OFF-1)."""
-    four.run(_train_hybrid, strategy)
-
-
-def _accumulate(rank: int, strategy: str) -> None:
+@all_strategies
+@on_ranks(2)
+def test_accumulation(strategy: str) -> None:
+    """Gradients of several backward passes add up, synchronised or not (E-OFF-6, E-OFF-7, E-LIM-1)."""
     reference, model = build(MLP), shard(MLP, strategy, cpu_offload=OFFLOAD)
     for seed in range(2):
         backward(reference, MLP, whole(MLP, seed))
@@ -82,13 +82,9 @@ def _accumulate(rank: int, strategy: str) -> None:
     follow(model, reference, MLP)
 
 
-@all_strategies
-def test_accumulation(two: Ranks, strategy: str) -> None:
-    """Gradients of several backward passes add up, synchronised or not (E-OFF-6, E-OFF-7, E-LIM-1)."""
-    two.run(_accumulate, strategy)
-
-
-def _one_block_unused(rank: int) -> None:
+@on_ranks(2)
+def test_no_stale_gradients() -> None:
+    """A unit that had no part in this backward has no gradient, whatever it had before (E-OFF-8, E-FIN-6)."""
     model = shard(MLP, cpu_offload=OFFLOAD)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     backward(model, MLP, mine(MLP, 1))
@@ -100,19 +96,11 @@ def _one_block_unused(rank: int) -> None:
     assert all(param.grad is not None for param in model.blocks[0].parameters())
 
 
-def test_no_stale_gradients(two: Ranks) -> None:
-    """A unit that had no part in this backward has no gradient, whatever it had before (E-OFF-8, E-FIN-6)."""
-    two.run(_one_block_unused)
-
-
-def _copied(rank: int) -> None:
+@on_ranks(2)
+def test_deepcopy() -> None:
+    """A copy of an offloaded model trains for itself."""
     reference, model = build(MLP), shard(MLP, cpu_offload=OFFLOAD)
     follow(model, reference, MLP)
     copied, copied_reference = copy.deepcopy(model), copy.deepcopy(reference)
     follow(copied, copied_reference, MLP, first_seed=200)
     follow(model, reference, MLP, first_seed=300)
-
-
-def test_deepcopy(two: Ranks) -> None:
-    """A copy of an offloaded model trains for itself."""
-    two.run(_copied)

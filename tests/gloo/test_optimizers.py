@@ -14,7 +14,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_compile import fully_shard
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .training import (
     assert_same_gradients,
     assert_same_parameters,
@@ -105,7 +105,10 @@ def test_offloaded_optimizer_in_backward(two: Ranks, strategy: str) -> None:
 # --- loss scaling -----------------------------------------------------------------------------------------------------
 
 
-def _overflow_on_one_rank(rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@on_ranks(2)
+def test_all_ranks_skip_a_step(rank: int, how: str) -> None:
+    """Infinity in one rank's part of the gradients makes ShardedGradScaler skip the step on every rank."""
     _, model = reference_and_model(MLP)
     run = executor(model, how)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -126,12 +129,6 @@ def _overflow_on_one_rank(rank: int, how: str) -> None:
         assert scaler.get_scale() == (scale / 2 if broken else scale)
 
 
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
-def test_all_ranks_skip_a_step(two: Ranks, how: str) -> None:
-    """Infinity in one rank's part of the gradients makes ShardedGradScaler skip the step on every rank."""
-    two.run(_overflow_on_one_rank, how)
-
-
 class _Tiny(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +138,9 @@ class _Tiny(nn.Module):
         return (self.weight * x).sum()
 
 
-def _overflow_without_gradients(rank: int) -> None:
+@on_ranks(4)
+def test_ranks_without_gradients_hear_of_infinity() -> None:
+    """A rank that holds no part of any gradient scales down with the others."""
     model = fully_shard(_Tiny())
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     scaler = ShardedGradScaler("cpu", init_scale=1024.0)
@@ -153,12 +152,10 @@ def _overflow_without_gradients(rank: int) -> None:
     assert local(model.weight).eq(1).all()
 
 
-def test_ranks_without_gradients_hear_of_infinity(four: Ranks) -> None:
-    """A rank that holds no part of any gradient scales down with the others."""
-    four.run(_overflow_without_gradients)
-
-
-def _scale_half(rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+@on_ranks(2)
+def test_float16_with_loss_scaling(how: str) -> None:
+    """The scale comes down from where float16 overflows until steps happen; ranks agree at each step (E-CLIP-3)."""
     precision = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
     reference, model = build(MLP), shard(MLP, mixed_precision=precision)
     run = executor(model, how)
@@ -183,12 +180,9 @@ def _scale_half(rank: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
-def test_float16_with_loss_scaling(two: Ranks, how: str) -> None:
-    """The scale comes down from where float16 overflows until steps happen; ranks agree at each step (E-CLIP-3)."""
-    two.run(_scale_half, how)
-
-
-def _shard_with_a_live_graph(rank: int, how: str) -> None:
+@on_ranks(2)
+def test_a_graph_from_before_sharding(how: str) -> None:
+    """A graph of the unsharded model that is still alive does not disturb gradients of the sharded one."""
     reference, model = build(MLP), build(MLP)
     pending = MLP.loss(model, mine(MLP, 1))
     fully_shard(model)
@@ -196,9 +190,3 @@ def _shard_with_a_live_graph(rank: int, how: str) -> None:
     backward(executor(model, how), MLP, mine(MLP, 2))
     assert_same_gradients(model, reference)
     assert pending.requires_grad
-
-
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
-def test_a_graph_from_before_sharding(two: Ranks, how: str) -> None:
-    """A graph of the unsharded model that is still alive does not disturb gradients of the sharded one."""
-    two.run(_shard_with_a_live_graph, how)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compile import ShardingStrategy, fully_shard
 from fsdp_compile.comm import comparison, waits
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .training import assert_same_gradients
 
 KEPT: list[dist.ProcessGroup] = []  # with collectives that never end
@@ -137,7 +137,11 @@ ALONE = {  # what rank 0 does alone: what both are told
 }
 
 
-def _alone(rank: int) -> None:
+@on_ranks(2)
+def test_an_operator_on_one_rank(rank: int) -> None:
+    """`if rank == 0: print(weight.norm())`, `full_tensor()` or a gradient's sum: both ranks raise, with the tensor's
+    shape, as soon as the other one communicates something else.
+    """
     for run, said in ALONE.values():
         model = _model("SHARD_GRAD_OP")
         model(_batch(rank)).sum().backward()
@@ -149,14 +153,11 @@ def _alone(rank: int) -> None:
         assert time.monotonic() - before < 20
 
 
-def test_an_operator_on_one_rank(two: Ranks) -> None:
-    """`if rank == 0: print(weight.norm())`, `full_tensor()` or a gradient's sum: both ranks raise, with the tensor's
-    shape, as soon as the other one communicates something else.
+@on_ranks(2)
+def test_all_ranks_leave_out_a_unit(rank: int) -> None:
+    """Ranks that all depart from the first step's order in the same way go on, with the gradients of an unsharded
+    model; a step in that order compares nothing.
     """
-    two.run(_alone)
-
-
-def _agrees(rank: int) -> None:
     for strategy in ("FULL_SHARD", "NO_SHARD"):
         model, reference = _model(strategy), _Model()
         for how in ("", "detached", "input", "not called", "", "checkpoint", "not in the loss", ""):
@@ -172,13 +173,6 @@ def _agrees(rank: int) -> None:
             assert how != "input" or all(param.grad is None for param in model.blocks[1].parameters())
         with mock.patch.object(comparison, "compare", side_effect=AssertionError):
             model(_batch(rank)).sum().backward()
-
-
-def test_all_ranks_leave_out_a_unit(two: Ranks) -> None:
-    """Ranks that all depart from the first step's order in the same way go on, with the gradients of an unsharded
-    model; a step in that order compares nothing.
-    """
-    two.run(_agrees)
 
 
 # --- units, graphs and models that are alike --------------------------------------------------------------------------
@@ -213,7 +207,17 @@ def _no_backward(rank: int, runs: list[Any], models: list[_Ways]) -> Tensor:
     return runs[0](_batch(0))
 
 
-def _alike(rank: int, how: str, grad: bool) -> None:
+@pytest.mark.parametrize(
+    ("how", "grad"),
+    [
+        ("eager", True),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in (("aot_eager", True), ("inductor", False))),
+    ],
+)
+@on_ranks(2)
+def test_what_is_alike_is_not_mixed_up(rank: int, how: str, grad: bool) -> None:
+    """One rank runs another unit, graph or model of the same sizes, or leaves out a backward: all ranks raise and none
+    reads values of another one, although all of these have run before."""
     for differ in (_other_way, _other_model, *([_no_backward] if grad else [])):
         torch._dynamo.reset()
         KEPT.append(dist.new_group(timeout=timedelta(seconds=100)))
@@ -235,16 +239,3 @@ def _alike(rank: int, how: str, grad: bool) -> None:
             ):
                 differ(rank, runs, models)
                 runs[0](_batch(0))
-
-
-@pytest.mark.parametrize(
-    ("how", "grad"),
-    [
-        ("eager", True),
-        *(pytest.param(*each, marks=pytest.mark.nightly) for each in (("aot_eager", True), ("inductor", False))),
-    ],
-)
-def test_what_is_alike_is_not_mixed_up(two: Ranks, how: str, grad: bool) -> None:
-    """One rank runs another unit, graph or model of the same sizes, or leaves out a backward: all ranks raise and none
-    reads values of another one, although all of these have run before."""
-    two.run(_alike, how, grad)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .test_communication import _assert_freed, _gathered_bytes, _spied
 from .training import (
     OPTIMIZERS,
@@ -35,7 +35,7 @@ from .training import (
     units,
     whole,
 )
-from .wire import Sent, wire
+from .wire import wire
 
 MLP = MODELS["mlp"]
 FREED = r"is at version 10000\d+; expected|its base or another view of its base has been modified inplace"
@@ -221,20 +221,17 @@ class _InPlace(nn.Module):
         return self.head(x)
 
 
-def _change_in_place(rank: int, strategy: str) -> None:
-    for how in ("no", "non-reentrant", "reentrant"):
-        case = Case(partial(_InPlace, how), vectors, squared_error)
-        reference, model = reference_and_model(case, strategy)
-        follow(model, reference, case)
-
-
 @sharded
-def test_views_changed_in_place(two: Ranks, strategy: str) -> None:
+@on_ranks(2)
+def test_views_changed_in_place(strategy: str) -> None:
     """A unit's output that is a view may be changed in place, which drops the hooks on it: its backward still gathers.
 
     FSDP2 fails there.
     """
-    two.run(_change_in_place, strategy)
+    for how in ("no", "non-reentrant", "reentrant"):
+        case = Case(partial(_InPlace, how), vectors, squared_error)
+        reference, model = reference_and_model(case, strategy)
+        follow(model, reference, case)
 
 
 # --- what leaves a forward in other ways than as an output ------------------------------------------------------------
@@ -290,7 +287,15 @@ class _AsideNet(nn.Module):
         return (0.0 if self.apart else self.out(x).square().mean()) + torch.stack(asides).sum()
 
 
-def _leave_aside(rank: int, how: str, apart: bool) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("how", ["attribute", "list", "dict", "submodule", "argument", "in place", "global", "hook"])
+@on_ranks(2)
+def test_what_leaves_in_another_way_than_as_an_output(how: str, apart: bool) -> None:
+    """Losses that a block leaves in an attribute, an argument or elsewhere have the gradients of one process.
+
+    Their backward runs before that of the output. Where they go to cannot be seen, the block stays unsharded, with a
+    warning.
+    """
     torch.manual_seed(0)
     reference = _AsideNet(how, apart)
     model = copy.deepcopy(reference)
@@ -323,17 +328,6 @@ def _leave_aside(rank: int, how: str, apart: bool) -> None:
         assert len(texts) == (3 if stays else 0) and stays == (how in ("global", "hook")), texts
         assert all("_Aside with parameters blocks" in text for text in texts), texts
         assert all(Path(each.filename).name == "test_outputs.py" for each in seen), seen
-
-
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("how", ["attribute", "list", "dict", "submodule", "argument", "in place", "global", "hook"])
-def test_what_leaves_in_another_way_than_as_an_output(two: Ranks, how: str, apart: bool) -> None:
-    """Losses that a block leaves in an attribute, an argument or elsewhere have the gradients of one process.
-
-    Their backward runs before that of the output. Where they go to cannot be seen, the block stays unsharded, with a
-    warning.
-    """
-    two.run(_leave_aside, how, apart)
 
 
 class _Hooked(nn.Module):
@@ -376,7 +370,21 @@ def test_hooks_on_outputs_read_parameters(two: Ranks, how: str) -> None:
     two.run(_hook_outputs, how)
 
 
-def _tap(rank: int) -> None:
+class _Both(nn.Module):
+    def __init__(self, towers: nn.ModuleList) -> None:
+        super().__init__()
+        self.towers = towers
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [tower(x) for tower in self.towers]
+
+
+@on_ranks(2)
+def test_what_is_read_of_a_unit_without_its_outputs() -> None:
+    """A unit of which the loss uses no output is gathered again where backward has come to another unit before.
+
+    Else nothing tells that backward is about to read its parameters: an error.
+    """
     torch.manual_seed(0)
     reference = _Both(nn.ModuleList([nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)) for _ in range(2)]))
     model = copy.deepcopy(reference)
@@ -398,23 +406,6 @@ def _tap(rank: int) -> None:
     with pytest.raises(RuntimeError, match=FREED):
         seen.pop().sum().backward()
     assert len(outputs) == 2
-
-
-class _Both(nn.Module):
-    def __init__(self, towers: nn.ModuleList) -> None:
-        super().__init__()
-        self.towers = towers
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return [tower(x) for tower in self.towers]
-
-
-def test_what_is_read_of_a_unit_without_its_outputs(two: Ranks) -> None:
-    """A unit of which the loss uses no output is gathered again where backward has come to another unit before.
-
-    Else nothing tells that backward is about to read its parameters: an error.
-    """
-    two.run(_tap)
 
 
 @dataclass
@@ -467,7 +458,16 @@ class _BetweenNet(nn.Module):
         return y if self.later else y + torch.stack(_left_over).sum()
 
 
-def _leave_between(rank: int, how: str) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [
+        "tuple", "dict", "dataclass", "view", "part of the other", "later", "nested", "nested part", "checkpoint",
+        "no_sync", "retained", "frozen", "frozen nested", "compiled", "fetch late", "fetch alone",
+    ],
+)  # fmt: skip
+@on_ranks(2)
+def test_what_leaves_between_outputs(how: str) -> None:
+    """The unit is gathered before backward reads it, though no gradient comes to what it made last."""
     torch.manual_seed(0)
     reference = _BetweenNet(how)
     model = copy.deepcopy(reference)
@@ -492,18 +492,6 @@ def _leave_between(rank: int, how: str) -> None:
                         loss.backward(retain_graph=True)
                     loss.backward()
         assert_same_gradients(model, reference)
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        "tuple", "dict", "dataclass", "view", "part of the other", "later", "nested", "nested part", "checkpoint",
-        "no_sync", "retained", "frozen", "frozen nested", "compiled", "fetch late", "fetch alone",
-    ],
-)  # fmt: skip
-def test_what_leaves_between_outputs(two: Ranks, how: str) -> None:
-    """The unit is gathered before backward reads it, though no gradient comes to what it made last."""
-    two.run(_leave_between, how)
 
 
 class _Choices(nn.Module):
@@ -531,7 +519,10 @@ class _ChoiceNet(nn.Module):
         return self.out(x).square().mean()
 
 
-def _choose(rank: int, nested: bool) -> None:
+@pytest.mark.parametrize("nested", [False, True])
+@on_ranks(2)
+def test_ranks_that_use_other_outputs(rank: int, nested: bool) -> None:
+    """A unit whose last output one rank does not use is gathered in the same order on all ranks."""
     x = torch.linspace(-1, 1, 14).view(2, 7)
     prefetches = (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None)
     for prefetch, choices in product(prefetches, ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1))):
@@ -549,12 +540,6 @@ def _choose(rank: int, nested: bool) -> None:
             assert_same_gradients(model, reference)
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_ranks_that_use_other_outputs(two: Ranks, nested: bool) -> None:
-    """A unit whose last output one rank does not use is gathered in the same order on all ranks."""
-    two.run(_choose, nested)
-
-
 class _TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -565,7 +550,10 @@ class _TwoHeads(nn.Module):
         return self.heads[0](x), self.heads[1](x)
 
 
-def _use_one_head(rank: int, strategy: str) -> None:
+@sharded
+@on_ranks(2)
+def test_an_output_that_no_loss_uses(strategy: str) -> None:
+    """A unit whose output feeds no loss is freed, is not reduced, and trains in the next step (E-FIN-4)."""
     case = Case(_TwoHeads, vectors, lambda model, inputs: squared_error(lambda x: model(x)[0], inputs))
     reference, model = reference_and_model(case, strategy)
     with _spied() as calls:
@@ -578,16 +566,12 @@ def _use_one_head(rank: int, strategy: str) -> None:
     follow(model, reference, case)
 
 
-@sharded
-def test_an_output_that_no_loss_uses(two: Ranks, strategy: str) -> None:
-    """A unit whose output feeds no loss is freed, is not reduced, and trains in the next step (E-FIN-4)."""
-    two.run(_use_one_head, strategy)
-
-
 # --- units without parameters, units in several roles -----------------------------------------------------------------
 
 
-def _without_parameters(rank: int) -> None:
+@on_ranks(2)
+def test_units_without_parameters() -> None:
+    """A unit without parameters passes its forward through and communicates nothing (E-GEN-6)."""
     case = Case(lambda: nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Identity()), vectors, squared_error)
     reference = build(case)
     model = fully_shard(build(case), auto_wrap_policy=lambda module, recurse, nonwrapped_numel: True)
@@ -598,12 +582,9 @@ def _without_parameters(rank: int) -> None:
     assert [each.kind for each in sent] == ["gather", "reduce"], sent  # the last unit stays until backward
 
 
-def test_units_without_parameters(two: Ranks) -> None:
-    """A unit without parameters passes its forward through and communicates nothing (E-GEN-6)."""
-    two.run(_without_parameters)
-
-
-def _root_first(rank: int) -> None:
+@on_ranks(2)
+def test_a_former_root_may_be_wrapped() -> None:
+    """A unit that has run on its own becomes part of a larger model (E-LAZY-3, E-ERR-7)."""
     reference = build(MLP)
     model = build(MLP)
     block = fully_shard(model.blocks[1])
@@ -612,20 +593,6 @@ def _root_first(rank: int) -> None:
     fully_shard(model)
     assert model._fsdp.is_root and not block._fsdp.is_root
     follow(model, reference, MLP)
-
-
-def test_a_former_root_may_be_wrapped(two: Ranks) -> None:
-    """A unit that has run on its own becomes part of a larger model (E-LAZY-3, E-ERR-7)."""
-    two.run(_root_first)
-
-
-def _call_twice(rank: int, strategy: str) -> list[Sent]:
-    case = Case(lambda: _Twice(), vectors, squared_error)
-    reference, model = reference_and_model(case, strategy)
-    follow(model, reference, case)
-    with wire() as sent:
-        backward(model, case, mine(case, 1))
-    return sent
 
 
 class _Twice(nn.Module):
@@ -641,9 +608,15 @@ class _Twice(nn.Module):
 
 
 @all_strategies
-def test_a_unit_called_twice(two: Ranks, strategy: str) -> None:
+@on_ranks(2)
+def test_a_unit_called_twice(strategy: str) -> None:
     """The gradients of several forwards of one unit add up to the unsharded ones (E-BWD-7)."""
-    two.run(_call_twice, strategy)
+    case = Case(lambda: _Twice(), vectors, squared_error)
+    reference, model = reference_and_model(case, strategy)
+    follow(model, reference, case)
+    with wire() as sent:
+        backward(model, case, mine(case, 1))
+    return sent
 
 
 class _Keeps(nn.Module):
@@ -659,7 +632,9 @@ class _Keeps(nn.Module):
         return x + self.up(x)
 
 
-def _read_kept_views(rank: int) -> None:
+@on_ranks(2)
+def test_kept_views_can_be_read() -> None:
+    """After backward, under no_grad and detached: they have the values of their forward."""
     for detach in (True, False):
         torch.manual_seed(0)
         model = nn.Sequential(_Keeps(detach), nn.Linear(8, 8))
@@ -673,8 +648,3 @@ def _read_kept_views(rank: int) -> None:
                 for param in model.parameters():
                     param.add_(1.0)
             before.append(before[-1] + 1.0)
-
-
-def test_kept_views_can_be_read(two: Ranks) -> None:
-    """After backward, under no_grad and detached: they have the values of their forward."""
-    two.run(_read_kept_views)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from fsdp_compile import fully_shard
 from fsdp_compile.edits import own_writes
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 
 STEPS = 5
 
@@ -159,7 +159,9 @@ def test_equal_changes_stay_where_forwards_are_compiled(two: Ranks, how: str, pa
     two.run(_as_unsharded, {}, how, patterns)
 
 
-def _refused(rank: int) -> None:
+@on_ranks(2)
+def test_what_a_graph_cannot_keep_is_refused() -> None:
+    """By name: as one graph, and where Dynamo leaves an assignment to `.data` to eager code."""
     refused = [(_clamps, r"0\.up\.weight of its own unit, so it runs eagerly; leave out fullgraph=True")]
     refused += [(each, r"forward changed parameter 0\.up\.weight of its own unit") for each in ASSIGNED_IN_A_FUNCTION]
     for write, match in refused:
@@ -168,11 +170,6 @@ def _refused(rank: int) -> None:
         compiled = torch.compile(model, backend="aot_eager", fullgraph=write is _clamps)
         with pytest.raises(Exception, match=match):
             compiled(torch.ones(2, 8))
-
-
-def test_what_a_graph_cannot_keep_is_refused(two: Ranks) -> None:
-    """By name: as one graph, and where Dynamo leaves an assignment to `.data` to eager code."""
-    two.run(_refused)
 
 
 @pytest.mark.parametrize("how", ["whole", "blocks"])
@@ -208,7 +205,9 @@ def test_different_changes_are_refused(two: Ranks, first: int, alone: bool) -> N
     two.run(_differ, first, "eager", alone)
 
 
-def _differ_where_it_writes(rank: int) -> None:
+@on_ranks(2)
+def test_different_changes_of_a_unit_that_writes() -> None:
+    """All ranks name the one parameter that differs, also those that store nothing of it."""
     model = fully_shard(
         _model(lambda block, x: block.up.bias.data[:1].fill_(dist.get_rank())), auto_wrap_policy={_Block}
     )
@@ -217,12 +216,10 @@ def _differ_where_it_writes(rank: int) -> None:
         model(torch.ones(2, 8))
 
 
-def test_different_changes_of_a_unit_that_writes(two: Ranks) -> None:
-    """All ranks name the one parameter that differs, also those that store nothing of it."""
-    two.run(_differ_where_it_writes)
+@on_ranks(2)
+def test_late_changes_are_refused() -> None:
+    """A unit that begins to write after its first two forwards raises, before twice as many forwards have run."""
 
-
-def _begins_late(rank: int) -> None:
     def write(block: Any, x: Tensor) -> None:
         block.calls += 1
         if block.calls > 2:
@@ -235,19 +232,11 @@ def _begins_late(rank: int) -> None:
         model(torch.ones(2, 8))
 
 
-def test_late_changes_are_refused(two: Ranks) -> None:
-    """A unit that begins to write after its first two forwards raises, before twice as many forwards have run."""
-    two.run(_begins_late)
-
-
-def _costs(rank: int) -> None:
+@on_ranks(2)
+def test_others_pay_nothing() -> None:
+    """Where nothing writes, the third forward is not looked at."""
     plain = fully_shard(_model(lambda block, x: None), auto_wrap_policy={_Block})
     for _ in range(2):
         plain(torch.ones(2, 8)).sum().backward()
     with patch.object(own_writes, "checksums", side_effect=AssertionError):
         plain(torch.ones(2, 8)).sum().backward()
-
-
-def test_others_pay_nothing(two: Ranks) -> None:
-    """Where nothing writes, the third forward is not looked at."""
-    two.run(_costs)

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .wire import wire
 
 MICROBATCHES = 4
@@ -217,7 +217,10 @@ def _expected(model: nn.Module, xs: list[Tensor], way: str) -> Iterator[Tensor |
         yield param.grad
 
 
-def _backward_in_parts(rank: int, way: str, name: str) -> None:
+@pytest.mark.parametrize(("way", "name"), ROWS, ids=map("-".join, ROWS))
+@on_ranks(2)
+def test_backward_in_parts(rank: int, way: str, name: str) -> None:
+    """A backward pass that leaves out parameters may be followed by one that begins inside a unit."""
     for reshards in (True, False):
         torch.manual_seed(0)
         model = nn.Sequential(*MODELS[name]())
@@ -236,9 +239,3 @@ def _backward_in_parts(rank: int, way: str, name: str) -> None:
         for block in model:
             block.hidden = []
         assert not any(unit.awaiting_backward for unit in model._fsdp.units_below)
-
-
-@pytest.mark.parametrize(("way", "name"), ROWS, ids=map("-".join, ROWS))
-def test_backward_in_parts(two: Ranks, way: str, name: str) -> None:
-    """A backward pass that leaves out parameters may be followed by one that begins inside a unit."""
-    two.run(_backward_in_parts, way, name)

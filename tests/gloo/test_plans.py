@@ -9,19 +9,13 @@ from torch import nn
 
 from fsdp_compile import fully_shard
 
-from .ranks import Ranks
+from .ranks import on_ranks
 from .training import build, follow, shard
 
 CASE = MODULES["tied_ends"]
 SLOW = "custom:1e-6,1e6"  # seconds, bytes per second: communication takes far longer than computing
 FAR = "custom:0.1,1e12"
 LATE = pytest.mark.nightly
-
-
-def _train(rank: int, how: Any, options: dict[str, str]) -> None:
-    model = shard(CASE, reshard_after_forward=how)
-    run = torch.compile(model, fullgraph=True, backend="fsdp_compile", options=options)
-    follow(run, build(CASE), CASE)
 
 
 @pytest.mark.parametrize(
@@ -36,12 +30,20 @@ def _train(rank: int, how: Any, options: dict[str, str]) -> None:
     ],
     ids=str,
 )
-def test_planned_graphs_compute_the_same(two: Ranks, how: Any, options: dict[str, str]) -> None:
+@on_ranks(2)
+def test_planned_graphs_compute_the_same(how: Any, options: dict[str, str]) -> None:
     """Plans for a slow link, for launches that cost much, for a fast one; units kept or gathered again."""
-    two.run(_train, how, options)
+    model = shard(CASE, reshard_after_forward=how)
+    run = torch.compile(model, fullgraph=True, backend="fsdp_compile", options=options)
+    follow(run, build(CASE), CASE)
 
 
-def _route(rank: int) -> None:
+@LATE
+@on_ranks(2)
+def test_sizes_that_depend_on_data(rank: int) -> None:
+    """Experts that compute as many rows as each rank's router gives them: one graph, planned once, computes what eager
+    does.
+    """
     eager, model = (fully_shard(routed(), auto_wrap_policy={nn.Linear}) for _ in range(2))
     run = torch.compile(model, fullgraph=True, backend="fsdp_compile")
     for step in range(4):
@@ -56,11 +58,3 @@ def _route(rank: int) -> None:
         torch.testing.assert_close(*losses)
         for one, other in zip(eager.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(one.grad, other.grad)
-
-
-@LATE
-def test_sizes_that_depend_on_data(two: Ranks) -> None:
-    """Experts that compute as many rows as each rank's router gives them: one graph, planned once, computes what eager
-    does.
-    """
-    two.run(_route)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard
 
-from .ranks import Ranks
+from .ranks import on_ranks
 from .training import OPTIMIZERS, build, executor, full_parameters, local, mine, shard, units
 from .wire import wire
 
@@ -29,7 +29,24 @@ def _backward(model: nn.Module, inputs: Inputs) -> None:
     F.mse_loss(model(*x).float(), y).backward()  # torch 2.11 refuses a loss of two dtypes
 
 
-def _follow_dtypes(rank: int, how: str, strategy: str, given: tuple, compute: torch.dtype, reduce: torch.dtype) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize(
+    ("given", "compute", "reduce"),
+    [
+        ((None, None), FP32, FP32),
+        ((BF16, None), BF16, BF16),
+        ((None, BF16), FP32, BF16),
+        ((BF16, FP32), BF16, FP32),
+        ((BF16, FP64), BF16, FP64),
+    ],
+)
+@both_ways
+@on_ranks(2)
+def test_dtypes(how: str, strategy: str, given: tuple, compute: torch.dtype, reduce: torch.dtype) -> None:
+    """Gathers and computation have the one dtype, reduces the other; the optimizer sees that of the parameters.
+
+    E-MP-1..3, 5, 6.
+    """
     policy = MixedPrecision(param_dtype=given[0], reduce_dtype=given[1])
     model = shard(MLP, strategy, mixed_precision=policy)
     seen = set()
@@ -44,26 +61,6 @@ def _follow_dtypes(rank: int, how: str, strategy: str, given: tuple, compute: to
     states = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
     grads = [param.grad for param in model.parameters() if param.grad is not None]
     assert grads and {each.dtype for each in (*model.parameters(), *grads, *states)} == {FP32}
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize(
-    ("given", "compute", "reduce"),
-    [
-        ((None, None), FP32, FP32),
-        ((BF16, None), BF16, BF16),
-        ((None, BF16), FP32, BF16),
-        ((BF16, FP32), BF16, FP32),
-        ((BF16, FP64), BF16, FP64),
-    ],
-)
-@both_ways
-def test_dtypes(two: Ranks, how: str, strategy: str, given: tuple, compute: torch.dtype, reduce: torch.dtype) -> None:
-    """Gathers and computation have the one dtype, reduces the other; the optimizer sees that of the parameters.
-
-    E-MP-1..3, 5, 6.
-    """
-    two.run(_follow_dtypes, how, strategy, given, compute, reduce)
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
@@ -94,7 +91,16 @@ class _Takes(nn.Module):
         return x["x"][0].to(self.weight.dtype) * self.weight
 
 
-def _cast_inputs(rank: int, own: bool, root: bool, expected: tuple[torch.dtype, torch.dtype]) -> None:
+@pytest.mark.parametrize(
+    ("own", "root", "expected"),  # dtypes that the root and the unit below it see
+    [(False, True, (BF16, BF16)), (False, False, (FP32, FP32)), (True, False, (BF16, BF16))],
+)
+@on_ranks(2)
+def test_inputs(own: bool, root: bool, expected: tuple[torch.dtype, torch.dtype]) -> None:
+    """Floating tensors anywhere among the inputs are cast where the settings say; all else passes unchanged.
+
+    E-MP-13, 14.
+    """
     policy = MixedPrecision(param_dtype=BF16, cast_forward_inputs=own, cast_root_forward_inputs=root)
     inner = _Takes()
     model = fully_shard(_Takes(inner), auto_wrap_policy=lambda module, recurse, nonwrapped_numel: True,
@@ -105,18 +111,6 @@ def _cast_inputs(rank: int, own: bool, root: bool, expected: tuple[torch.dtype, 
         kept = FP16 if dtype is FP32 else dtype
         assert seen == [({"x": [dtype, torch.int64]}, [[kept, "text"], None, torch.bool])], seen
     assert out.dtype is BF16 and x.dtype is FP32, "the output has the compute dtype, the caller's tensor is untouched"
-
-
-@pytest.mark.parametrize(
-    ("own", "root", "expected"),  # dtypes that the root and the unit below it see
-    [(False, True, (BF16, BF16)), (False, False, (FP32, FP32)), (True, False, (BF16, BF16))],
-)
-def test_inputs(two: Ranks, own: bool, root: bool, expected: tuple[torch.dtype, torch.dtype]) -> None:
-    """Floating tensors anywhere among the inputs are cast where the settings say; all else passes unchanged.
-
-    E-MP-13, 14.
-    """
-    two.run(_cast_inputs, own, root, expected)
 
 
 class _Named(nn.Module):
@@ -131,7 +125,9 @@ class _Named(nn.Module):
         return {"inner": inner, "last": self.last(inner.to(self.last.weight.dtype))}
 
 
-def _output_dtypes(rank: int) -> None:
+@on_ranks(2)
+def test_outputs() -> None:
+    """The policy's `output_dtype` is that of outputs, of inner units too, with and without gradients."""
     policy = MixedPrecisionPolicy(BF16, FP32, output_dtype=FP32)
     for how in ("eager", "aot_eager"):
         model = _Named(fully_shard(nn.Linear(4, 4), mp_policy=policy))
@@ -141,11 +137,6 @@ def _output_dtypes(rank: int) -> None:
                 found: Any = run(torch.ones(2, 4))
             assert _dtypes(found) == {"inner": FP32, "last": FP32}, (how, grad)
             assert torch.equal(found["last"], found["last"].to(BF16).to(FP32)), "expected it computed in bfloat16"
-
-
-def test_outputs(two: Ranks) -> None:
-    """The policy's `output_dtype` is that of outputs, of inner units too, with and without gradients."""
-    two.run(_output_dtypes)
 
 
 class _WidensBetween(nn.Module):
@@ -164,7 +155,13 @@ class _WidensBetween(nn.Module):
         return x.float()
 
 
-def _recompute_casts(rank: int, reentrant: bool) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(2)
+def test_recomputation_computes_in_the_same_dtype(rank: int, reentrant: bool) -> None:
+    """A unit whose forward is recomputed gets inputs as in its first forward: the same gradients, bit for bit.
+
+    E-MP-15, E-AC-2.
+    """
     policy = MixedPrecision(param_dtype=BF16, reduce_dtype=FP32, cast_forward_inputs=True)
     grads = []
     for each in (None, reentrant):
@@ -174,15 +171,6 @@ def _recompute_casts(rank: int, reentrant: bool) -> None:
         grads.append([local(param.grad) for param in model.parameters()])
     for plain, again in zip(*grads, strict=True):
         assert torch.equal(plain, again)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_computes_in_the_same_dtype(two: Ranks, reentrant: bool) -> None:
-    """A unit whose forward is recomputed gets inputs as in its first forward: the same gradients, bit for bit.
-
-    E-MP-15, E-AC-2.
-    """
-    two.run(_recompute_casts, reentrant)
 
 
 # --- classes that keep full precision ---------------------------------------------------------------------------------
@@ -197,7 +185,10 @@ class _Normed(nn.Module):
         return self.plain(self.norm(self.linear(x)))
 
 
-def _exempt(rank: int, how: str) -> None:
+@both_ways
+@on_ranks(2)
+def test_batch_norms_keep_full_precision(rank: int, how: str) -> None:
+    """Auto-wrapping makes batch norms units without mixed precision, those without parameters too (E-INIT-6)."""
     policy = MixedPrecision(param_dtype=BF16, buffer_dtype=BF16)
     model = fully_shard(nn.Sequential(_Normed(), _Normed()), mixed_precision=policy)
     seen = set()
@@ -212,13 +203,9 @@ def _exempt(rank: int, how: str) -> None:
     assert len(units(one)) == 1 and one.norm.running_mean.dtype is BF16, "without auto-wrapping nothing is exempt"
 
 
-@both_ways
-def test_batch_norms_keep_full_precision(two: Ranks, how: str) -> None:
-    """Auto-wrapping makes batch norms units without mixed precision, those without parameters too (E-INIT-6)."""
-    two.run(_exempt, how)
-
-
-def _train_checkpointed(rank: int) -> None:
+@on_ranks(2)
+def test_checkpoints_in_low_precision() -> None:
+    """Three steps in bf16 end at the same bits wherever activations are recomputed (E-AC-2)."""
     policy = MixedPrecision(param_dtype=BF16, reduce_dtype=FP32)
     ends = []
     for where in ("none", "inside", "around", "reentrant"):
@@ -232,8 +219,3 @@ def _train_checkpointed(rank: int) -> None:
         ends.append(full_parameters(model))
     for end in ends[1:]:
         assert all(torch.equal(end[name], ends[0][name]) for name in end)
-
-
-def test_checkpoints_in_low_precision(two: Ranks) -> None:
-    """Three steps in bf16 end at the same bits wherever activations are recomputed (E-AC-2)."""
-    two.run(_train_checkpointed)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .training import assert_bitwise, backward, build, follow, mine, shard, units
 
 CASE = Case(unlike_blocks, vectors, squared_error)
@@ -181,7 +181,21 @@ def test_a_wrong_guess_in_forward(two: Ranks) -> None:
         assert freed < lines.index("gather blocks.3 in unshard") < lines.index("compute blocks.2")
 
 
-def _guess_wrongly(rank: int, mode: str, forward_prefetch: bool) -> None:
+def _assert_all_freed(log: Log, model: nn.Module) -> None:
+    for name in log.units.values():
+        gathers, frees = log.lines.count(f"gather {name} in unshard"), log.lines.count(f"free {name}")
+        assert gathers == frees, f"{name}: gathered {gathers} times, freed {frees} times"
+    assert all(unit.unsharded_params is None for unit in units(model))
+
+
+@pytest.mark.parametrize("forward_prefetch", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_wrong_guesses(mode: str, forward_prefetch: bool) -> None:
+    """Branches, skipped and repeated units: what was gathered for nothing is freed, numbers are right.
+
+    E-PRE-5, E-ORD-1, E-FIN-4.
+    """
     reference = build(BRANCHES)
     model = shard(BRANCHES, backward_prefetch=MODES[mode], forward_prefetch=forward_prefetch)
     for seed in range(len(ORDERS)):
@@ -193,23 +207,6 @@ def _guess_wrongly(rank: int, mode: str, forward_prefetch: bool) -> None:
     follow(model, reference, BRANCHES, steps=2, first_seed=0)
 
 
-def _assert_all_freed(log: Log, model: nn.Module) -> None:
-    for name in log.units.values():
-        gathers, frees = log.lines.count(f"gather {name} in unshard"), log.lines.count(f"free {name}")
-        assert gathers == frees, f"{name}: gathered {gathers} times, freed {frees} times"
-    assert all(unit.unsharded_params is None for unit in units(model))
-
-
-@pytest.mark.parametrize("forward_prefetch", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-def test_wrong_guesses(two: Ranks, mode: str, forward_prefetch: bool) -> None:
-    """Branches, skipped and repeated units: what was gathered for nothing is freed, numbers are right.
-
-    E-PRE-5, E-ORD-1, E-FIN-4.
-    """
-    two.run(_guess_wrongly, mode, forward_prefetch)
-
-
 class _LeavesOne(Stack):
     """Its first block feeds an output that the loss does not use."""
 
@@ -219,7 +216,10 @@ class _LeavesOne(Stack):
         return self.head(self.blocks[2](self.blocks[1](x))), left
 
 
-def _leave_one(rank: int, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["pre", "post"])
+@on_ranks(2)
+def test_a_unit_whose_backward_does_not_come(rank: int, mode: str) -> None:
+    """What was gathered ahead of it is freed when the backward pass has ended (E-PRE-5)."""
     case = Case(lambda: _LeavesOne([Residual(11, 23 + 32 * index) for index in range(3)]), vectors, squared_error)
     model = shard(case, backward_prefetch=MODES[mode])
     x, _ = vectors(rank, 3)
@@ -229,12 +229,6 @@ def _leave_one(rank: int, mode: str) -> None:
     assert log.lines.count("gather blocks.0 in unshard") == 2, "for forward, and ahead of a backward that does not come"
     _assert_all_freed(log, model)
     assert left.requires_grad
-
-
-@pytest.mark.parametrize("mode", ["pre", "post"])
-def test_a_unit_whose_backward_does_not_come(two: Ranks, mode: str) -> None:
-    """What was gathered ahead of it is freed when the backward pass has ended (E-PRE-5)."""
-    two.run(_leave_one, mode)
 
 
 # --- checkpointing, repeated units, frozen units ----------------------------------------------------------------------
@@ -257,7 +251,9 @@ def _repeating() -> Stack:
 REPEATING = Case(_repeating, vectors, squared_error)
 
 
-def _repeat(rank: int) -> None:
+@on_ranks(2)
+def test_repeated_and_recomputed_units() -> None:
+    """Units that run twice and are recomputed in backward do not confuse prefetching: the same bits in all modes."""
     models = [shard(REPEATING, backward_prefetch=mode, forward_prefetch=mode is None) for mode in MODES.values()]
     for seed in range(3):
         for model in models:
@@ -267,11 +263,6 @@ def _repeat(rank: int) -> None:
             assert_bitwise(model, models[0], f"pass {seed}")
     models[0].zero_grad()
     follow(models[0], build(REPEATING), REPEATING)
-
-
-def test_repeated_and_recomputed_units(two: Ranks) -> None:
-    """Units that run twice and are recomputed in backward do not confuse prefetching: the same bits in all modes."""
-    two.run(_repeat)
 
 
 class _Apart(Stack):
@@ -326,17 +317,14 @@ def test_frozen_unit(two: Ranks, mode: str) -> None:
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
-def _differing_limits(rank: int) -> None:
+@on_ranks(2)
+def test_settings_that_a_root_has_once() -> None:
+    """Units under one root have one limit; another is a ValueError at first use (E-STRAT-11, E-ERR-5)."""
     model = build(CASE)
     fully_shard(model.blocks[1], limit_all_gathers=False)
     fully_shard(model)
     with pytest.raises(ValueError, match=r"limit_all_gathers is True for the root .* False for blocks.1"):
         model(mine(CASE, 1)[0])
-
-
-def test_settings_that_a_root_has_once(two: Ranks) -> None:
-    """Units under one root have one limit; another is a ValueError at first use (E-STRAT-11, E-ERR-5)."""
-    two.run(_differing_limits)
 
 
 def _demote(rank: int, options: Any) -> None:

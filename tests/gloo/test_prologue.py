@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_compile import FullyShardedDataParallel
 from fsdp_compile.eager import forward
 
-from .ranks import Ranks
+from .ranks import on_ranks
 from .training import backward, follow, mine, reference_and_model, shard, units
 
 MLP = MODELS["mlp"]
@@ -54,7 +54,11 @@ WAYS: dict[str, tuple[Callable[[Any], Any], int]] = {
 }
 
 
-def _count(rank: int) -> None:
+@pytest.mark.nightly
+@on_ranks(2)
+def test_units_are_looked_at_once_a_step() -> None:
+    """Each unit of what is compiled is looked at once before each compiled forward, whoever is compiled, without a
+    graph break or a second compilation; and not a second time where nothing is compiled."""
     for way, (compile_in_this_way, expected) in WAYS.items():
         torch._dynamo.reset()
         run = compile_in_this_way(shard(SMALL))
@@ -72,14 +76,9 @@ def _count(rank: int) -> None:
     assert refresh.call_count == 1
 
 
-@pytest.mark.nightly
-def test_units_are_looked_at_once_a_step(two: Ranks) -> None:
-    """Each unit of what is compiled is looked at once before each compiled forward, whoever is compiled, without a
-    graph break or a second compilation; and not a second time where nothing is compiled."""
-    two.run(_count)
-
-
-def _gathered_by_hand(rank: int) -> None:
+@on_ranks(2)
+def test_what_was_gathered_by_hand_is_freed() -> None:
+    """A compiled forward gathers for itself: it frees what `unshard` gathered, and an eager one reads nothing stale."""
     reference, model = reference_and_model(MLP)
     run = _compile_module(model)
     model.unshard()
@@ -89,12 +88,9 @@ def _gathered_by_hand(rank: int) -> None:
     follow(model, reference, MLP, steps=1)
 
 
-def test_what_was_gathered_by_hand_is_freed(two: Ranks) -> None:
-    """A compiled forward gathers for itself: it frees what `unshard` gathered, and an eager one reads nothing stale."""
-    two.run(_gathered_by_hand)
-
-
-def _refuse(rank: int) -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_before_a_compiled_step() -> None:
+    """A replacement of another shape or dtype raises before anything is computed; the model stays usable (E-WB-4)."""
     reference, model = reference_and_model(MLP)
     run = _compile_module(model)
     before = model.head.weight.data
@@ -105,8 +101,3 @@ def _refuse(rank: int) -> None:
         run(mine(MLP, 1)[0])
     model.head.weight.data = before
     follow(run, reference, MLP)
-
-
-def test_what_does_not_fit_is_refused_before_a_compiled_step(two: Ranks) -> None:
-    """A replacement of another shape or dtype raises before anything is computed; the model stays usable (E-WB-4)."""
-    two.run(_refuse)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from fsdp_compile import checkpoint, fully_shard, summon_full_params
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .training import executor
 from .wire import wire
 
@@ -284,7 +284,10 @@ def test_checkpoints_of_another_world_size(two: Ranks, three: Ranks, tmp_path: P
 # --- subclasses -------------------------------------------------------------------------------------------------------
 
 
-def _look_up(rank: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_look_up_puts_subclasses_together(strategy: str) -> None:
+    """Module code finds the subclass, of unsharded tensors in a forward and of sharded ones outside; none is cast."""
     options = {"mixed_precision": MixedPrecision(torch.bfloat16), "sharding_strategy": ShardingStrategy[strategy]}
     expected, model = _made("int8 packed"), fully_shard(_made("int8 packed"), auto_wrap_policy={LlamaBlock}, **options)
     layer, unsharded = model.layers[1].qkv, expected.layers[1].qkv.weight
@@ -306,22 +309,13 @@ def _look_up(rank: int, strategy: str) -> None:
         layer.weight = nn.Parameter(torch.zeros(2))
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_look_up_puts_subclasses_together(two: Ranks, strategy: str) -> None:
-    """Module code finds the subclass, of unsharded tensors in a forward and of sharded ones outside; none is cast."""
-    two.run(_look_up, strategy)
-
-
-def _refuse_other_bits(rank: int) -> None:
+@on_ranks(2)
+def test_another_context_is_refused() -> None:
+    """A state dict whose subclass means something else is refused; what fits is loaded: test_state_protocol.py."""
     model, wrong = fully_shard(_made("int4 packed"), auto_wrap_policy={LlamaBlock}), _made("int4 packed").state_dict()
     wrong["layers.0.up.weight"] = Packed(wrong["layers.0.up.weight"].stored, wrong["layers.0.up.weight"].scale, 8)
     with pytest.raises(RuntimeError, match=r"layers.0.up.weight: expected a Packed of {'bits': 4}, found one of"):
         model.load_state_dict(wrong)
-
-
-def test_another_context_is_refused(two: Ranks) -> None:
-    """A state dict whose subclass means something else is refused; what fits is loaded: test_state_protocol.py."""
-    two.run(_refuse_other_bits)
 
 
 def _regions(rank: int) -> None:
@@ -366,7 +360,22 @@ class _ScaledLinear(nn.Module):
         return F.linear(x, self.weight.float() * self.weight.scale, self.bias)
 
 
-def _attributes(rank: int, how: str) -> None:
+class _HalvesLinear(nn.Linear):
+    """Its weight is of a class around two tensors that must begin at one offset."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        values = self.weight.detach()
+        self.weight = nn.Parameter(TwoTensor(values, values.clone()), requires_grad=False)
+
+
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@on_ranks(2)
+def test_attributes_of_parameters(how: str) -> None:
+    """A frozen parameter of a class with attributes keeps them in look-up.
+
+    One that holds its data twice, is on meta, or cannot lie in a flat parameter is refused by name.
+    """
     expected, model = _ScaledLinear(0.5), fully_shard(_ScaledLinear(0.5))
     x = torch.ones(2, 9)
     found, whole = executor(model, how)(x), expected(x)
@@ -386,21 +395,3 @@ def _attributes(rank: int, how: str) -> None:
         fully_shard(absent)
     with pytest.raises(ValueError, match=r"parameter 0\.weight: a TwoTensor is to be put together of views.*offset"):
         fully_shard(nn.Sequential(_HalvesLinear()))
-
-
-class _HalvesLinear(nn.Linear):
-    """Its weight is of a class around two tensors that must begin at one offset."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        values = self.weight.detach()
-        self.weight = nn.Parameter(TwoTensor(values, values.clone()), requires_grad=False)
-
-
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
-def test_attributes_of_parameters(two: Ranks, how: str) -> None:
-    """A frozen parameter of a class with attributes keeps them in look-up.
-
-    One that holds its data twice, is on meta, or cannot lie in a flat parameter is refused by name.
-    """
-    two.run(_attributes, how)

@@ -3,11 +3,12 @@
 import os
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 
-from .ranks import Ranks, RanksFailed
+from .ranks import Ranks, RanksFailed, on_ranks
 
 
 def _describe(rank: int, text: str) -> tuple[int, int, int, str]:
@@ -33,6 +34,24 @@ def test_results_come_by_rank(two: Ranks) -> None:
     """Every rank is in the group, gets the arguments, and its result is in its place; processes persist."""
     assert two.run(_describe, "x") == [(0, 0, 2, "x"), (1, 1, 2, "x")]
     assert two.run(_process) == two.run(_process)
+
+
+@on_ranks(2)
+def test_a_test_runs_on_each_rank(rank: int, tmp_path: Path) -> None:
+    """It is told which rank it is on, and what fixtures gave."""
+    assert rank == dist.get_rank() and dist.get_world_size() == 2 and tmp_path.exists()
+
+
+@on_ranks(2)
+def _fails_on_one(rank: int) -> None:
+    assert rank == 0, "only here"
+
+
+def test_a_test_fails_with_a_rank() -> None:
+    """What a test that `on_ranks` wraps raises on one rank is raised by what the pool calls there."""
+    pool = Mock(run=lambda test, *args: [test.on_rank(rank, *args) for rank in range(2)])
+    with pytest.raises(AssertionError, match="only here"):
+        _fails_on_one(two=pool)
 
 
 @pytest.mark.nightly

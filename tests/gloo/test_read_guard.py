@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compile import fully_shard
 from fsdp_compile.eager.unsharded import Exits, UnshardedUnit
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .test_outputs import FREED
 from .training import assert_same_gradients
 
@@ -134,7 +134,9 @@ def test_reads_of_freed_parameters_are_refused(two: Ranks, how: str, expected: s
     assert two.run(_train, how) == [[expected] * 2] * 2
 
 
-def _read_in_other_modes(rank: int) -> None:
+@on_ranks(2)
+def test_nothing_is_refused_where_nothing_is_freed(rank: int) -> None:
+    """Forwards without gradients, transforms and unsharded units read their parameters as before."""
     torch.manual_seed(0)
     reference = _Net("plain")
     model = _sharded("plain", reference)
@@ -154,8 +156,3 @@ def _read_in_other_modes(rank: int) -> None:
             each.zero_grad()
             each(x).backward()
         assert_same_gradients(lonely, reference)
-
-
-def test_nothing_is_refused_where_nothing_is_freed(two: Ranks) -> None:
-    """Forwards without gradients, transforms and unsharded units read their parameters as before."""
-    two.run(_read_in_other_modes)

@@ -18,7 +18,7 @@ from fsdp_compile import fully_shard
 from fsdp_compile.tensors.shard_spec import ShardRanks
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 
 
 class Parent(nn.Module):
@@ -46,7 +46,20 @@ def _shard(model: Any, strategy: ShardingStrategy, root: bool) -> None:
         fully_shard(each, sharding_strategy=strategy, auto_wrap_policy=None)
 
 
-def _read(rank: int, how: str, strategies: tuple[ShardingStrategy, ...]) -> None:
+FULL, KEPT, REPLICATED = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+
+
+@pytest.mark.parametrize(
+    ("how", "strategies"),
+    [
+        ("eager", (FULL, KEPT, REPLICATED)),
+        ("aot_eager", (FULL,)),
+        pytest.param("aot_eager", (KEPT, REPLICATED), marks=pytest.mark.nightly),
+    ],
+)
+@on_ranks(2)
+def test_weights_read_outside_of_their_units(rank: int, how: str, strategies: tuple[ShardingStrategy, ...]) -> None:
+    """A parent that reads a child's weight and a loss that reads the head's: gradients of one process."""
     torch.manual_seed(1)
     x, target = torch.rand(6, 4), torch.randint(6, (6,))
     mine = (x.chunk(2)[rank], target.chunk(2)[rank])
@@ -72,22 +85,6 @@ def _read(rank: int, how: str, strategies: tuple[ShardingStrategy, ...]) -> None
                 )
             with torch.no_grad():
                 torch.testing.assert_close(run(model, x, target), loss(reference, x, target))
-
-
-FULL, KEPT, REPLICATED = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
-
-
-@pytest.mark.parametrize(
-    ("how", "strategies"),
-    [
-        ("eager", (FULL, KEPT, REPLICATED)),
-        ("aot_eager", (FULL,)),
-        pytest.param("aot_eager", (KEPT, REPLICATED), marks=pytest.mark.nightly),
-    ],
-)
-def test_weights_read_outside_of_their_units(two: Ranks, how: str, strategies: tuple[ShardingStrategy, ...]) -> None:
-    """A parent that reads a child's weight and a loss that reads the head's: gradients of one process."""
-    two.run(_read, how, strategies)
 
 
 class Pair(nn.Module):
@@ -117,7 +114,10 @@ def _grads_alike(model: nn.Module, reference: nn.Module, what: str) -> None:
         torch.testing.assert_close(param.grad, expected.grad, msg=lambda text, at=(what, name): f"{at}: {text}")
 
 
-def _read_plain(rank: int) -> None:
+@on_ranks(2)
+def test_gradients_of_reads_add_up(rank: int) -> None:
+    """What is read outside, sharded or held by every rank in full, has the mean of all gradients: with gradients to add
+    to, under no_sync, after parameters were replaced, in a copy, and for `torch.autograd.grad`."""
     tokens = torch.randint(6, (8,), generator=torch.Generator().manual_seed(0))
     mine = tokens.chunk(2)[rank]
     options: list[dict[str, Any]] = [
@@ -169,12 +169,6 @@ def _read_plain(rank: int) -> None:
         _tied(reference, tokens).backward()
         _grads_alike(other, reference, "copy")
         assert all(len(param._backward_hooks) == 1 for param in [*model.parameters(), *other.parameters()])
-
-
-def test_gradients_of_reads_add_up(two: Ranks) -> None:
-    """What is read outside, sharded or held by every rank in full, has the mean of all gradients: with gradients to add
-    to, under no_sync, after parameters were replaced, in a copy, and for `torch.autograd.grad`."""
-    two.run(_read_plain)
 
 
 def _penalty(model: Any) -> Tensor:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fsdp_compile import fully_shard
 
-from .ranks import Ranks
+from .ranks import on_ranks
 from .test_communication import _assert_freed, _gathered_bytes, _spied
 from .training import (
     assert_same_gradients,
@@ -55,7 +55,9 @@ class _Retained(nn.Module):
         return self.head(run(self.twice, 2 * x) * run(self.twice, x))
 
 
-def _retain(rank: int) -> None:
+@on_ranks(2)
+def test_retained_graphs_with_checkpoints() -> None:
+    """Several backward passes through one graph with checkpoints around a unit that runs several times."""
     for strategy, reentrant, frozen in product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (False, True), (0, 1)):
         torch.manual_seed(0)
         reference = _Retained(reentrant)
@@ -76,11 +78,6 @@ def _retain(rank: int) -> None:
         at = f"{strategy}, {reentrant}, {frozen}"
         torch.testing.assert_close(found[:half], found[half:], msg=lambda text, at=at: f"{at}: {text}")
         assert_same_gradients(model, reference)
-
-
-def test_retained_graphs_with_checkpoints(two: Ranks) -> None:
-    """Several backward passes through one graph with checkpoints around a unit that runs several times."""
-    two.run(_retain)
 
 
 class _Deep(nn.Module):
@@ -105,7 +102,9 @@ class _Deep(nn.Module):
 _BACKWARDS = {"in order": (0, 1), "reversed": (1, 0), "retained": (1, 0, 1), "three": (0, 2, 1)}
 
 
-def _nest(rank: int) -> None:
+@on_ranks(2)
+def test_nested_checkpoints_and_several_forwards() -> None:
+    """Forwards of a unit that runs in checkpoints within checkpoints have their backwards in any order."""
     nests = ((False, False), (False, False, False), (False, True), (True, False))
     for reentrant, strategy in product(nests, ("FULL_SHARD", "SHARD_GRAD_OP")):
         if strategy == "SHARD_GRAD_OP" and reentrant != (False, False):
@@ -127,11 +126,6 @@ def _nest(rank: int) -> None:
                 assert_same_gradients(model, reference)
             except AssertionError as error:
                 raise AssertionError(f"{reentrant}, {strategy}, {name}") from error
-
-
-def test_nested_checkpoints_and_several_forwards(two: Ranks) -> None:
-    """Forwards of a unit that runs in checkpoints within checkpoints have their backwards in any order."""
-    two.run(_nest)
 
 
 # --- checkpoints within a unit ----------------------------------------------------------------------------------------
@@ -179,7 +173,20 @@ class _Around(nn.Module):
         return self.head(x)
 
 
-def _recompute(rank: int, strategy: str, around: bool, how: tuple) -> None:
+@pytest.mark.parametrize("around", [False, True])
+@all_strategies
+@pytest.mark.parametrize(
+    "how",  # which layers, reentrant, nested
+    [((3,), True, False), ((1, 2), True, False), ((0, 1, 2, 3), True, False), ((), True, True),
+     ((1, 2), False, False), ((), False, True)],
+)  # fmt: skip
+@on_ranks(2)
+def test_checkpoints_within_a_unit(strategy: str, around: bool, how: tuple) -> None:
+    """A checkpoint of some layers of a unit, before or after its other layers, nested, and in one around the unit.
+
+    A reentrant one runs a backward pass of its own: it frees nothing that the outer one still reads, and what it
+    reduces is added (E-AC-2, 3, E-BWD-5).
+    """
     reference = build(Case(lambda: _Around(False, (), False, False), vectors, squared_error))
     case = Case(lambda: _Around(around, *how), vectors, squared_error)
     model = shard(case, strategy)
@@ -192,22 +199,6 @@ def _recompute(rank: int, strategy: str, around: bool, how: tuple) -> None:
     backward(reference, case, whole(case, 7))
     assert_same_gradients(model, reference)
     _assert_freed(calls, "after backward")
-
-
-@pytest.mark.parametrize("around", [False, True])
-@all_strategies
-@pytest.mark.parametrize(
-    "how",  # which layers, reentrant, nested
-    [((3,), True, False), ((1, 2), True, False), ((0, 1, 2, 3), True, False), ((), True, True),
-     ((1, 2), False, False), ((), False, True)],
-)  # fmt: skip
-def test_checkpoints_within_a_unit(two: Ranks, strategy: str, around: bool, how: tuple) -> None:
-    """A checkpoint of some layers of a unit, before or after its other layers, nested, and in one around the unit.
-
-    A reentrant one runs a backward pass of its own: it frees nothing that the outer one still reads, and what it
-    reduces is added (E-AC-2, 3, E-BWD-5).
-    """
-    two.run(_recompute, strategy, around, how)
 
 
 # --- checkpoints of units within checkpoints of units -----------------------------------------------------------------
@@ -239,7 +230,12 @@ class _Nested(nn.Module):
         return self.head(x)
 
 
-def _nested_checkpoints(rank: int) -> None:
+@on_ranks(2)
+def test_nested_checkpoints_of_units() -> None:
+    """A unit in a checkpoint within a checkpoint of the unit around it trains, whichever of the two is reentrant.
+
+    The outer recomputation runs the inner unit's forward without gradients; its own recomputation is another one.
+    """
     for outer_reentrant, inner_reentrant in product((True, False), repeat=2):
         case = Case(lambda how=(outer_reentrant, inner_reentrant): _Nested(*how), vectors, squared_error)
         reference, model = build(case), build(case)
@@ -248,14 +244,6 @@ def _nested_checkpoints(rank: int) -> None:
             fully_shard(outer)
         fully_shard(model)
         follow(model, reference, case)
-
-
-def test_nested_checkpoints_of_units(two: Ranks) -> None:
-    """A unit in a checkpoint within a checkpoint of the unit around it trains, whichever of the two is reentrant.
-
-    The outer recomputation runs the inner unit's forward without gradients; its own recomputation is another one.
-    """
-    two.run(_nested_checkpoints)
 
 
 class _Recomputed(nn.Module):
@@ -274,7 +262,9 @@ class _Recomputed(nn.Module):
         return x.square().sum()
 
 
-def _watch_recomputed(rank: int) -> None:
+@on_ranks(2)
+def test_units_are_freed_one_by_one_while_other_forwards_wait() -> None:
+    """Backward frees each unit that was recomputed once, though other forwards of it still await their backward."""
     found: list[int] = []
     with _spied() as calls:
         model = _Recomputed(lambda: found.append(_gathered_bytes(calls)[numel]))
@@ -285,11 +275,6 @@ def _watch_recomputed(rank: int) -> None:
         for loss in reversed(losses):
             loss.backward()
     assert len(found) == 3 and max(found) <= 4 * numel, found
-
-
-def test_units_are_freed_one_by_one_while_other_forwards_wait(two: Ranks) -> None:
-    """Backward frees each unit that was recomputed once, though other forwards of it still await their backward."""
-    two.run(_watch_recomputed)
 
 
 # --- parts under no_grad ----------------------------------------------------------------------------------------------
@@ -308,17 +293,14 @@ class _Features(nn.Module):
         return self.head(self.blocks[2](self.blocks[1](x)))
 
 
-def _prefetch_under_no_grad(rank: int, prefetch: bool) -> None:
+@pytest.mark.parametrize("prefetch", [False, True])
+@on_ranks(2)
+def test_a_unit_gathered_under_no_grad(prefetch: bool) -> None:
+    """A unit that was gathered ahead by a forward without gradients is differentiable all the same (E-VIEW-3)."""
     case = Case(_Features, vectors, squared_error)
     reference, model = build(case), shard(case, forward_prefetch=prefetch)
     follow(model, reference, case, steps=3)
     assert all(param.grad is None for param in model.blocks[0].parameters())
-
-
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_a_unit_gathered_under_no_grad(two: Ranks, prefetch: bool) -> None:
-    """A unit that was gathered ahead by a forward without gradients is differentiable all the same (E-VIEW-3)."""
-    two.run(_prefetch_under_no_grad, prefetch)
 
 
 # --- torch's checkpoint wrapper ---------------------------------------------------------------------------------------
@@ -332,7 +314,21 @@ def _wrap(model: nn.Module, reentrant: bool, **options: Any) -> None:
     )
 
 
-def _checkpoint_wrapper(rank: int, first: bool, reentrant: bool, how: str) -> None:
+@pytest.mark.parametrize(
+    ("first", "reentrant", "how"),
+    [
+        (False, False, "eager"),
+        (True, True, "eager"),
+        (True, False, "aot_eager"),
+        *(pytest.param(first, False, "inductor", marks=pytest.mark.nightly) for first in (False, True)),
+    ],
+)
+@on_ranks(2)
+def test_checkpoint_wrapper(first: bool, reentrant: bool, how: str) -> None:
+    """torch's wrapper lies around units, put there before or after sharding; training is unchanged.
+
+    E-AC-4.
+    """
     reference, model = build(MLP), build(MLP)
     _wrap(reference, reentrant=False)
     if first:
@@ -344,23 +340,6 @@ def _checkpoint_wrapper(rank: int, first: bool, reentrant: bool, how: str) -> No
     follow(executor(model, how), reference, MLP)
 
 
-@pytest.mark.parametrize(
-    ("first", "reentrant", "how"),
-    [
-        (False, False, "eager"),
-        (True, True, "eager"),
-        (True, False, "aot_eager"),
-        *(pytest.param(first, False, "inductor", marks=pytest.mark.nightly) for first in (False, True)),
-    ],
-)
-def test_checkpoint_wrapper(two: Ranks, first: bool, reentrant: bool, how: str) -> None:
-    """torch's wrapper lies around units, put there before or after sharding; training is unchanged.
-
-    E-AC-4.
-    """
-    two.run(_checkpoint_wrapper, first, reentrant, how)
-
-
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
@@ -368,7 +347,13 @@ def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _choose(rank: int, name: str, budget: float, how: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "budget", "how"),
+    [("tied_blocks", 1.0, "aot_eager"), pytest.param("mlp", 0.3, "backend", marks=pytest.mark.nightly)],
+)
+@on_ranks(2)
+def test_a_choice_of_what_is_recomputed(name: str, budget: float, how: str) -> None:
+    """Selective policies around units, alone and under a memory budget, do not change numbers in compiled models."""
     case = {**MODELS, **MODULES}[name]
     reference, model = build(case), build(case)
     for each in (reference, model):
@@ -376,12 +361,3 @@ def _choose(rank: int, name: str, budget: float, how: str) -> None:
     fully_shard(model, auto_wrap_policy={Residual})
     with torch._functorch.config.patch(activation_memory_budget=budget):
         follow(executor(model, how), reference, case)
-
-
-@pytest.mark.parametrize(
-    ("name", "budget", "how"),
-    [("tied_blocks", 1.0, "aot_eager"), pytest.param("mlp", 0.3, "backend", marks=pytest.mark.nightly)],
-)
-def test_a_choice_of_what_is_recomputed(two: Ranks, name: str, budget: float, how: str) -> None:
-    """Selective policies around units, alone and under a memory budget, do not change numbers in compiled models."""
-    two.run(_choose, name, budget, how)

@@ -19,7 +19,7 @@ from fsdp_compile.core.settings import Settings
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.reduce import reduce_gradients
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .test_communication import _spied
 from .training import assert_same_gradients, backward, build, executor, follow, local, mine, shard, units, whole
 
@@ -69,7 +69,19 @@ def test_other_dtypes_keep_the_mean() -> None:
         assert averaging(dtype, 8) == ("avg", 1.0, 1.0)
 
 
-def _compiled_mean(rank: int, compute: torch.dtype, dtype: torch.dtype, hybrid: bool) -> None:
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+DTYPES = [(SINGLE, SINGLE), (BRAIN, BRAIN), (BRAIN, SINGLE), (HALF, HALF)]
+
+
+@pytest.mark.nightly  # rows of the feature table have low precision, and replicas, every day
+@pytest.mark.parametrize(("compute", "dtype"), DTYPES, ids=str)
+@pytest.mark.parametrize("hybrid", [False, True])
+@on_ranks(4)
+def test_compiled_means_equal_eager_ones(rank: int, compute: torch.dtype, dtype: torch.dtype, hybrid: bool) -> None:
+    """Exchange and mean of rows give the bits of an eager reduce: by mean or by sum, hybrid too.
+
+    Compiled, a mean that goes into wider gradients is not rounded to the reduce dtype before; eager, it is.
+    """
     grads = torch.randn(2, 64, generator=seeded(rank))
     precision = MixedPrecision(param_dtype=compute, reduce_dtype=dtype)
     with _two_by_two() as groups:
@@ -81,21 +93,6 @@ def _compiled_mean(rank: int, compute: torch.dtype, dtype: torch.dtype, hybrid: 
             means.append([local(p.grad).to(dtype) for p in model.parameters()])
     for eager, compiled in zip(*means, strict=True):
         assert torch.equal(eager, compiled)
-
-
-HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
-DTYPES = [(SINGLE, SINGLE), (BRAIN, BRAIN), (BRAIN, SINGLE), (HALF, HALF)]
-
-
-@pytest.mark.nightly  # rows of the feature table have low precision, and replicas, every day
-@pytest.mark.parametrize(("compute", "dtype"), DTYPES, ids=str)
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_compiled_means_equal_eager_ones(four: Ranks, compute: torch.dtype, dtype: torch.dtype, hybrid: bool) -> None:
-    """Exchange and mean of rows give the bits of an eager reduce: by mean or by sum, hybrid too.
-
-    Compiled, a mean that goes into wider gradients is not rounded to the reduce dtype before; eager, it is.
-    """
-    four.run(_compiled_mean, compute, dtype, hybrid)
 
 
 # --- hybrid -----------------------------------------------------------------------------------------------------------
@@ -112,7 +109,10 @@ def _two_by_two() -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
         dist.destroy_process_group(group)
 
 
-def _reduce_hybrid(rank: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@on_ranks(4)
+def test_hybrid_reduces_shards_over_replicas(rank: int, dtype: torch.dtype) -> None:
+    """Hybrid: a reduce-scatter among the ranks of a copy, then only the shard is averaged over copies (E-PG-13)."""
     with _two_by_two() as (group, replicas):
         weight = nn.Parameter(torch.zeros(37))
         precision = MixedPrecision(reduce_dtype=dtype)
@@ -135,13 +135,9 @@ def _reduce_hybrid(rank: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(part, expected, rtol=1e-3 if dtype == torch.float16 else 1e-6, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_hybrid_reduces_shards_over_replicas(four: Ranks, dtype: torch.dtype) -> None:
-    """Hybrid: a reduce-scatter among the ranks of a copy, then only the shard is averaged over copies (E-PG-13)."""
-    four.run(_reduce_hybrid, dtype)
-
-
-def _train_hybrid(rank: int) -> None:
+@on_ranks(4)
+def test_hybrid_training() -> None:
+    """Gradients are means over all ranks of all copies (E-PG-13)."""
     with _two_by_two() as (group, replicas):
         reference, model = build(MLP), fully_shard(build(MLP), process_group=group)
         for unit in units(model):
@@ -149,15 +145,17 @@ def _train_hybrid(rank: int) -> None:
         follow(model, reference, MLP)
 
 
-def test_hybrid_training(four: Ranks) -> None:
-    """Gradients are means over all ranks of all copies (E-PG-13)."""
-    four.run(_train_hybrid)
-
-
 # --- dtypes -----------------------------------------------------------------------------------------------------------
 
 
-def _keep_low(rank: int, how: str, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@on_ranks(2)
+def test_keep_low_precision_gradients(how: str, strategy: str) -> None:
+    """After backward gradients have the reduce dtype, under every strategy; they add up in the parameters' dtype.
+
+    E-MP-11..12, E-GRAD-2.
+    """
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float16, keep_low_precision_grads=True)
     model = shard(MLP, strategy, mixed_precision=precision)
     plain = shard(MLP, strategy, mixed_precision=MixedPrecision(torch.bfloat16, torch.float16))
@@ -172,17 +170,9 @@ def _keep_low(rank: int, how: str, strategy: str) -> None:
                 torch.testing.assert_close(local(narrow.grad).float(), local(wide.grad), rtol=2e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
-def test_keep_low_precision_gradients(two: Ranks, how: str, strategy: str) -> None:
-    """After backward gradients have the reduce dtype, under every strategy; they add up in the parameters' dtype.
-
-    E-MP-11..12, E-GRAD-2.
-    """
-    two.run(_keep_low, how, strategy)
-
-
-def _full_precision(rank: int) -> None:
+@on_ranks(2)
+def test_full_precision_in_eval() -> None:
+    """In eval mode without mixed precision, gradients are neither reduced nor kept in a low one (E-MP-9)."""
     sent = []
     original = collectives.start_reduce_scatter
 
@@ -207,18 +197,10 @@ def _full_precision(rank: int) -> None:
         assert_same_gradients(model, reference)
 
 
-def test_full_precision_in_eval(two: Ranks) -> None:
-    """In eval mode without mixed precision, gradients are neither reduced nor kept in a low one (E-MP-9)."""
-    two.run(_full_precision)
-
-
-def _carry(rank: int) -> None:
+@on_ranks(2)
+def test_no_shard_adds_to_what_was_reduced(rank: int) -> None:
+    """Gradients r+1 and then 2(r+1) of two ranks make 4.5 (E-RED-5)."""
     model = fully_shard(nn.Linear(2, 2, bias=False), sharding_strategy=ShardingStrategy.NO_SHARD)
     for factor in (1, 2):
         model(torch.full((1, 2), float(factor * (rank + 1)))).sum().backward()
     torch.testing.assert_close(model.weight.grad, torch.full((2, 2), 4.5))
-
-
-def test_no_shard_adds_to_what_was_reduced(two: Ranks) -> None:
-    """Gradients r+1 and then 2(r+1) of two ranks make 4.5 (E-RED-5)."""
-    two.run(_carry)

@@ -20,7 +20,7 @@ from fsdp_compile.eager import reduce
 from fsdp_compile.eager.block_reader import BlockReader
 from fsdp_compile.eager.streams import UnshardedBuffer
 
-from .ranks import NIGHTLY, Ranks
+from .ranks import NIGHTLY, Ranks, on_ranks
 from .test_communication import _assert_freed, _gathered_bytes, _per_unit, _spied
 from .training import OPTIMIZERS, assert_bitwise, backward, build, follow, mine, reference_and_model, shard, units
 
@@ -97,30 +97,6 @@ def _gathered_late() -> Iterator[None]:
 
     with patch.multiple(UnshardedBuffer, start=fill, finish=gather):
         yield
-
-
-def _read_late(rank: int, cases: tuple[tuple[str, dict[str, Any]], ...]) -> None:
-    with _gathered_late(), patch.object(units_of_modules, "_worth_a_collective", return_value=1):
-        for name, options in cases:
-            torch._dynamo.reset()
-            case = CASES[name]
-            ours, theirs = (fully_shard(build(case), **options) for _ in range(2))
-            assert len(units(ours)[-1].flats) > 1
-            _compile_blocks(ours, "inductor")
-            for step in range(6):
-                stance = "force_eager" if step == 3 else "default"  # graphs before and behind it wait
-                for model in (ours, theirs):
-                    with torch.compiler.set_stance(stance), model.no_sync() if step == 2 else nullcontext():
-                        backward(model, case, mine(case, step))
-                losses = []
-                for model in (ours, theirs):
-                    with torch.no_grad() if name == "frozen" else nullcontext():
-                        losses.append(case.loss(model, mine(case, step)))
-                assert_close(*losses, rtol=0.02, atol=0.02)
-                for param, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-                    assert (param.grad is None) == (other.grad is None)
-                    if param.grad is not None and step != 2:
-                        assert_close(param.grad.full_tensor(), other.grad.full_tensor(), rtol=0.05, atol=0.05)
 
 
 @contextmanager
@@ -225,7 +201,9 @@ reduce 0 up""",
     )
 
 
-def _share(rank: int) -> None:
+@on_ranks(2)
+def test_blocks_that_share_a_unit() -> None:
+    """Two graphs read its parameters, and the sum of what both have packed is reduced."""
     torch._dynamo.reset()
     grads = []
     for compiles in (True, False):
@@ -246,20 +224,36 @@ def _share(rank: int) -> None:
     assert_close(*grads)
 
 
-def test_blocks_that_share_a_unit(two: Ranks) -> None:
-    """Two graphs read its parameters, and the sum of what both have packed is reduced."""
-    two.run(_share)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("cases", [(("around", {}),), (("frozen", {"mixed_precision": BF16}), ("tied", {}))], ids=len)
-def test_graphs_wait_for_what_they_read(two: Ranks, cases: tuple[tuple[str, dict[str, Any]], ...]) -> None:
+@on_ranks(2)
+def test_graphs_wait_for_what_they_read(cases: tuple[tuple[str, dict[str, Any]], ...]) -> None:
     """A compiled block computes with values, wherever its parameters were gathered from the second call on.
 
     Members: recomputed, frozen, low precision, tied; no gradients, no_sync; code that Dynamo is told to leave alone,
     between steps whose graphs wait by themselves.
     """
-    two.run(_read_late, cases)
+    with _gathered_late(), patch.object(units_of_modules, "_worth_a_collective", return_value=1):
+        for name, options in cases:
+            torch._dynamo.reset()
+            case = CASES[name]
+            ours, theirs = (fully_shard(build(case), **options) for _ in range(2))
+            assert len(units(ours)[-1].flats) > 1
+            _compile_blocks(ours, "inductor")
+            for step in range(6):
+                stance = "force_eager" if step == 3 else "default"  # graphs before and behind it wait
+                for model in (ours, theirs):
+                    with torch.compiler.set_stance(stance), model.no_sync() if step == 2 else nullcontext():
+                        backward(model, case, mine(case, step))
+                losses = []
+                for model in (ours, theirs):
+                    with torch.no_grad() if name == "frozen" else nullcontext():
+                        losses.append(case.loss(model, mine(case, step)))
+                assert_close(*losses, rtol=0.02, atol=0.02)
+                for param, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+                    assert (param.grad is None) == (other.grad is None)
+                    if param.grad is not None and step != 2:
+                        assert_close(param.grad.full_tensor(), other.grad.full_tensor(), rtol=0.05, atol=0.05)
 
 
 class _OfManySizes(nn.Module):
@@ -284,7 +278,13 @@ class _OfManySizes(nn.Module):
         return x.relu()
 
 
-def _run_many_sizes(rank: int, weights_train: bool) -> None:
+@LATE
+@pytest.mark.parametrize("weights_train", [True, False])
+@on_ranks(2)
+def test_units_of_many_sizes_run_by_one_piece_of_code(rank: int, weights_train: bool) -> None:
+    """Dynamo makes the sizes of inputs symbolic when it meets others; those of flat shards stay constants, also where
+    weights are frozen and the bias alone is reduced, which is a view of a sum."""
+
     def gradients(how: str) -> list[Tensor]:
         torch.manual_seed(0)
         model = fully_shard(_OfManySizes(weights_train), auto_wrap_policy={nn.Sequential}, mixed_precision=BF16)
@@ -297,20 +297,14 @@ def _run_many_sizes(rank: int, weights_train: bool) -> None:
     assert_close(gradients("inductor"), gradients("eager"), rtol=0.02, atol=0.02)
 
 
-@LATE
-@pytest.mark.parametrize("weights_train", [True, False])
-def test_units_of_many_sizes_run_by_one_piece_of_code(two: Ranks, weights_train: bool) -> None:
-    """Dynamo makes the sizes of inputs symbolic when it meets others; those of flat shards stay constants, also where
-    weights are frozen and the bias alone is reduced, which is a view of a sum."""
-    two.run(_run_many_sizes, weights_train)
-
-
 COMPARED = [("SHARD_GRAD_OP", None), ("FULL_SHARD", BF16)]
 if NIGHTLY:
     COMPARED.append(("NO_SHARD", None))  # by day test_regional of test_compile_step has it
 
 
-def _compare(rank: int) -> None:
+@on_ranks(2)
+def test_equal_to_eager() -> None:
+    """Under every strategy, in low precision, with no_sync, without gradients: bit for bit what eager does."""
     for strategy, precision in COMPARED:
         ours, theirs = (
             fully_shard(build(MLP), sharding_strategy=ShardingStrategy[strategy], mixed_precision=precision)
@@ -329,11 +323,6 @@ def _compare(rank: int) -> None:
                 optimizer.zero_grad()
         with torch.no_grad():
             assert torch.equal(ours(mine(MLP, 9)[0]), theirs(mine(MLP, 9)[0]))
-
-
-def test_equal_to_eager(two: Ranks) -> None:
-    """Under every strategy, in low precision, with no_sync, without gradients: bit for bit what eager does."""
-    two.run(_compare)
 
 
 def _watch(rank: int, strategy: str, how: str) -> tuple[list[int], list[int]]:
@@ -378,7 +367,11 @@ def test_what_was_gathered_by_hand_is_used(two: Ranks) -> None:
     assert two.run(_unshard_ahead) == [[1, 1]] * 2
 
 
-def _order(rank: int) -> None:
+@pytest.mark.nightly
+@on_ranks(2)
+def test_order_of_calls_and_other_ways_to_run() -> None:
+    """Blocks may be compiled before or after sharding, run eagerly all the same, or be traced in one graph."""
+
     def losses(model: nn.Module) -> list[float]:
         return [backward(model, MLP, mine(MLP, seed)).item() for seed in range(2)]
 
@@ -395,9 +388,3 @@ def _order(rank: int) -> None:
     run = torch.compile(models[1], backend="aot_eager", fullgraph=True)  # the blocks' own compilation is left aside
     assert losses(run) == losses(models[2])
     assert_bitwise(models[1], models[2], "whole")
-
-
-@pytest.mark.nightly
-def test_order_of_calls_and_other_ways_to_run(two: Ranks) -> None:
-    """Blocks may be compiled before or after sharding, run eagerly all the same, or be traced in one graph."""
-    two.run(_order)

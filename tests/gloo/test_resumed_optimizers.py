@@ -18,7 +18,7 @@ from fsdp_compile.core.sharding import clean_name
 from fsdp_compile.optim import by_owner
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .training import local
 
 MAKERS: dict[str, Callable[[Any], optim.Optimizer]] = {
@@ -312,7 +312,9 @@ def test_parameters_in_another_order(two: Ranks, three: Ranks, tmp_path: Path) -
     three.run(_in_another_order, tmp_path, False)
 
 
-def _through_torch(rank: int) -> None:
+@on_ranks(2)
+def test_an_empty_group_through_torch() -> None:
+    """Options that torch's function loses behind an empty group are not lost without an error."""
     model = _sharded(0)
     optimizer = optim.AdamW(_with_empty_groups(model))
     _step(0, MOMENTS["in the middle"], model, optimizer)
@@ -320,8 +322,3 @@ def _through_torch(rank: int) -> None:
     found = get_optimizer_state_dict(model, optimizer)
     with pytest.raises(ValueError, match=r"a parameter group has no lr; .* fsdp_compile.checkpoint"):
         set_optimizer_state_dict(model, optimizer, found)
-
-
-def test_an_empty_group_through_torch(two: Ranks) -> None:
-    """Options that torch's function loses behind an empty group are not lost without an error."""
-    two.run(_through_torch)

@@ -19,7 +19,7 @@ from fsdp_compile.comm.groups import Groups
 from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.core.sharding import units_gathered_below
 
-from .ranks import NIGHTLY, Ranks
+from .ranks import NIGHTLY, Ranks, on_ranks
 from .same_bits import CASES, MICROBATCHES, OPTIMIZERS, STEPS, first, of_ranks, train, trained
 
 LATE = pytest.mark.nightly
@@ -82,7 +82,10 @@ def test_inductor(four: Ranks, strategy: ShardingStrategy) -> None:
     four.run(_trains, ("gpt",), "inductor", "adamw", {"mixed_precision": HALF, "sharding_strategy": strategy})
 
 
-def _placements(rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=LATE)])
+@on_ranks(4)
+def test_hybrid_and_two_stages(how: str) -> None:
+    """Replicas, and the second of two stages, are the upper levels of the same tree."""
     expected = trained(CASES["gpt"], None, "eager", "adamw")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     for way, options in (
@@ -100,12 +103,6 @@ def _placements(rank: int, how: str) -> None:
         replicas._set_groups(unit, Groups(mesh.get_group(1), mesh.get_group(0)))
     seen = train(CASES["gpt"], None, "eager", model, [OPTIMIZERS["adamw"](model.parameters())])
     assert (model.fingerprint(), seen) == expected[:2]
-
-
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=LATE)])
-def test_hybrid_and_two_stages(four: Ranks, how: str) -> None:
-    """Replicas, and the second of two stages, are the upper levels of the same tree."""
-    four.run(_placements, how)
 
 
 def _whole_steps(rank: int, options: dict[str, Any], backend: str, strategy: ShardingStrategy | None = None) -> None:
@@ -148,7 +145,9 @@ def test_compile_step_of_copies(four: Ranks, backend: str) -> None:
     four.run(_whole_steps, {"clip_norm": 0.5}, backend, ShardingStrategy.NO_SHARD)
 
 
-def _accumulated(rank: int) -> None:
+@on_ranks(2)
+def test_what_was_accumulated_joins_the_gradients_of_a_graph(rank: int) -> None:
+    """A graph that reduces in place reduces the sum of its gradients and of those that were accumulated before."""
     for order in ("any", "tree"):
         torch.manual_seed(0)
         plain = nn.Linear(3, 3)
@@ -165,11 +164,6 @@ def _accumulated(rank: int) -> None:
         sums = view_parameters(packed, flat.layout.text)
         for param, found in zip(plain.parameters(), sums, strict=True):
             torch.testing.assert_close(found, param.grad + 1)
-
-
-def test_what_was_accumulated_joins_the_gradients_of_a_graph(two: Ranks) -> None:
-    """A graph that reduces in place reduces the sum of its gradients and of those that were accumulated before."""
-    two.run(_accumulated)
 
 
 def _resizes(rank: int, folder: str) -> None:
@@ -196,7 +190,36 @@ def test_resuming_on_other_ranks(four: Ranks, tmp_path: Path) -> None:
     four.run(_resizes, str(tmp_path))
 
 
-def _refusals(rank: int) -> None:
+class _Reentrant(nn.Module):
+    """Runs another module, of which it holds no parameters, in a reentrant checkpoint."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.run = [module]
+
+    def forward(self, x: Tensor) -> Any:
+        return activations.checkpoint(self.run[0].__call__, x.requires_grad_(), use_reentrant=True)
+
+
+@on_ranks(2)
+def test_reentrant_checkpoints_are_refused(rank: int) -> None:
+    """Around the root, a unit, a part of one, or parameters of the root: each runs a backward pass within another."""
+    case = CASES["mlp"]
+    for around in ("", "blocks.0", "blocks.0.up", "head"):
+        model = fully_shard(case.build(), reduction_order="tree")
+        inside = model.get_submodule(around)
+        run = _Reentrant(inside)
+        if around:
+            parent, _, name = around.rpartition(".")
+            model.get_submodule(parent)._modules[name] = run
+        for _ in range(2):  # nothing is left of a pass that was refused
+            with pytest.raises(RuntimeError, match="use_reentrant=False"):
+                case.loss(model if around else run, case.batch(rank, 2)).backward()
+
+
+@on_ranks(2)
+def test_what_cannot_be_is_refused(rank: int) -> None:
+    """On all ranks, with what to do; afterwards, with gradients cleared, training goes on."""
     case = CASES["mlp"]
 
     def model(**options: Any) -> Any:
@@ -240,42 +263,9 @@ def _refusals(rank: int) -> None:
         trained.zero_grad()
 
 
-class _Reentrant(nn.Module):
-    """Runs another module, of which it holds no parameters, in a reentrant checkpoint."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.run = [module]
-
-    def forward(self, x: Tensor) -> Any:
-        return activations.checkpoint(self.run[0].__call__, x.requires_grad_(), use_reentrant=True)
-
-
-def _in_reentrant_checkpoints(rank: int) -> None:
-    case = CASES["mlp"]
-    for around in ("", "blocks.0", "blocks.0.up", "head"):
-        model = fully_shard(case.build(), reduction_order="tree")
-        inside = model.get_submodule(around)
-        run = _Reentrant(inside)
-        if around:
-            parent, _, name = around.rpartition(".")
-            model.get_submodule(parent)._modules[name] = run
-        for _ in range(2):  # nothing is left of a pass that was refused
-            with pytest.raises(RuntimeError, match="use_reentrant=False"):
-                case.loss(model if around else run, case.batch(rank, 2)).backward()
-
-
-def test_reentrant_checkpoints_are_refused(two: Ranks) -> None:
-    """Around the root, a unit, a part of one, or parameters of the root: each runs a backward pass within another."""
-    two.run(_in_reentrant_checkpoints)
-
-
-def test_what_cannot_be_is_refused(two: Ranks) -> None:
-    """On all ranks, with what to do; afterwards, with gradients cleared, training goes on."""
-    two.run(_refusals)
-
-
-def _odd_ranks(rank: int) -> None:
+@on_ranks(4)
+def test_three_ranks_are_refused(rank: int) -> None:
+    """A tree needs a power of two."""
     group, alone = dist.new_group(range(3)), first(1)
     if rank < 3:
         with pytest.raises(ValueError, match="3 shards are not a power of two"):
@@ -284,8 +274,3 @@ def _odd_ranks(rank: int) -> None:
         for unit in units_gathered_below(model):
             with pytest.raises(ValueError, match="3 replicas are not a power of two"):
                 replicas._set_groups(unit, Groups(alone, group))  # as when one of four is lost
-
-
-def test_three_ranks_are_refused(four: Ranks) -> None:
-    """A tree needs a power of two."""
-    four.run(_odd_ranks)

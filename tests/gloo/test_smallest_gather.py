@@ -32,7 +32,7 @@ from weights import (
 from fsdp_compile import fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .training import local
 
 F32, BF16, U8 = torch.float32, torch.bfloat16, torch.uint8
@@ -170,7 +170,9 @@ class _OfBits(torch.autograd.Function):
         return grad
 
 
-def _bits_of_weights(rank: int) -> None:
+@on_ranks(2)
+def test_bits_of_weights() -> None:
+    """A weight's bits in another dtype, and its negative, are no views that the pass may take for the weight."""
     torch.manual_seed(0)
     weight = torch.randn(4, 4)
     assert not torch.equal(_OfBits.apply(weight), weight)  # it rounds
@@ -180,12 +182,11 @@ def _bits_of_weights(rank: int) -> None:
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
-def test_bits_of_weights(two: Ranks) -> None:
-    """A weight's bits in another dtype, and its negative, are no views that the pass may take for the weight."""
-    two.run(_bits_of_weights)
-
-
-def _in_two_stages(rank: int, name: str) -> None:
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["float8 with a norm", "with a norm", "rows", "blocks of 16"])
+@on_ranks(4)
+def test_two_stages(name: str) -> None:
+    """Where shards are gathered in two stages, so is what is computed on them."""
     case = CASES[name]
     options = {**case.options, "reshard_after_forward": 2}
     before, after = JointPasses(("smallest_gather",)), JointPasses()
@@ -195,20 +196,6 @@ def _in_two_stages(rank: int, name: str) -> None:
     assert _bytes(after.forward) < _bytes(before.forward)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["float8 with a norm", "with a norm", "rows", "blocks of 16"])
-def test_two_stages(four: Ranks, name: str) -> None:
-    """Where shards are gathered in two stages, so is what is computed on them."""
-    four.run(_in_two_stages, name)
-
-
-def _inductor(rank: int, name: str) -> None:
-    case = CASES[name]
-    off = partial(fsdp_compile_backend, options={"disable": ("smallest_gather",)})
-    for one, other in zip(_train(case, off, 4), _train(case, "inductor", 4), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-
-
 # Not "two levels": it rounds to integers, and Inductor divides otherwise than eager code, with and without the pass.
 _NIGHTLY = ("with a norm", "rows", "rows that are cut", "blocks of 16")
 
@@ -216,9 +203,13 @@ _NIGHTLY = ("with a norm", "rows", "rows that are cut", "blocks of 16")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.nightly) for name in ("float8 with a norm", *_NIGHTLY)]
 )
-def test_inductor(two: Ranks, name: str) -> None:
+@on_ranks(2)
+def test_inductor(name: str) -> None:
     """Under Inductor values differ by 1e-6 at most."""
-    two.run(_inductor, name)
+    case = CASES[name]
+    off = partial(fsdp_compile_backend, options={"disable": ("smallest_gather",)})
+    for one, other in zip(_train(case, off, 4), _train(case, "inductor", 4), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
 class _OfTheRank(OneWeight):

@@ -47,7 +47,7 @@ from fsdp_compile import (
 from fsdp_compile.state_dict.sharded_value import ShardedValue, managed
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .training import backward, build, executor, full_parameters, local, mine, shard
 
 MLP = MODELS["mlp"]
@@ -111,7 +111,15 @@ def _mixed(seed: int = 0, **options: Any) -> Any:
     return fully_shard(model, ignored_states=[model.free, *model.left_alone.parameters()], **options)
 
 
-def _kinds(rank: int, strategy: str, offload: bool) -> None:
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_three_kinds(strategy: str, offload: bool) -> None:
+    """Full, sharded and local: names, shapes, dtypes and values are the unsharded model's, each loads back.
+
+    Tied names are all there, ignored parameters and buffers unchanged, other buffers left out as ever; full values are
+    copies. Local values are loaded under LOCAL alone. E-SD-1, E-SD-7, E-SD-8, E-SD-9, E-SD-12.
+    """
     options: dict[str, Any] = {"cpu_offload": CPUOffload(offload_params=offload)}
     model = _mixed(sharding_strategy=ShardingStrategy[strategy], **options)
     torch.manual_seed(0)
@@ -156,18 +164,25 @@ def _kinds(rank: int, strategy: str, offload: bool) -> None:
             same(model.state_dict(), plain)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_three_kinds(two: Ranks, strategy: str, offload: bool) -> None:
-    """Full, sharded and local: names, shapes, dtypes and values are the unsharded model's, each loads back.
-
-    Tied names are all there, ignored parameters and buffers unchanged, other buffers left out as ever; full values are
-    copies. Local values are loaded under LOCAL alone. E-SD-1, E-SD-7, E-SD-8, E-SD-9, E-SD-12.
-    """
-    two.run(_kinds, strategy, offload)
+def equal_states(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
+    """Both optimizers, over the same parameters, have the same state, bit for bit."""
+    params = [param for group in one.param_groups for param in group["params"]]
+    pairs = [(one.state.get(param, {}), other.state.get(param, {})) for param in params]
+    return all(a.keys() == b.keys() and all(_same_here(a[key], b[key]) for key in a) for a, b in pairs)
 
 
-def _rank0_only(rank: int) -> None:
+def _same_here(one: Any, other: Any) -> bool:
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same_here, one, other))
+    if not isinstance(one, Tensor):
+        return bool(one == other)
+    return type(one) is type(other) and torch.equal(local(one), local(other))
+
+
+@on_ranks(2)
+def test_on_the_first_rank_alone(rank: int) -> None:
+    """Rank-0-only leaves the other ranks' dicts empty, on a CPU too (E-SD-7, E-SD-10, E-SD-11); loaded so, the first
+    rank sends the optimizer's state."""
     torch.manual_seed(0)
     plain = Mixed().state_dict()
     model = _mixed()
@@ -184,28 +199,9 @@ def _rank0_only(rank: int) -> None:
     assert equal_states(fresh, optimizer)
 
 
-def equal_states(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
-    """Both optimizers, over the same parameters, have the same state, bit for bit."""
-    params = [param for group in one.param_groups for param in group["params"]]
-    pairs = [(one.state.get(param, {}), other.state.get(param, {})) for param in params]
-    return all(a.keys() == b.keys() and all(_same_here(a[key], b[key]) for key in a) for a, b in pairs)
-
-
-def _same_here(one: Any, other: Any) -> bool:
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(_same_here, one, other))
-    if not isinstance(one, Tensor):
-        return bool(one == other)
-    return type(one) is type(other) and torch.equal(local(one), local(other))
-
-
-def test_on_the_first_rank_alone(two: Ranks) -> None:
-    """Rank-0-only leaves the other ranks' dicts empty, on a CPU too (E-SD-7, E-SD-10, E-SD-11); loaded so, the first
-    rank sends the optimizer's state."""
-    two.run(_rank0_only)
-
-
-def _mixed_precision(rank: int) -> None:
+@on_ranks(2)
+def test_mixed_precision_is_saved_in_the_storage_dtype() -> None:
+    """Parameters have the dtype that they are stored in, buffers their own, whatever is computed in (E-SD-7)."""
     precision = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
     model = _mixed(mixed_precision=precision)
     assert model.scale.dtype == torch.bfloat16
@@ -221,12 +217,10 @@ def _mixed_precision(rank: int) -> None:
     torch.testing.assert_close(found["scale"], plain["scale"], rtol=1e-2, atol=0)
 
 
-def test_mixed_precision_is_saved_in_the_storage_dtype(two: Ranks) -> None:
-    """Parameters have the dtype that they are stored in, buffers their own, whatever is computed in (E-SD-7)."""
-    two.run(_mixed_precision)
-
-
-def _wrapped(rank: int) -> None:
+@on_ranks(2)
+def test_wrapper() -> None:
+    """The wrapper's state dict is full unless set otherwise, under clean names (E-SD-1, E-OSD-1); torch's own functions
+    get sharded values, as they do of torch's wrapper."""
     plain = build(MLP)
     wrapped = FullyShardedDataParallel(build(MLP), auto_wrap_policy={Residual})
     same(wrapped.state_dict(), plain.state_dict())
@@ -246,13 +240,9 @@ def _wrapped(rank: int) -> None:
     assert isinstance(model["stem.weight"], ShardedValue)
 
 
-def test_wrapper(two: Ranks) -> None:
-    """The wrapper's state dict is full unless set otherwise, under clean names (E-SD-1, E-OSD-1); torch's own functions
-    get sharded values, as they do of torch's wrapper."""
-    two.run(_wrapped)
-
-
-def _loading(rank: int) -> None:
+@on_ranks(2)
+def test_loading() -> None:
+    """Shapes, missing and unexpected names are checked as ever; parameters keep their identity, also with `assign`."""
     model, plain = shard(MLP), build(MLP, seed=1).state_dict()
     before = local(model.stem.weight).clone()
     wrong = {**plain, "stem.weight": torch.zeros(7, 11), "head.bias": "text"}
@@ -282,11 +272,6 @@ def _loading(rank: int) -> None:
         assert model.state_dict()["stem.weight"].eq(3.0).all()
         model.load_state_dict(plain)
     assert all(torch.equal(value, plain[name]) for name, value in full_parameters(model).items())
-
-
-def test_loading(two: Ranks) -> None:
-    """Shapes, missing and unexpected names are checked as ever; parameters keep their identity, also with `assign`."""
-    two.run(_loading)
 
 
 def _trains_on(rank: int, how: str, strategy: str) -> None:
@@ -379,7 +364,12 @@ def test_what_one_rank_saved(two: Ranks, tmp_path: Path) -> None:
 # --- optimizers -------------------------------------------------------------------------------------------------------
 
 
-def _one_unit(rank: int) -> None:
+@on_ranks(2)
+def test_optimizer_of_one_unit(rank: int) -> None:
+    """Full state of an optimizer is loaded, and compared between ranks, also where one unit has all parameters.
+
+    The sharded state of a model that `fully_shard` sharded has DTensors, without a mesh too.
+    """
     model = fully_shard(nn.Linear(3, 3))
     optimizer = start(model, OPTIMIZERS["adamw"])
     with state_dict_type(model, SHARDED):
@@ -396,14 +386,6 @@ def _one_unit(rank: int) -> None:
             optim_state_dict_to_load(model, fresh, saved)
 
 
-def test_optimizer_of_one_unit(two: Ranks) -> None:
-    """Full state of an optimizer is loaded, and compared between ranks, also where one unit has all parameters.
-
-    The sharded state of a model that `fully_shard` sharded has DTensors, without a mesh too.
-    """
-    two.run(_one_unit)
-
-
 def _in_groups(make: Callable[[Any], torch.optim.Optimizer], model: nn.Module, _: Any = None) -> Any:
     """An optimizer with weights in one group and biases in another."""
     named = list(model.named_parameters())
@@ -411,7 +393,12 @@ def _in_groups(make: Callable[[Any], torch.optim.Optimizer], model: nn.Module, _
     return make([{"params": weights, "lr": 0.2}, {"params": biases}])
 
 
-def _optimizers(rank: int) -> None:
+@on_ranks(2)
+def test_any_optimizer_to_the_unsharded_one_and_back() -> None:
+    """Per-element tensors get names and original shapes, scalars stay 0-d, no state stays none, groups stay.
+
+    Full state is the unsharded optimizer's; full, sharded and the unsharded one's load back bit for bit. E-OSD-1..4.
+    """
     for name, make in OPTIMIZERS.items():
         torch.manual_seed(0)
         plain = MLP.build()
@@ -444,15 +431,9 @@ def _optimizers(rank: int) -> None:
         assert equal_states(again, reference), name
 
 
-def test_any_optimizer_to_the_unsharded_one_and_back(two: Ranks) -> None:
-    """Per-element tensors get names and original shapes, scalars stay 0-d, no state stays none, groups stay.
-
-    Full state is the unsharded optimizer's; full, sharded and the unsharded one's load back bit for bit. E-OSD-1..4.
-    """
-    two.run(_optimizers)
-
-
-def _older(rank: int) -> None:
+@on_ranks(2)
+def test_older_functions(rank: int) -> None:
+    """Full, sharded, scattered and flattened states are what `optim_state_dict` says (E-OSD-3)."""
     model = shard(MLP)
     optimizer = start(model, OPTIMIZERS["adamw"])
     fill(model, optimizer)
@@ -474,11 +455,6 @@ def _older(rank: int) -> None:
         assert equal_states(fresh, optimizer)
     with pytest.raises(ValueError, match=r"found missing \[\] and unexpected \['stem.weight'"):
         cls.shard_full_optim_state_dict(everywhere, model, list(model.parameters())[1:])
-
-
-def test_older_functions(two: Ranks) -> None:
-    """Full, sharded, scattered and flattened states are what `optim_state_dict` says (E-OSD-3)."""
-    two.run(_older)
 
 
 def _wrong_state(rank: int) -> None:
@@ -514,7 +490,10 @@ def _of_the_other_rank(param: nn.Parameter) -> ShardedTensor:
     return ShardedTensor(torch.zeros(spec.numel), spec)
 
 
-def _shapes_of_its_own(rank: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["adafactor", "lbfgs"])
+@on_ranks(2)
+def test_state_of_other_shapes(name: str) -> None:
+    """State that has not its parameter's shape, as Adafactor's and LBFGS's, is plain, and saved and loaded as it is."""
     make = {"adafactor": torch.optim.Adafactor, "lbfgs": partial(torch.optim.LBFGS, max_iter=1)}[name]
     model = shard(MLP)
     optimizer: Any = make(model.parameters(), lr=0.1)
@@ -535,12 +514,6 @@ def _shapes_of_its_own(rank: int, name: str) -> None:
             fresh = make(model.parameters(), lr=0.1)
             fresh.load_state_dict(optim_state_dict_to_load(model, fresh, saved))
         assert equal_states(fresh, optimizer)
-
-
-@pytest.mark.parametrize("name", ["adafactor", "lbfgs"])
-def test_state_of_other_shapes(two: Ranks, name: str) -> None:
-    """State that has not its parameter's shape, as Adafactor's and LBFGS's, is plain, and saved and loaded as it is."""
-    two.run(_shapes_of_its_own, name)
 
 
 def _ranks_disagree(rank: int) -> None:
@@ -723,7 +696,9 @@ def test_other_ways_into_dcp(two: Ranks, tmp_path: Path) -> None:
     two.run(_modules_and_async, str(tmp_path))
 
 
-def _options(rank: int) -> None:
+@on_ranks(2)
+def test_options_of_torch_s_functions(rank: int) -> None:
+    """`get_state_dict` and `set_state_dict` in full, on the first rank, flattened, sent by the first rank."""
     model = shard(MLP)
     optimizer = start(model, OPTIMIZERS["adamw"])
     fill(model, optimizer)
@@ -749,11 +724,6 @@ def _options(rank: int) -> None:
     mine_ = get_optimizer_state_dict(model, optimizer)
     set_optimizer_state_dict(model, optimizer, mine_)  # of a trained optimizer, into itself
     assert_known(model, optimizer)
-
-
-def test_options_of_torch_s_functions(two: Ranks) -> None:
-    """`get_state_dict` and `set_state_dict` in full, on the first rank, flattened, sent by the first rank."""
-    two.run(_options)
 
 
 def _four(rank: int, folder: str, saving: bool) -> None:
@@ -798,7 +768,10 @@ class _OfBytes(nn.Module):
         self.linear = nn.Linear(4, 4)
 
 
-def _bytes(rank: int) -> None:
+@on_ranks(2)
+def test_bytes_in_sharded_values() -> None:
+    """float8 and int8 parameters come back from sharded state dicts, DTensors or torch's ShardedTensors, bit for bit:
+    gloo knows no float8."""
     expected = _OfBytes().state_dict()
     mesh = init_device_mesh("cpu", (2,))
     for shard_it in (FullyShardedDataParallel, partial(FullyShardedDataParallel, device_mesh=mesh), fully_shard):
@@ -812,9 +785,3 @@ def _bytes(rank: int) -> None:
         with state_dict_type(model, FULL):
             for name, value in model.state_dict().items():
                 assert torch.equal(value.view(torch.uint8), expected[name].view(torch.uint8)), name
-
-
-def test_bytes_in_sharded_values(two: Ranks) -> None:
-    """float8 and int8 parameters come back from sharded state dicts, DTensors or torch's ShardedTensors, bit for bit:
-    gloo knows no float8."""
-    two.run(_bytes)

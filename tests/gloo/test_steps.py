@@ -11,7 +11,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from fsdp_compile import StateDictType, fully_shard, state_dict_type
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
-from .ranks import Ranks
+from .ranks import on_ranks
 from .training import (
     backward,
     executor,
@@ -49,7 +49,10 @@ class _Looks(Residual):
         return x + self.down(hidden)
 
 
-def _look(rank: int, strategy: str) -> None:
+@all_strategies
+@on_ranks(2)
+def test_weights_in_forward_and_backward(rank: int, strategy: str) -> None:
+    """Module code finds plain tensors in full shape, with autograd history, in forward and in backward (E-VIEW-2)."""
     torch.manual_seed(0)  # replicas begin with equal values
     model = fully_shard(nn.Sequential(_Looks(7, 9), _Looks(7, 9)), sharding_strategy=ShardingStrategy[strategy])
     model(vectors(rank, 4)[0]).sum().backward()
@@ -59,13 +62,12 @@ def _look(rank: int, strategy: str) -> None:
         assert isinstance(block.up.weight, ShardedTensor)
 
 
-@all_strategies
-def test_weights_in_forward_and_backward(two: Ranks, strategy: str) -> None:
-    """Module code finds plain tensors in full shape, with autograd history, in forward and in backward (E-VIEW-2)."""
-    two.run(_look, strategy)
+@on_ranks(2)
+def test_sizes_on_the_wire() -> None:
+    """A gather's result is read in place, split into views; a reduce takes the packed gradients with nothing appended.
 
-
-def _look_at_wire(rank: int) -> None:
+    E-FWD-7, 8, E-RED-2, E-VIEW-1, E-BWD-9.
+    """
     model = shard(MLP)
     seen = []
 
@@ -91,15 +93,11 @@ def _look_at_wire(rank: int) -> None:
     assert seen == [(1, {4 * block.layout.numel}, True)], "views lie one after another in the gathered buffer"
 
 
-def test_sizes_on_the_wire(two: Ranks) -> None:
-    """A gather's result is read in place, split into views; a reduce takes the packed gradients with nothing appended.
-
-    E-FWD-7, 8, E-RED-2, E-VIEW-1, E-BWD-9.
-    """
-    two.run(_look_at_wire)
-
-
-def _poison_padding(rank: int, strategy: str, how: str) -> None:
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+@all_strategies
+@on_ranks(2)
+def test_padding_is_never_seen(strategy: str, how: str) -> None:
+    """Whatever stands in padding, no output, gradient or parameter depends on it (E-FLAT-17)."""
     reference, model = reference_and_model(MLP, strategy)
     for unit in units(model):
         for flat in unit.flats:
@@ -112,17 +110,14 @@ def _poison_padding(rank: int, strategy: str, how: str) -> None:
     follow(executor(model, how), reference, MLP)
 
 
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
-@all_strategies
-def test_padding_is_never_seen(two: Ranks, strategy: str, how: str) -> None:
-    """Whatever stands in padding, no output, gradient or parameter depends on it (E-FLAT-17)."""
-    two.run(_poison_padding, strategy, how)
-
-
 # --- never compute with old parameters --------------------------------------------------------------------------------
 
 
-def _stale(rank: int, strategy: str, change: str) -> None:
+@pytest.mark.parametrize("change", ["step", "load_state_dict", "fill_"])
+@all_strategies
+@on_ranks(2)
+def test_no_forward_with_old_parameters(strategy: str, change: str) -> None:
+    """After backward, evaluation and a change of the shard, forward computes with the new values (E-STRAT-10)."""
     reference, model = reference_and_model(MLP, strategy)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, reference)]
     for evaluate in (torch.no_grad, torch.enable_grad):
@@ -146,10 +141,3 @@ def _stale(rank: int, strategy: str, change: str) -> None:
         for each in (model, reference):
             each.zero_grad()
     follow(model, reference, MLP)
-
-
-@pytest.mark.parametrize("change", ["step", "load_state_dict", "fill_"])
-@all_strategies
-def test_no_forward_with_old_parameters(two: Ranks, strategy: str, change: str) -> None:
-    """After backward, evaluation and a change of the shard, forward computes with the new values (E-STRAT-10)."""
-    two.run(_stale, strategy, change)

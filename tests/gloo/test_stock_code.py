@@ -23,7 +23,7 @@ from fsdp_compile import FSDPModule, fully_shard
 from fsdp_compile.core.unit import unit_of
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
-from .ranks import NIGHTLY, Ranks
+from .ranks import NIGHTLY, Ranks, on_ranks
 from .training import local, stored_here
 
 
@@ -81,7 +81,12 @@ def _penalty(rank: int, on_all: bool, policy: Any, dtype: torch.dtype, strategy:
             torch.testing.assert_close(local(param.grad), here, **close)
 
 
-def _penalties(rank: int) -> None:
+@on_ranks(2)
+def test_parameters_inside_forward(rank: int) -> None:
+    """What a forward computes from `self.parameters()` has the unsharded model's values and gradients.
+
+    Compiled too: where it uses those of other units, the graph breaks.
+    """
     for how in ("eager", "aot_eager"):
         _penalty(rank, False, {_Block}, torch.bfloat16, "FULL_SHARD", how)
         if how == "eager":
@@ -89,14 +94,6 @@ def _penalties(rank: int) -> None:
         if how == "eager" or NIGHTLY:
             _penalty(rank, True, None, torch.float32, "SHARD_GRAD_OP", how)
         _penalty(rank, True, {_Block}, torch.float32, "FULL_SHARD", how)
-
-
-def test_parameters_inside_forward(two: Ranks) -> None:
-    """What a forward computes from `self.parameters()` has the unsharded model's values and gradients.
-
-    Compiled too: where it uses those of other units, the graph breaks.
-    """
-    two.run(_penalties)
 
 
 # --- transforms of torch.func -----------------------------------------------------------------------------------------
@@ -149,7 +146,12 @@ def _transform(rank: int, strategy: str, frozen: bool, how: str, names: tuple[st
             each.zero_grad()
 
 
-def _transforms(rank: int, compiled: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "compiled", [("training through vmap",), pytest.param(("grad", "jvp", "vmap"), marks=pytest.mark.nightly)]
+)
+@on_ranks(2)
+def test_transforms(rank: int, compiled: tuple[str, ...]) -> None:
+    """`torch.func` transforms a sharded model, or a function that calls it, as an unsharded one."""
     torch.manual_seed(0)
     ways = [("FULL_SHARD", False), ("NO_SHARD", True)]
     if NIGHTLY:
@@ -157,14 +159,6 @@ def _transforms(rank: int, compiled: tuple[str, ...]) -> None:
     for strategy, frozen in ways:
         _transform(rank, strategy, frozen, "eager", tuple(_TRANSFORMS))
     _transform(rank, "FULL_SHARD", False, "aot_eager", compiled)
-
-
-@pytest.mark.parametrize(
-    "compiled", [("training through vmap",), pytest.param(("grad", "jvp", "vmap"), marks=pytest.mark.nightly)]
-)
-def test_transforms(two: Ranks, compiled: tuple[str, ...]) -> None:
-    """`torch.func` transforms a sharded model, or a function that calls it, as an unsharded one."""
-    two.run(_transforms, compiled)
 
 
 # --- forward on the instance ------------------------------------------------------------------------------------------
@@ -225,7 +219,12 @@ class _Called(nn.Sequential):
         return self[2](self[1](getattr(self[0], self.call)(x)))  # type: ignore[no-any-return]
 
 
-def _own_forward_in_graph(rank: int, when: str, call: str) -> None:
+@pytest.mark.parametrize("call", ["__call__", "forward"])
+@pytest.mark.parametrize("when", ["before sharding", "before compiling", "after a step"])
+@on_ranks(2)
+def test_forward_set_on_a_part_of_a_graph(rank: int, when: str, call: str) -> None:
+    """A graph of the model around a unit whose `forward` is its own divides by the unit's factor, whenever it was set
+    and however it is called: it took the read of its parameters for one from outside, whose gradients are means."""
     torch._dynamo.reset()
     reference, sharded = _Called(*_net()), _Called(*_net())
     for model in (reference, sharded):
@@ -260,15 +259,11 @@ def _own_forward_in_graph(rank: int, when: str, call: str) -> None:
             torch.testing.assert_close(local(param.grad), here, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("call", ["__call__", "forward"])
-@pytest.mark.parametrize("when", ["before sharding", "before compiling", "after a step"])
-def test_forward_set_on_a_part_of_a_graph(two: Ranks, when: str, call: str) -> None:
-    """A graph of the model around a unit whose `forward` is its own divides by the unit's factor, whenever it was set
-    and however it is called: it took the read of its parameters for one from outside, whose gradients are means."""
-    two.run(_own_forward_in_graph, when, call)
-
-
-def _own_forward_directly(rank: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["function", "method", "partial"])
+@on_ranks(2)
+def test_forward_set_on_a_part_called_by_name(rank: int, kind: str) -> None:
+    """A `forward` that was set after sharding, called as `part.forward(x)` before the module ever was, gathers and
+    divides as the unit says: gradients were means."""
     torch.manual_seed(0)
     part = nn.Linear(3, 2)
     expected = [param.detach().clone() for param in part.parameters()]
@@ -294,14 +289,9 @@ def _own_forward_directly(rank: int, kind: str) -> None:
     assert torch.equal(part.bias.grad.full_tensor(), torch.full((2,), 2.0 * world))
 
 
-@pytest.mark.parametrize("kind", ["function", "method", "partial"])
-def test_forward_set_on_a_part_called_by_name(two: Ranks, kind: str) -> None:
-    """A `forward` that was set after sharding, called as `part.forward(x)` before the module ever was, gathers and
-    divides as the unit says: gradients were means."""
-    two.run(_own_forward_directly, kind)
-
-
-def _own_forward_breaks(rank: int) -> None:
+@on_ranks(2)
+def test_forward_set_on_a_block_breaks_the_graph() -> None:
+    """A block's own `forward` that Dynamo cannot trace runs outside of the compiled model's graphs, gathered."""
     reference, model = _net(), _net()
     fully_shard(model[0])
     fully_shard(model)
@@ -320,15 +310,12 @@ def _own_forward_breaks(rank: int) -> None:
         torch.testing.assert_close(param.grad.full_tensor(), other.grad)
 
 
-def test_forward_set_on_a_block_breaks_the_graph(two: Ranks) -> None:
-    """A block's own `forward` that Dynamo cannot trace runs outside of the compiled model's graphs, gathered."""
-    two.run(_own_forward_breaks)
-
-
 # --- tensors in the place of parameters -------------------------------------------------------------------------------
 
 
-def _take_a_place(rank: int) -> None:
+@on_ranks(2)
+def test_tensors_in_the_place_of_parameters() -> None:
+    """A removed parameter's name may become a plain attribute; pruning after sharding is refused by name."""
     reference, model = _net(), fully_shard(_net())
     x = torch.randn(4, 7, generator=seeded(1))
     for each in (reference, model):
@@ -349,12 +336,10 @@ def _take_a_place(rank: int) -> None:
         pruned(x)
 
 
-def test_tensors_in_the_place_of_parameters(two: Ranks) -> None:
-    """A removed parameter's name may become a plain attribute; pruning after sharding is refused by name."""
-    two.run(_take_a_place)
-
-
-def _call_with_others(rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@on_ranks(2)
+def test_functional_call_with_other_tensors(how: str) -> None:
+    """`torch.func.functional_call` computes with the tensors that it is given, which get their gradients."""
     x = torch.randn(4, 7, generator=seeded(1))
     results = []
     for model in (_net(), fully_shard(_net())):
@@ -381,12 +366,6 @@ def _call_with_others(rank: int, how: str) -> None:
             torch.testing.assert_close(full, expected)
 
 
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
-def test_functional_call_with_other_tensors(two: Ranks, how: str) -> None:
-    """`torch.func.functional_call` computes with the tensors that it is given, which get their gradients."""
-    two.run(_call_with_others, how)
-
-
 class _Adapts(nn.Module):
     """Computes with parameters that its forward has changed by a step of gradient descent, as MAML does."""
 
@@ -403,7 +382,9 @@ class _Adapts(nn.Module):
         return self.head(functional_call(self.body, adapted, (x,)) + self.body(x))
 
 
-def _adapt(rank: int) -> None:
+@on_ranks(2)
+def test_functional_call_within_forward() -> None:
+    """A forward may call a module of its unit with tensors that it computed from the parameters."""
     x = torch.randn(4, 7, generator=seeded(1))
     reference, model = _Adapts(), fully_shard(_Adapts())
     for each in (reference, model):
@@ -411,11 +392,6 @@ def _adapt(rank: int) -> None:
             each(x).square().mean().backward()
     for param, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), other.grad)
-
-
-def test_functional_call_within_forward(two: Ranks) -> None:
-    """A forward may call a module of its unit with tensors that it computed from the parameters."""
-    two.run(_adapt)
 
 
 class Adapted(nn.Module):
@@ -458,7 +434,10 @@ class Two(nn.Module):
         return x + torch.tanh(x @ self.one.T) @ self.other
 
 
-def _parametrize(rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+@on_ranks(2)
+def test_parametrized_within_forward(how: str) -> None:
+    """A forward may parametrize frozen parameters of its unit for its own time, also when it is recomputed."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(7, 7), Adapted(Adapted(Two(), "one"), "other")) for _ in range(2)]
     reference = nn.Sequential(*blocks)
@@ -484,16 +463,12 @@ def _parametrize(rank: int, how: str) -> None:
     assert all(isinstance(each, kind) for each, kind in zip(model.modules(), kinds, strict=True))
 
 
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
-def test_parametrized_within_forward(two: Ranks, how: str) -> None:
-    """A forward may parametrize frozen parameters of its unit for its own time, also when it is recomputed."""
-    two.run(_parametrize, how)
-
-
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 
-def _added(rank: int) -> None:
+@on_ranks(2)
+def test_refused() -> None:
+    """Trained parameters that nobody would average, compiled wrappers and the conversion of a part are refused."""
     model = fully_shard(_net())
     model.append(nn.Linear(3, 3))
     x = torch.ones(2, 7)
@@ -511,12 +486,12 @@ def _added(rank: int) -> None:
         fully_shard(_net(), auto_wrap_policy=None)[0].double()
 
 
-def test_refused(two: Ranks) -> None:
-    """Trained parameters that nobody would average, compiled wrappers and the conversion of a part are refused."""
-    two.run(_added)
+@on_ranks(2)
+def test_data_parallel_around_a_sharded_module(rank: int) -> None:
+    """DistributedDataParallel around sharded modules is refused in the first forward, and so is `replicate` of one.
 
-
-def _data_parallel(rank: int) -> None:
+    Weights stay as they were. `replicate` around sharded modules averages the gradients of the others alone.
+    """
     world = dist.get_world_size()
     batch = torch.randn(4 * world, 7, generator=seeded(1))
     reference = _net()
@@ -546,11 +521,3 @@ def _data_parallel(rank: int) -> None:
             if here is not None:
                 torch.testing.assert_close(local(param.grad), here, rtol=1e-4, atol=1e-6)
     assert len(replicate.state(model)._ddp_weakref()._module_parameters) == 2
-
-
-def test_data_parallel_around_a_sharded_module(two: Ranks) -> None:
-    """DistributedDataParallel around sharded modules is refused in the first forward, and so is `replicate` of one.
-
-    Weights stay as they were. `replicate` around sharded modules averages the gradients of the others alone.
-    """
-    two.run(_data_parallel)

@@ -13,7 +13,7 @@ from fsdp_compile import FullyShardedDataParallel, fully_shard, summon_full_para
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from fsdp_compile.tensors.unsharded_tensor import UnshardedTensor
 
-from .ranks import Ranks
+from .ranks import on_ranks
 from .test_communication import _spied
 from .training import (
     assert_same_gradients,
@@ -38,7 +38,14 @@ both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager"])
 # --- what is seen -----------------------------------------------------------------------------------------------------
 
 
-def _read(rank: int, name: str, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("name", ["mlp", "tied", "frozen"])
+@on_ranks(2)
+def test_full_parameters(name: str, strategy: str) -> None:
+    """Inside, the same objects are in full shape under clean names, without padding; after, sharded, and train.
+
+    E-SUM-1, E-SUM-5, E-SUM-13, E-SUM-15, E-MOD-4, E-VIEW-6, E-VIEW-7, E-VIEW-8, E-VIEW-9.
+    """
     reference, model = reference_and_model(MODELS[name], strategy)
     before = dict(model.named_parameters())
     with summon_full_params(model):
@@ -57,17 +64,9 @@ def _read(rank: int, name: str, strategy: str) -> None:
     follow(model, reference, MODELS[name])
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("name", ["mlp", "tied", "frozen"])
-def test_full_parameters(two: Ranks, name: str, strategy: str) -> None:
-    """Inside, the same objects are in full shape under clean names, without padding; after, sharded, and train.
-
-    E-SUM-1, E-SUM-5, E-SUM-13, E-SUM-15, E-MOD-4, E-VIEW-6, E-VIEW-7, E-VIEW-8, E-VIEW-9.
-    """
-    two.run(_read, name, strategy)
-
-
-def _read_parts(rank: int) -> None:
+@on_ranks(2)
+def test_of_any_module() -> None:
+    """Any module will do: all units with a parameter in it are gathered; recurse=False takes its own. E-SUM-1."""
     reference, model = reference_and_model(MLP)
     block = model.blocks[0]
     with _spied() as calls, summon_full_params(model, recurse=False):
@@ -86,12 +85,9 @@ def _read_parts(rank: int) -> None:
         assert type(wrapper.blocks[0].up.weight) is ShardedTensor
 
 
-def test_of_any_module(two: Ranks) -> None:
-    """Any module will do: all units with a parameter in it are gathered; recurse=False takes its own. E-SUM-1."""
-    two.run(_read_parts)
-
-
-def _precision(rank: int) -> None:
+@on_ranks(2)
+def test_stored_precision() -> None:
+    """Full parameters have the stored dtype, whatever the unit computes in (E-MP-7, E-MP-19, E-SUM-5)."""
     reference = build(MLP)
     model = fully_shard(build(MLP), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     with summon_full_params(model):
@@ -99,15 +95,12 @@ def _precision(rank: int) -> None:
             assert ours.dtype == torch.float32 and torch.equal(ours, theirs)
 
 
-def test_stored_precision(two: Ranks) -> None:
-    """Full parameters have the stored dtype, whatever the unit computes in (E-MP-7, E-MP-19, E-SUM-5)."""
-    two.run(_precision)
-
-
 # --- edits ------------------------------------------------------------------------------------------------------------
 
 
-def _fill_with_rank(rank: int) -> None:
+@on_ranks(2)
+def test_each_rank_keeps_its_part(rank: int) -> None:
+    """Each rank fills with its number: zeros, then ones (E-SUM-8)."""
     model = fully_shard(nn.Linear(16, 4, bias=False))
     with summon_full_params(model), torch.no_grad():
         model.weight.fill_(rank)
@@ -115,16 +108,24 @@ def _fill_with_rank(rank: int) -> None:
     assert torch.equal(full_parameters(model)["weight"], expected)
 
 
-def test_each_rank_keeps_its_part(two: Ranks) -> None:
-    """Each rank fills with its number: zeros, then ones (E-SUM-8)."""
-    two.run(_fill_with_rank)
-
-
 CHANGES = ("in place", "data", "copy through data", "objects")
 DAILY = ("copy through data",)  # compiled
 
 
-def _edit(rank: int, how: str, strategy: str, change: str) -> None:
+@all_strategies
+@pytest.mark.parametrize(
+    ("change", "how"),
+    [
+        *((change, "eager") for change in CHANGES),
+        *(
+            pytest.param(change, "aot_eager", marks=() if change in DAILY else pytest.mark.nightly)
+            for change in CHANGES
+        ),
+    ],
+)
+@on_ranks(2)
+def test_edits_are_kept(how: str, strategy: str, change: str) -> None:
+    """Edits in place, new data and new parameters all train on, eagerly and compiled (E-SUM-5, E-SUM-8, E-WB-3)."""
     reference, model = reference_and_model(MLP, strategy)
     run = executor(model, how)
     follow(run, reference, MLP)
@@ -144,23 +145,10 @@ def _edit(rank: int, how: str, strategy: str, change: str) -> None:
     follow(run, reference, MLP)
 
 
-@all_strategies
-@pytest.mark.parametrize(
-    ("change", "how"),
-    [
-        *((change, "eager") for change in CHANGES),
-        *(
-            pytest.param(change, "aot_eager", marks=() if change in DAILY else pytest.mark.nightly)
-            for change in CHANGES
-        ),
-    ],
-)
-def test_edits_are_kept(two: Ranks, how: str, strategy: str, change: str) -> None:
-    """Edits in place, new data and new parameters all train on, eagerly and compiled (E-SUM-5, E-SUM-8, E-WB-3)."""
-    two.run(_edit, how, strategy, change)
-
-
-def _lose_inside(rank: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_losses_of_full_parameters(rank: int, strategy: str) -> None:
+    """What a rank computes from full parameters and its data gives them the mean gradient of all ranks."""
     x = torch.randn(4, 7, generator=seeded(1))
     torch.manual_seed(0)
     reference = nn.Linear(7, 5)
@@ -185,13 +173,11 @@ def _lose_inside(rank: int, strategy: str) -> None:
                     loss.backward()
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_losses_of_full_parameters(two: Ranks, strategy: str) -> None:
-    """What a rank computes from full parameters and its data gives them the mean gradient of all ranks."""
-    two.run(_lose_inside, strategy)
-
-
-def _drop(rank: int, strategy: str, change: str) -> None:
+@pytest.mark.parametrize("change", ["in place", "objects"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@on_ranks(2)
+def test_dropped_edits_leave_no_trace(strategy: str, change: str) -> None:
+    """Without writeback edits are gone, also where a forward kept gathered parameters (E-SUM-8, E-SUM-11)."""
     reference, model = reference_and_model(MLP, strategy)
     backward(model, MLP, mine(MLP, 1))  # what a forward keeps must not be what is edited
     with torch.no_grad():
@@ -209,30 +195,22 @@ def _drop(rank: int, strategy: str, change: str) -> None:
     follow(model, reference, MLP)
 
 
-@pytest.mark.parametrize("change", ["in place", "objects"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_dropped_edits_leave_no_trace(two: Ranks, strategy: str, change: str) -> None:
-    """Without writeback edits are gone, also where a forward kept gathered parameters (E-SUM-8, E-SUM-11)."""
-    two.run(_drop, strategy, change)
-
-
-def _drop_replicated(rank: int) -> None:
+@on_ranks(2)
+def test_edits_of_replicated_parameters_persist() -> None:
+    """Under NO_SHARD the parameters themselves are edited, with or without writeback (E-SUM-8)."""
     model = shard(MLP, "NO_SHARD")
     with summon_full_params(model, writeback=False), torch.no_grad():
         model.head.weight.fill_(3.0)
     assert (model.head.weight == 3.0).all()
 
 
-def test_edits_of_replicated_parameters_persist(two: Ranks) -> None:
-    """Under NO_SHARD the parameters themselves are edited, with or without writeback (E-SUM-8)."""
-    two.run(_drop_replicated)
-
-
 class _Expected(Exception):
     pass
 
 
-def _raise_inside(rank: int) -> None:
+@on_ranks(2)
+def test_exceptions_inside() -> None:
+    """An exception inside leaves parameters sharded, edits kept (E-SUM-5)."""
     reference, model = reference_and_model(MLP)
     with pytest.raises(_Expected), summon_full_params(model), torch.no_grad():
         for each in (reference, model):
@@ -241,12 +219,10 @@ def _raise_inside(rank: int) -> None:
     follow(model, reference, MLP)
 
 
-def test_exceptions_inside(two: Ranks) -> None:
-    """An exception inside leaves parameters sharded, edits kept (E-SUM-5)."""
-    two.run(_raise_inside)
-
-
-def _leave_badly(rank: int, change: str) -> None:
+@pytest.mark.parametrize("change", ["data", "objects"])
+@on_ranks(2)
+def test_replacing_by_another_shape(change: str) -> None:
+    """Data of another shape is refused at once, a parameter on leaving: its unit is as it was (E-WB-4, E-ERR-32)."""
     reference, model = reference_and_model(MLP)
     found = r"expected .*\(23, 11\).* found .*\(5,\)", r"\(5,\) inside summon_full_params; keep .*\(23, 11\)"
     error = (ValueError, found[0]) if change == "data" else (RuntimeError, found[1])
@@ -263,13 +239,13 @@ def _leave_badly(rank: int, change: str) -> None:
     follow(model, reference, MLP)
 
 
-@pytest.mark.parametrize("change", ["data", "objects"])
-def test_replacing_by_another_shape(two: Ranks, change: str) -> None:
-    """Data of another shape is refused at once, a parameter on leaving: its unit is as it was (E-WB-4, E-ERR-32)."""
-    two.run(_leave_badly, change)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@on_ranks(2)
+def test_between_forward_and_backward(strategy: str) -> None:
+    """Reading parameters between a forward and its backward changes nothing, also where that keeps them gathered.
 
-
-def _between(rank: int, strategy: str) -> None:
+    E-SUM-14, E-LIM-6, E-VIEW-13.
+    """
     reference, model = reference_and_model(MLP, strategy)
     losses = [MLP.loss(reference, whole(MLP, 1)), MLP.loss(model, mine(MLP, 1))]
     with summon_full_params(model):
@@ -279,16 +255,9 @@ def _between(rank: int, strategy: str) -> None:
     assert_same_gradients(model, reference)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_between_forward_and_backward(two: Ranks, strategy: str) -> None:
-    """Reading parameters between a forward and its backward changes nothing, also where that keeps them gathered.
-
-    E-SUM-14, E-LIM-6, E-VIEW-13.
-    """
-    two.run(_between, strategy)
-
-
-def _edit_between(rank: int) -> None:
+@on_ranks(2)
+def test_edits_between_forward_and_backward() -> None:
+    """Edits are noticed by a backward that would gather them, even those made through `.data` (E-LIM-6)."""
     reference, model = reference_and_model(MLP)
     loss = MLP.loss(model, mine(MLP, 1))
     for each in (reference, model):
@@ -299,8 +268,3 @@ def _edit_between(rank: int) -> None:
         loss.backward()
     model.zero_grad()
     follow(model, reference, MLP)
-
-
-def test_edits_between_forward_and_backward(two: Ranks) -> None:
-    """Edits are noticed by a backward that would gather them, even those made through `.data` (E-LIM-6)."""
-    two.run(_edit_between)

@@ -12,7 +12,7 @@ from fsdp_compile import fully_shard, summon_full_params
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor, set_grad
 from fsdp_compile.tensors.unsharded_tensor import UnshardedTensor
 
-from .ranks import Ranks
+from .ranks import on_ranks
 from .test_communication import _spied
 from .training import (
     assert_same_gradients,
@@ -34,7 +34,13 @@ both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager"])
 # --- rank 0, host memory ----------------------------------------------------------------------------------------------
 
 
-def _rank0_only(rank: int, offload: bool) -> None:
+@pytest.mark.parametrize("offload", [False, True])
+@on_ranks(2)
+def test_rank0_only(rank: int, offload: bool) -> None:
+    """All gather, rank 0 of the sharding group sees full parameters, others their shards.
+
+    In host memory, too, they are the full ones, without padding (E-SUM-6, E-SUM-7, E-ERR-28).
+    """
     reference, model = reference_and_model(MLP)
     sharded = {name: local(param).detach().clone() for name, param in model.named_parameters()}
     with _spied() as calls, summon_full_params(model, rank0_only=True, writeback=False, offload_to_cpu=offload):
@@ -48,16 +54,14 @@ def _rank0_only(rank: int, offload: bool) -> None:
     follow(model, reference, MLP)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_rank0_only(two: Ranks, offload: bool) -> None:
-    """All gather, rank 0 of the sharding group sees full parameters, others their shards.
+@all_strategies
+@on_ranks(2)
+def test_offload_on_all_ranks(strategy: str) -> None:
+    """Offloading without rank0_only warns of the copies; edits return; NO_SHARD may do it too.
 
-    In host memory, too, they are the full ones, without padding (E-SUM-6, E-SUM-7, E-ERR-28).
+    With the CPU as compute device nothing is lost: full tensors in host memory are copies (E-OFF-10).
+    E-SUM-3, E-SUM-6, E-ERR-45, E-LIM-10.
     """
-    two.run(_rank0_only, offload)
-
-
-def _offload(rank: int, strategy: str) -> None:
     reference, model = reference_and_model(MLP, strategy)
     with pytest.warns(UserWarning, match="offload_to_cpu without rank0_only"):
         context = summon_full_params(model, offload_to_cpu=True)
@@ -69,20 +73,17 @@ def _offload(rank: int, strategy: str) -> None:
     follow(model, reference, MLP)
 
 
-@all_strategies
-def test_offload_on_all_ranks(two: Ranks, strategy: str) -> None:
-    """Offloading without rank0_only warns of the copies; edits return; NO_SHARD may do it too.
-
-    With the CPU as compute device nothing is lost: full tensors in host memory are copies (E-OFF-10).
-    E-SUM-3, E-SUM-6, E-ERR-45, E-LIM-10.
-    """
-    two.run(_offload, strategy)
-
-
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-def _gradients(rank: int, strategy: str, writeback: bool) -> None:
+@pytest.mark.parametrize("writeback", [True, False])
+@all_strategies
+@on_ranks(2)
+def test_gradients(strategy: str, writeback: bool) -> None:
+    """Gradients are the unsharded ones; edits are kept, or dropped; no gradient anywhere is None, without a gather.
+
+    E-SUM-9, E-SUM-12, E-GRAD-1, E-GRAD-6.
+    """
     reference, model = reference_and_model(MLP, strategy)
     with _spied() as calls, summon_full_params(model, with_grads=True):
         assert all(param.grad is None for param in model.parameters())
@@ -102,17 +103,13 @@ def _gradients(rank: int, strategy: str, writeback: bool) -> None:
     follow(model, reference, MLP)
 
 
-@pytest.mark.parametrize("writeback", [True, False])
-@all_strategies
-def test_gradients(two: Ranks, strategy: str, writeback: bool) -> None:
-    """Gradients are the unsharded ones; edits are kept, or dropped; no gradient anywhere is None, without a gather.
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@on_ranks(2)
+def test_ranks_without_gradients(rank: int, dtype: torch.dtype) -> None:
+    """A rank without a gradient takes part with zeros of the right dtype, says so at debug level, and has none after.
 
-    E-SUM-9, E-SUM-12, E-GRAD-1, E-GRAD-6.
+    E-SUM-9, E-SUM-10, E-ERR-34.
     """
-    two.run(_gradients, strategy, writeback)
-
-
-def _missing_gradients(rank: int, dtype: torch.dtype) -> None:
     model = fully_shard(nn.Linear(16, 4, bias=False).to(dtype))
     if rank == 0:
         model.weight.grad = torch.full_like(model.weight, 2.0)
@@ -132,16 +129,9 @@ def _missing_gradients(rank: int, dtype: torch.dtype) -> None:
     assert model.weight.grad is None if rank else (local(model.weight.grad) == 5.0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_ranks_without_gradients(two: Ranks, dtype: torch.dtype) -> None:
-    """A rank without a gradient takes part with zeros of the right dtype, says so at debug level, and has none after.
-
-    E-SUM-9, E-SUM-10, E-ERR-34.
-    """
-    two.run(_missing_gradients, dtype)
-
-
-def _other_dtype(rank: int) -> None:
+@on_ranks(2)
+def test_gradients_of_another_dtype() -> None:
+    """Gradients kept in low precision are shown in the stored dtype and keep theirs (E-GRAD-2, E-SUM-9)."""
     model = fully_shard(nn.Linear(16, 4, bias=False))
     low = torch.full_like(model.weight, 2.0, dtype=torch.bfloat16)
     set_grad(model.weight, low)
@@ -151,20 +141,12 @@ def _other_dtype(rank: int) -> None:
     assert model.weight.grad.dtype == torch.bfloat16 and (model.weight.grad == 3.0).all()
 
 
-def test_gradients_of_another_dtype(two: Ranks) -> None:
-    """Gradients kept in low precision are shown in the stored dtype and keep theirs (E-GRAD-2, E-SUM-9)."""
-    two.run(_other_dtype)
-
-
-def _cleared(rank: int) -> None:
+@on_ranks(2)
+def test_gradients_cleared_inside() -> None:
+    """A gradient set to None inside is None after: no full gradient to write back is no error (E-ERR-47)."""
     reference, model = reference_and_model(MLP)
     backward(model, MLP, mine(MLP, 1))
     with summon_full_params(model, with_grads=True):
         model.zero_grad()
     assert all(param.grad is None for param in model.parameters())
     follow(model, reference, MLP)
-
-
-def test_gradients_cleared_inside(two: Ranks) -> None:
-    """A gradient set to None inside is None after: no full gradient to write back is no error (E-ERR-47)."""
-    two.run(_cleared)

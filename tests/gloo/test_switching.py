@@ -12,7 +12,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from fsdp_compile import fully_shard
 
-from .ranks import Ranks
+from .ranks import on_ranks
 from .training import assert_bitwise, build, executor, follow, mine, shard
 
 MLP = MODELS["mlp"]
@@ -88,7 +88,11 @@ def _inside_backward(model: Any) -> Step:
 RECIPES: tuple[Recipe, ...] = (_foreach, _fused, _compiled_step, _clipped_with_schedule, _scaled, _inside_backward)
 
 
-def _recipes(rank: int) -> None:
+@pytest.mark.nightly
+@on_ranks(2)
+def test_optimizers() -> None:
+    """Under every kind of optimizer a compiled model trains as an eager one, bit for bit, across `torch._dynamo.reset`:
+    foreach, fused, compiled, clipped under a schedule, with loss scaling, inside backward."""
     eager, model = shard(MLP), shard(MLP)
     run, seeds = executor(model, "aot_eager"), itertools.count()
     for recipe in RECIPES:
@@ -103,13 +107,6 @@ def _recipes(rank: int) -> None:
                 handle.remove()
         if recipe is _compiled_step:
             torch._dynamo.reset()  # in mid-training
-
-
-@pytest.mark.nightly
-def test_optimizers(two: Ranks) -> None:
-    """Under every kind of optimizer a compiled model trains as an eager one, bit for bit, across `torch._dynamo.reset`:
-    foreach, fused, compiled, clipped under a schedule, with loss scaling, inside backward."""
-    two.run(_recipes)
 
 
 class _Unseen(nn.Linear):
@@ -130,7 +127,10 @@ def _with_breaks() -> Stack:
     return stack
 
 
-def _break(rank: int) -> None:
+@pytest.mark.nightly  # by day test_forward_set_on_a_block_breaks_the_graph of test_stock_code.py
+@on_ranks(2)
+def test_graph_breaks() -> None:
+    """A unit, or a module inside a unit, that Dynamo may not see breaks the graph and changes no number."""
     case = Case(_with_breaks, vectors, squared_error)
     reference = build(case)
     model = fully_shard(build(case), auto_wrap_policy={Residual, _UnseenBlock})
@@ -139,9 +139,3 @@ def _break(rank: int) -> None:
         follow(run, reference, case, steps=1)
     follow(run, reference, case)
     follow(model, reference, case)
-
-
-@pytest.mark.nightly  # by day test_forward_set_on_a_block_breaks_the_graph of test_stock_code.py
-def test_graph_breaks(two: Ranks) -> None:
-    """A unit, or a module inside a unit, that Dynamo may not see breaks the graph and changes no number."""
-    two.run(_break)

@@ -43,7 +43,7 @@ from fsdp_compile import (
 )
 from fsdp_compile.optim import flat as flat_module
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .training import executor
 
 
@@ -172,7 +172,10 @@ def _train_llama(rank: int, how: str, parts: int = 2, **options: Any) -> None:
     whole.load_state_dict({name: value.full_tensor() for name, value in rows.items()})
 
 
-def _fused_step(rank: int) -> None:
+@pytest.mark.nightly
+@on_ranks(4)
+def test_fused_step() -> None:
+    """A step by `compile_step` whose update reads flat gradients clips them to the norm over all ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     models = []
     for _ in range(2):
@@ -195,12 +198,6 @@ def _fused_step(rank: int) -> None:
             torch.testing.assert_close(mine.full_tensor(), other.full_tensor(), rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.nightly
-def test_fused_step(four: Ranks) -> None:
-    """A step by `compile_step` whose update reads flat gradients clips them to the norm over all ranks."""
-    four.run(_fused_step)
-
-
 @pytest.mark.parametrize(
     "how", ["eager", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("aot_eager", "inductor"))]
 )
@@ -212,16 +209,13 @@ def test_llama(four: Ranks, how: str) -> None:
     four.run(_train_llama, how)
 
 
-def _train_replicas(rank: int, how: str) -> None:
-    _train_llama(rank, how, sharding_strategy=ShardingStrategy.NO_SHARD)
-
-
 @pytest.mark.parametrize(
     "how", ["eager", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("aot_eager", "inductor"))]
 )
-def test_replicas(four: Ranks, how: str) -> None:
+@on_ranks(4)
+def test_replicas(rank: int, how: str) -> None:
     """The same under NO_SHARD: each part of tensor parallelism has replicas, whose gradients are averaged."""
-    four.run(_train_replicas, how)
+    _train_llama(rank, how, sharding_strategy=ShardingStrategy.NO_SHARD)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +271,12 @@ class MixtureOfExperts(nn.Module):
         return self.out(x + (weight.t().unsqueeze(-1) * mixed).sum(0))
 
 
-def _train_experts(rank: int, how: str) -> None:
+@pytest.mark.parametrize(
+    "how", ["eager", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("aot_eager", "inductor"))]
+)
+@on_ranks(4)
+def test_experts(rank: int, how: str) -> None:
+    """Experts split over two ranks and sharded over the other two train as on one process; all else over all four."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     torch.manual_seed(0)
     whole = MixtureOfExperts()
@@ -299,14 +298,6 @@ def _train_experts(rank: int, how: str) -> None:
         dist.all_reduce(total := loss.detach().clone())
         torch.testing.assert_close(total / 4, mean.detach(), rtol=1e-5, atol=1e-5)
         _step_equally(whole, model, optimizers)
-
-
-@pytest.mark.parametrize(
-    "how", ["eager", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("aot_eager", "inductor"))]
-)
-def test_experts(four: Ranks, how: str) -> None:
-    """Experts split over two ranks and sharded over the other two train as on one process; all else over all four."""
-    four.run(_train_experts, how)
 
 
 # --- everything around a step -----------------------------------------------------------------------------------------
@@ -375,7 +366,11 @@ def test_around_a_step(four: Ranks, tmp_path: Path) -> None:
     four.run(_around, str(tmp_path))
 
 
-def _refuse(rank: int) -> None:
+@on_ranks(4)
+def test_refused() -> None:
+    """A DTensor over ranks that parameters are sharded over too, one that no ranks split, or one with hooks, is refused
+    by name; hooks that are registered afterwards are called.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     linear = nn.Linear(4, 4, bias=False, device="cpu")
     linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh["tp"], [Shard(0)]))
@@ -393,14 +388,10 @@ def _refuse(rank: int) -> None:
     assert calls == [linear.weight]
 
 
-def test_refused(four: Ranks) -> None:
-    """A DTensor over ranks that parameters are sharded over too, one that no ranks split, or one with hooks, is refused
-    by name; hooks that are registered afterwards are called.
-    """
-    four.run(_refuse)
-
-
-def _values(rank: int) -> None:
+@on_ranks(4)
+def test_values_of_state_dicts() -> None:
+    """Parameters and values are on the mesh of both dimensions, and say of neither that it is replicated if it is not;
+    they are gathered and loaded, as is what `distribute_tensor` makes like a parameter."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tp = mesh["tp"]
 
@@ -439,12 +430,6 @@ def _values(rank: int) -> None:
         assert all(torch.equal(param.full_tensor(), plain[name]) for name, param in other.named_parameters())
 
 
-def test_values_of_state_dicts(four: Ranks) -> None:
-    """Parameters and values are on the mesh of both dimensions, and say of neither that it is replicated if it is not;
-    they are gathered and loaded, as is what `distribute_tensor` makes like a parameter."""
-    four.run(_values)
-
-
 # --- DTensors on one mesh with the data-parallel dimensions -----------------------------------------------------------
 
 
@@ -465,7 +450,15 @@ class Layers(nn.Module):
         return y * self.scale
 
 
-def _replicated(rank: int, names: tuple[str, str], how: str) -> None:
+@pytest.mark.parametrize("how", ["eager", pytest.param("blocks", marks=pytest.mark.nightly), "whole"])
+@pytest.mark.parametrize(
+    "names", [("dp", "tp"), pytest.param(("copies", "dp"), marks=pytest.mark.nightly)], ids=["tp", "hybrid"]
+)
+@on_ranks(4)
+def test_replicated_over_data_parallel_ranks(rank: int, names: tuple[str, str], how: str) -> None:
+    """DTensors that are Replicate on the data-parallel dimensions are sharded over them, as FSDP2 does: a model that
+    computes with DTensors on the whole mesh, or with local tensors of these, has the norms, gradients and parameters of
+    one process, compiled too."""
     torch._dynamo.reset()  # a size that another compiled model has had would be symbolic: DTensor fails there by itself
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     torch.manual_seed(0)
@@ -498,17 +491,6 @@ def _replicated(rank: int, names: tuple[str, str], how: str) -> None:
         torch.testing.assert_close(full, whole.state_dict(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("how", ["eager", pytest.param("blocks", marks=pytest.mark.nightly), "whole"])
-@pytest.mark.parametrize(
-    "names", [("dp", "tp"), pytest.param(("copies", "dp"), marks=pytest.mark.nightly)], ids=["tp", "hybrid"]
-)
-def test_replicated_over_data_parallel_ranks(four: Ranks, names: tuple[str, str], how: str) -> None:
-    """DTensors that are Replicate on the data-parallel dimensions are sharded over them, as FSDP2 does: a model that
-    computes with DTensors on the whole mesh, or with local tensors of these, has the norms, gradients and parameters of
-    one process, compiled too."""
-    four.run(_replicated, names, how)
-
-
 # --- in which dtype gradients are reduced over the dimension that is not data-parallel --------------------------------
 
 
@@ -534,7 +516,14 @@ REDUCED = {  # sizes of copies, dp and tp, whether DTensors are on the whole mes
 }
 
 
-def _reduced_in(rank: int, case: str, how: str) -> None:
+@pytest.mark.parametrize(
+    "how", ["eager", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("aot_eager", "blocks"))]
+)
+@pytest.mark.parametrize("case", REDUCED)
+@on_ranks(4)
+def test_reduce_dtype(case: str, how: str) -> None:
+    """Gradients of what is replicated over tensor-parallel ranks are summed over them in `reduce_dtype`, and then are
+    in the dtype of the computation, as those of one rank."""
     torch._dynamo.reset()
     sizes, on_whole_mesh, (parts, param_dtype, reduce_dtype, expected) = REDUCED[case]
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("copies", "dp", "tp"))
@@ -555,13 +544,3 @@ def _reduced_in(rank: int, case: str, how: str) -> None:
     run(DTensor.from_local(x, on, [*placements[1:], Shard(0)])).to_local().sum().backward()
     grad = model[0].weight.grad.full_tensor()
     assert grad.tolist() == [expected] * 4, grad
-
-
-@pytest.mark.parametrize(
-    "how", ["eager", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("aot_eager", "blocks"))]
-)
-@pytest.mark.parametrize("case", REDUCED)
-def test_reduce_dtype(four: Ranks, case: str, how: str) -> None:
-    """Gradients of what is replicated over tensor-parallel ranks are summed over them in `reduce_dtype`, and then are
-    in the dtype of the computation, as those of one rank."""
-    four.run(_reduced_in, case, how)

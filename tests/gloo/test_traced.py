@@ -10,7 +10,7 @@ import torch
 from models import MODELS, AnyLength, Case, cross_entropy, mlp, squared_error, text, vectors
 from torch import Tensor, nn
 
-from .ranks import NIGHTLY, Ranks
+from .ranks import NIGHTLY, on_ranks
 from .test_outputs import _Outer
 from .training import assert_bitwise, build, follow, local, mine, reference_and_model, shard
 
@@ -39,7 +39,20 @@ SIZES = ((2, 9), (3, 7), (4, 5), (3, 8), (5, 9), (2, 2), (4, 3), (5, 6), (3, 4),
 CASES = {"gpt": Case(AnyLength, text, cross_entropy), "mlp": MLP}
 
 
-def _vary(rank: int, name: str, how: str, dynamic: bool | None) -> None:
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "how", "dynamic"),
+    [
+        ("gpt", "aot_eager", True),
+        ("gpt", "aot_eager", None),
+        ("mlp", "inductor", True),
+    ],
+)
+@on_ranks(2)
+def test_sizes_vary(rank: int, name: str, how: str, dynamic: bool | None) -> None:
+    """Batch and length may change from step to step, and differ between ranks: one graph with the gradients of eager
+    steps, or, by itself, a second one at the first change.
+    """
     case = CASES[name]
     eager, model = shard(case), shard(case)
     run = torch.compile(model, backend=how, fullgraph=True, dynamic=dynamic)
@@ -56,26 +69,13 @@ def _vary(rank: int, name: str, how: str, dynamic: bool | None) -> None:
         torch.testing.assert_close(local(ours.grad), local(theirs.grad), rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "how", "dynamic"),
-    [
-        ("gpt", "aot_eager", True),
-        ("gpt", "aot_eager", None),
-        ("mlp", "inductor", True),
-    ],
-)
-def test_sizes_vary(two: Ranks, name: str, how: str, dynamic: bool | None) -> None:
-    """Batch and length may change from step to step, and differ between ranks: one graph with the gradients of eager
-    steps, or, by itself, a second one at the first change.
-    """
-    two.run(_vary, name, how, dynamic)
-
-
 # --- grad modes -------------------------------------------------------------------------------------------------------
 
 
-def _switch_modes(rank: int) -> None:
+@pytest.mark.nightly
+@on_ranks(2)
+def test_grad_and_training_modes() -> None:
+    """Graphs with and without gradients, for training and evaluation, live side by side."""
     eager, model = shard(MLP), shard(MLP)
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     for seed in range(3):
@@ -92,16 +92,12 @@ def _switch_modes(rank: int) -> None:
             assert_bitwise(model, eager, f"round {seed}")
 
 
-@pytest.mark.nightly
-def test_grad_and_training_modes(two: Ranks) -> None:
-    """Graphs with and without gradients, for training and evaluation, live side by side."""
-    two.run(_switch_modes)
-
-
 # --- losses, arguments, outputs ---------------------------------------------------------------------------------------
 
 
-def _loss_inside(rank: int) -> None:
+@on_ranks(2)
+def test_a_compiled_function_calls_the_model() -> None:
+    """What is compiled may be a function that takes the model and returns a loss."""
     case = MODELS["tied"]
     reference, model = reference_and_model(case)
     step = torch.compile(case.loss, backend="aot_eager", fullgraph=True)
@@ -113,11 +109,6 @@ def _loss_inside(rank: int) -> None:
     follow(model, reference, inside, steps=1)
     with _compiled_already():
         follow(model, reference, inside, steps=2)
-
-
-def test_a_compiled_function_calls_the_model(two: Ranks) -> None:
-    """What is compiled may be a function that takes the model and returns a loss."""
-    two.run(_loss_inside)
 
 
 ONE = Case(lambda: mlp(1), vectors, squared_error)
@@ -133,7 +124,12 @@ def _train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: tupl
     return loss.detach()
 
 
-def _step_compiled(rank: int) -> None:
+@on_ranks(2)
+def test_a_compiled_step() -> None:
+    """`torch.compile(train_step)` trains as the loop does, in as many graphs as without sharding, and no more later.
+
+    Dynamo breaks the graph at the call of backward, within which it compiles nothing of this package.
+    """
     graphs = []
     for model, eager, backend in ((build(ONE), build(ONE), "eager"), (shard(ONE), shard(ONE), "aot_eager")):
         torch._dynamo.reset()
@@ -152,14 +148,6 @@ def _step_compiled(rank: int) -> None:
                 torch.testing.assert_close(local(ours), local(theirs), rtol=1e-5, atol=1e-6, msg=name)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[1], graphs
-
-
-def test_a_compiled_step(two: Ranks) -> None:
-    """`torch.compile(train_step)` trains as the loop does, in as many graphs as without sharding, and no more later.
-
-    Dynamo breaks the graph at the call of backward, within which it compiles nothing of this package.
-    """
-    two.run(_step_compiled)
 
 
 @dataclass
@@ -188,7 +176,9 @@ class _Wide(nn.Module):
         return {"out": out, "flag": flag, "rest": (Answer(out * scale, "text"), [None, 3, x.shape[0]])}
 
 
-def _structures(rank: int) -> None:
+@on_ranks(2)
+def test_arguments_and_outputs_of_the_root() -> None:
+    """Keywords, nested inputs, outputs in dicts, lists and dataclasses beside what is no tensor."""
     eager, model = shard(Case(_Wide, vectors, squared_error)), shard(Case(_Wide, vectors, squared_error))
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     calls: list[Callable[[int], dict[str, Any]]] = [
@@ -208,12 +198,19 @@ def _structures(rank: int) -> None:
     assert_bitwise(model, eager, "structures")
 
 
-def test_arguments_and_outputs_of_the_root(two: Ranks) -> None:
-    """Keywords, nested inputs, outputs in dicts, lists and dataclasses beside what is no tensor."""
-    two.run(_structures)
+def _assert_same_used(model: nn.Module, eager: nn.Module) -> None:
+    """Gradients that are zero for want of use may be None in one of the two."""
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
+        grads = [local(torch.zeros_like(ours) if param.grad is None else param.grad) for param in (ours, theirs)]
+        assert torch.equal(*grads), name
 
 
-def _inner_structures(rank: int) -> None:
+@on_ranks(2)
+def test_outputs_of_units() -> None:
+    """A unit's outputs keep their structure in the graph, and what no loss uses gets no gradient.
+
+    By day two kinds of four, all of which test_outputs.py has, eager.
+    """
     for kind in ("dict", "namedtuple", "dataclass", "detached") if NIGHTLY else ("dataclass", "detached"):
         case = Case(lambda kind=kind: _Outer(kind), vectors, squared_error)
         eager, model = shard(case), shard(case)
@@ -223,18 +220,3 @@ def _inner_structures(rank: int) -> None:
                 case.loss(run, mine(case, seed)).backward()
             case.loss(eager, mine(case, seed)).backward()
             _assert_same_used(model, eager)
-
-
-def _assert_same_used(model: nn.Module, eager: nn.Module) -> None:
-    """Gradients that are zero for want of use may be None in one of the two."""
-    for (name, ours), (_, theirs) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
-        grads = [local(torch.zeros_like(ours) if param.grad is None else param.grad) for param in (ours, theirs)]
-        assert torch.equal(*grads), name
-
-
-def test_outputs_of_units(two: Ranks) -> None:
-    """A unit's outputs keep their structure in the graph, and what no loss uses gets no gradient.
-
-    By day two kinds of four, all of which test_outputs.py has, eager.
-    """
-    two.run(_inner_structures)

@@ -18,13 +18,15 @@ from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_compile import fully_shard, summon_full_params
 
-from .ranks import Ranks
+from .ranks import on_ranks
 from .training import assert_bitwise, backward, build, executor, local, mine, shard
 
 MLP = MODELS["mlp"]
 
 
-def _settings(rank: int) -> None:
+@on_ranks(2)
+def test_settings_of_the_first_model_inherited_by_the_second() -> None:
+    """The trap: code that was compiled for one model runs for another of its class that has other settings."""
     low = MixedPrecision(param_dtype=torch.bfloat16)
     plain, other = shard(MLP), shard(MLP, "SHARD_GRAD_OP", mixed_precision=low)
     runs = [executor(model, "aot_eager") for model in (plain, other)]
@@ -38,16 +40,13 @@ def _settings(rank: int) -> None:
     assert outputs == [torch.float32, torch.bfloat16]
 
 
-def test_settings_of_the_first_model_inherited_by_the_second(two: Ranks) -> None:
-    """The trap: code that was compiled for one model runs for another of its class that has other settings."""
-    two.run(_settings)
-
-
 def _frozen(model: nn.Module) -> set[str]:
     return {name for name, param in model.named_parameters() if not param.requires_grad}
 
 
-def _stay_frozen(rank: int) -> None:
+@on_ranks(2)
+def test_frozen_parameters_returned_trainable() -> None:
+    """The trap: parameters are made anew on the way, as trainable ones."""
     case = MODELS["frozen"]
     expected, model = _frozen(build(case)), shard(case)
     found = {"fully_shard": _frozen(model)}
@@ -63,11 +62,6 @@ def _stay_frozen(rank: int) -> None:
     assert expected and found == dict.fromkeys(found, expected)
 
 
-def test_frozen_parameters_returned_trainable(two: Ranks) -> None:
-    """The trap: parameters are made anew on the way, as trainable ones."""
-    two.run(_stay_frozen)
-
-
 class _Touched(nn.Module):
     """A weight that does not matter, but has a gradient, as scripts make it for DDP's sake."""
 
@@ -79,7 +73,12 @@ class _Touched(nn.Module):
         return x + 0 * self.weight.sum()
 
 
-def _constant_gradients(rank: int, is_called_twice: bool) -> None:
+@pytest.mark.parametrize("is_called_twice", [False, True])
+@on_ranks(2)
+def test_equal_constants_as_gradients(is_called_twice: bool) -> None:
+    """The trap: equal computations become one, and the gradients of two parameters one memory. Nothing reads what these
+    parameters were gathered from; where another unit is called twice, its reduces become one before that is looked at.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), _Touched(), _Touched())
     model = nn.Sequential(*model, model[0]) if is_called_twice else model
@@ -92,14 +91,6 @@ def _constant_gradients(rank: int, is_called_twice: bool) -> None:
         one.add_(times)  # memory of its own
         assert not other.any() and local(model[0].weight.grad).any()
         model.zero_grad()
-
-
-@pytest.mark.parametrize("is_called_twice", [False, True])
-def test_equal_constants_as_gradients(two: Ranks, is_called_twice: bool) -> None:
-    """The trap: equal computations become one, and the gradients of two parameters one memory. Nothing reads what these
-    parameters were gathered from; where another unit is called twice, its reduces become one before that is looked at.
-    """
-    two.run(_constant_gradients, is_called_twice)
 
 
 class _Scale(nn.Module):
@@ -134,7 +125,11 @@ class _Embedded(nn.Module):
         return self.conv(self.scale(x))
 
 
-def _embedding_in_a_block(rank: int) -> None:
+@pytest.mark.nightly
+@on_ranks(2)
+def test_a_fused_loop_that_reads_before_the_wait() -> None:
+    """The trap: the C++ backend fuses loops of two shapes, forgets that one reads what a collective fills, and moves
+    both before the wait (Note [Loops that forget the wait])."""
     torch.manual_seed(0)
     expected = nn.Sequential(_Embedded(), _Conv(), _Conv())
     model = fully_shard(copy.deepcopy(expected), auto_wrap_policy={_Scale, _Conv, _Embedded})
@@ -143,10 +138,3 @@ def _embedding_in_a_block(rank: int) -> None:
     executor(model, "inductor")(x).sum().backward()
     for param, same in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), same.grad, atol=1e-5, rtol=1e-5)  # type: ignore[union-attr]  # backward has set it
-
-
-@pytest.mark.nightly
-def test_a_fused_loop_that_reads_before_the_wait(two: Ranks) -> None:
-    """The trap: the C++ backend fuses loops of two shapes, forgets that one reads what a collective fills, and moves
-    both before the wait (Note [Loops that forget the wait])."""
-    two.run(_embedding_in_a_block)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import FSDPModule, fully_shard, summon_full_params
 
-from .ranks import Ranks
+from .ranks import on_ranks
 from .test_communication import _spied
 from .training import (
     assert_same_gradients,
@@ -40,7 +40,11 @@ def _unshard_all(model: nn.Module, async_op: bool) -> None:
             handle.wait()
 
 
-def _ahead(rank: int, strategy: str, async_op: bool) -> None:
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@on_ranks(2)
+def test_the_next_forward_does_not_gather(strategy: str, async_op: bool) -> None:
+    """What was gathered by hand is used, once, waited for or not; a second call gathers nothing (E-PRE-7)."""
     reference, model = reference_and_model(MLP, strategy)
     for seed in range(2):
         with _spied() as calls:
@@ -57,13 +61,6 @@ def _ahead(rank: int, strategy: str, async_op: bool) -> None:
     for each in (reference, model):
         each.zero_grad()
     follow(model, reference, MLP)
-
-
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_the_next_forward_does_not_gather(two: Ranks, strategy: str, async_op: bool) -> None:
-    """What was gathered by hand is used, once, waited for or not; a second call gathers nothing (E-PRE-7)."""
-    two.run(_ahead, strategy, async_op)
 
 
 def _change(model: nn.Module, how: str) -> None:
@@ -83,7 +80,10 @@ def _change(model: nn.Module, how: str) -> None:
                 param.data.mul_(0.5)
 
 
-def _stale(rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["in place", "data", "on one rank", "summoned"])
+@on_ranks(2)
+def test_older_values_are_not_used(how: str) -> None:
+    """Parameters that changed after `unshard`, on any rank, are gathered again by all (E-STRAT-10, E-PRE-7)."""
     model, expected = shard(MLP), shard(MLP)
     _unshard_all(model, True)
     with torch.no_grad():
@@ -92,13 +92,9 @@ def _stale(rank: int, how: str) -> None:
         assert torch.equal(model(mine(MLP, 1)[0]), expected(mine(MLP, 1)[0]))
 
 
-@pytest.mark.parametrize("how", ["in place", "data", "on one rank", "summoned"])
-def test_older_values_are_not_used(two: Ranks, how: str) -> None:
-    """Parameters that changed after `unshard`, on any rank, are gathered again by all (E-STRAT-10, E-PRE-7)."""
-    two.run(_stale, how)
-
-
-def _stepped(rank: int) -> None:
+@on_ranks(2)
+def test_unsharded_before_the_step() -> None:
+    """Steps of an optimizer between `unshard` and forward count (E-STRAT-10)."""
     reference, model = reference_and_model(MLP)
     for seed in range(3):
         follow(model, reference, MLP, steps=1, first_seed=seed)
@@ -106,12 +102,9 @@ def _stepped(rank: int) -> None:
     follow(model, reference, MLP)
 
 
-def test_unsharded_before_the_step(two: Ranks) -> None:
-    """Steps of an optimizer between `unshard` and forward count (E-STRAT-10)."""
-    two.run(_stepped)
-
-
-def _within_forward(rank: int) -> None:
+@on_ranks(2)
+def test_within_a_forward() -> None:
+    """Hooks may gather the next block while one computes; no other collective is needed then (E-PRE-7)."""
     reference, model = reference_and_model(MLP)
     for here, following in zip(model.blocks, [*model.blocks[1:], None], strict=True):
         if following is not None:
@@ -122,12 +115,10 @@ def _within_forward(rank: int) -> None:
     assert [call.kind for call in calls] == ["gather"] * len(units(model))
 
 
-def test_within_a_forward(two: Ranks) -> None:
-    """Hooks may gather the next block while one computes; no other collective is needed then (E-PRE-7)."""
-    two.run(_within_forward)
-
-
-def _reshard(rank: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@on_ranks(2)
+def test_reshard(strategy: str) -> None:
+    """`reshard` frees what is gathered, also between forward and backward, which then gathers again."""
     reference, model = reference_and_model(MLP, strategy)
     _unshard_all(model, True)
     for module in FSDPModule.fsdp_modules(model):
@@ -147,13 +138,9 @@ def _reshard(rank: int, strategy: str) -> None:
     follow(model, reference, MLP)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_reshard(two: Ranks, strategy: str) -> None:
-    """`reshard` frees what is gathered, also between forward and backward, which then gathers again."""
-    two.run(_reshard, strategy)
-
-
-def _mode(rank: int) -> None:
+@on_ranks(2)
+def test_unsharded_without_gradients() -> None:
+    """What was gathered under no_grad or inference_mode trains: views are made by the forward (E-VIEW-3)."""
     reference, model = reference_and_model(MLP)
     for context in (torch.inference_mode(), torch.no_grad(), nullcontext()):
         entered: AbstractContextManager = context
@@ -162,12 +149,9 @@ def _mode(rank: int) -> None:
         follow(model, reference, MLP, steps=1)
 
 
-def test_unsharded_without_gradients(two: Ranks) -> None:
-    """What was gathered under no_grad or inference_mode trains: views are made by the forward (E-VIEW-3)."""
-    two.run(_mode)
-
-
-def _compiled(rank: int) -> None:
+@on_ranks(2)
+def test_compiled_after_unshard() -> None:
+    """A compiled forward gathers for itself, whatever was gathered by hand."""
     reference, model = reference_and_model(MLP)
     run = executor(model, "aot_eager")
     for _ in range(2):
@@ -175,11 +159,6 @@ def _compiled(rank: int) -> None:
         follow(run, reference, MLP)
     for module in FSDPModule.fsdp_modules(model):
         module.reshard()
-
-
-def test_compiled_after_unshard(two: Ranks) -> None:
-    """A compiled forward gathers for itself, whatever was gathered by hand."""
-    two.run(_compiled)
 
 
 # --- a module inside a unit, alone ------------------------------------------------------------------------------------
@@ -213,7 +192,11 @@ class _ReachesIn(nn.Module):
         return self.head(x + ahead)  # type: ignore[no-any-return]  # a module's result
 
 
-def _alone(rank: int, recomputes: bool) -> None:
+@pytest.mark.parametrize("recomputes", [False, True])
+@on_ranks(2)
+def test_a_module_inside_a_unit_run_alone(recomputes: bool) -> None:
+    """Run outside of the unit's forward it computes what it does unsharded, and one warning for each parameter says
+    what that costs (E-FWD-11, E-LIM-2)."""
     case = Case(partial(_ReachesIn, recomputes), vectors, squared_error)
     reference, model = build(case), build(case)
     for each in (*model.blocks, model):  # type: ignore[misc]  # a ModuleList
@@ -227,14 +210,10 @@ def _alone(rank: int, recomputes: bool) -> None:
     assert all("call fully_shard on the module" in text for text in said)
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_a_module_inside_a_unit_run_alone(two: Ranks, recomputes: bool) -> None:
-    """Run outside of the unit's forward it computes what it does unsharded, and one warning for each parameter says
-    what that costs (E-FWD-11, E-LIM-2)."""
-    two.run(_alone, recomputes)
-
-
-def _accumulates(rank: int, order: str) -> None:
+@pytest.mark.parametrize("order", ["any", "tree"])
+@on_ranks(2)
+def test_a_module_run_alone_under_no_sync(order: str) -> None:
+    """What it gives its parameters is added to what has accumulated, and reduced with it; a tree refuses it by name."""
     case = Case(partial(_ReachesIn, False), vectors, squared_error)
     reference, model = build(case), build(case)
     for each in (*model.blocks, model):  # type: ignore[misc]  # a ModuleList
@@ -250,13 +229,9 @@ def _accumulates(rank: int, order: str) -> None:
     assert_same_gradients(model, reference)
 
 
-@pytest.mark.parametrize("order", ["any", "tree"])
-def test_a_module_run_alone_under_no_sync(two: Ranks, order: str) -> None:
-    """What it gives its parameters is added to what has accumulated, and reduced with it; a tree refuses it by name."""
-    two.run(_accumulates, order)
-
-
-def _of_each_kind(rank: int) -> None:
+@on_ranks(2)
+def test_what_a_module_computes_alone(rank: int) -> None:
+    """It computes the same bits as unsharded, with and without gradients, and the model still trains afterwards."""
     reference, model = reference_and_model(MLP)
     recurrent, plain = fully_shard(build(_RECURRENT)), build(_RECURRENT)
     x = torch.randn(3, 7)
@@ -272,12 +247,9 @@ def _of_each_kind(rank: int) -> None:
     replicated.stem(x)
 
 
-def test_what_a_module_computes_alone(two: Ranks) -> None:
-    """It computes the same bits as unsharded, with and without gradients, and the model still trains afterwards."""
-    two.run(_of_each_kind)
-
-
-def _fused(rank: int) -> None:
+@on_ranks(2)
+def test_a_fused_step_is_a_change() -> None:
+    """Fused optimizers do not count as changes for autograd; what was gathered before their step is not used."""
     model = shard(MODELS["mlp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     for param in model.parameters():
@@ -287,8 +259,3 @@ def _fused(rank: int) -> None:
     optimizer.step()
     with torch.no_grad():
         assert torch.equal(model(x), model(x)), "the first forward reads what unshard gathered before the step"
-
-
-def test_a_fused_step_is_a_change(two: Ranks) -> None:
-    """Fused optimizers do not count as changes for autograd; what was gathered before their step is not used."""
-    two.run(_fused)

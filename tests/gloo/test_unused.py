@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import compile_step, fully_shard
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .test_communication import _spied
 from .training import executor, full_parameters
 
@@ -222,7 +222,10 @@ def _sharded(model: nn.Module, **options: Any) -> Any:
     return model
 
 
-def _asks(rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["eager", *late("aot_eager", "block aot_eager")])
+@on_ranks(2)
+def test_collectives(rank: int, how: str) -> None:
+    """One more for the root in the first two backward passes; none behind them where all is used."""
     asked = {}
     for finds in (None, False, True):
         model = _sharded(_Model("all used"), find_unused_parameters=finds)
@@ -236,13 +239,9 @@ def _asks(rank: int, how: str) -> None:
     assert [asked[True, number] for number in range(4)] == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("how", ["eager", *late("aot_eager", "block aot_eager")])
-def test_collectives(two: Ranks, how: str) -> None:
-    """One more for the root in the first two backward passes; none behind them where all is used."""
-    two.run(_asks, how)
-
-
-def _stays_on(rank: int) -> None:
+@on_ranks(2)
+def test_staying_on(rank: int) -> None:
+    """Where one rank has left something out in the second pass, all ranks go on to say what they use."""
     model = _sharded(_Model("all used"))
     for number in range(6):
         with _spied() as calls:
@@ -252,11 +251,6 @@ def _stays_on(rank: int) -> None:
     model.zero_grad()
     unused.backward()
     assert model.blocks[0].extra.weight.grad is None
-
-
-def test_staying_on(two: Ranks) -> None:
-    """Where one rank has left something out in the second pass, all ranks go on to say what they use."""
-    two.run(_stays_on)
 
 
 def _late(rank: int, finds: bool | None) -> list[str]:
@@ -282,7 +276,9 @@ def test_a_rank_that_leaves_something_out_late(two: Ranks) -> None:
         assert two.run(_late, finds) == [[], []]
 
 
-def _within_no_sync(rank: int) -> None:
+@on_ranks(2)
+def test_within_no_sync(rank: int) -> None:
+    """What nothing has used shows no gradient there either; cleared gradients count as unused; reduced ones stay."""
     model = _models()[1]
     extra, down = model.blocks[0].extra.weight, model.blocks[0].down.weight
     with model.no_sync():
@@ -310,12 +306,9 @@ def _within_no_sync(rank: int) -> None:
     assert torch.equal(extra.grad.full_tensor(), gained)
 
 
-def test_within_no_sync(two: Ranks) -> None:
-    """What nothing has used shows no gradient there either; cleared gradients count as unused; reduced ones stay."""
-    two.run(_within_no_sync)
-
-
-def _between(rank: int) -> None:
+@on_ranks(2)
+def test_what_comes_between_microbatches(rank: int) -> None:
+    """Gradients that autograd returns end no window, and one that a user assigns counts as one that was computed."""
     model = _models()[1]
     extra = model.blocks[0].extra.weight
     with model.no_sync():
@@ -333,12 +326,9 @@ def _between(rank: int) -> None:
     assert torch.equal(extra.grad.full_tensor(), torch.ones(6, 6))
 
 
-def test_what_comes_between_microbatches(two: Ranks) -> None:
-    """Gradients that autograd returns end no window, and one that a user assigns counts as one that was computed."""
-    two.run(_between)
-
-
-def _hooks(rank: int) -> None:
+@on_ranks(2)
+def test_hooks(rank: int) -> None:
+    """Autograd calls hooks on parameters of a shard that has a gradient: they find one, of zeros where it is unused."""
     reference, model, _ = _models()
     called: list[list[str]] = [[], []]
     for each, names in zip((reference, model), called, strict=True):
@@ -355,12 +345,9 @@ def _hooks(rank: int) -> None:
     assert model.spare.weight.grad is None
 
 
-def test_hooks(two: Ranks) -> None:
-    """Autograd calls hooks on parameters of a shard that has a gradient: they find one, of zeros where it is unused."""
-    two.run(_hooks)
-
-
-def _for_some(rank: int) -> None:
+@on_ranks(2)
+def test_for_some_parameters(rank: int) -> None:
+    """`backward(inputs=...)` gives none to those that no rank has used; torch.autograd.grad returns zeros."""
     for uses in (NEVER, PATTERNS["one rank"]):
         reference, model, _ = _models()
         for number in range(3):
@@ -373,11 +360,6 @@ def _for_some(rank: int) -> None:
             _assert_same(model, reference, f"pass {number}")
         (grad,) = torch.autograd.grad(_loss(model, 3, rank, uses=False), [model.blocks[1].extra.weight])
         assert not grad.full_tensor().any()
-
-
-def test_for_some_parameters(two: Ranks) -> None:
-    """`backward(inputs=...)` gives none to those that no rank has used; torch.autograd.grad returns zeros."""
-    two.run(_for_some)
 
 
 class _Recomputed(nn.Module):
@@ -393,7 +375,9 @@ class _Recomputed(nn.Module):
         return x
 
 
-def _recomputed(rank: int) -> None:
+@on_ranks(2)
+def test_backward_passes_within_a_backward_pass(rank: int) -> None:
+    """A reentrant checkpoint runs one: what each of them has used adds up."""
     for pattern in ("no rank", "one rank", "at times"):
         models = []
         for _ in range(2):
@@ -413,12 +397,10 @@ def _recomputed(rank: int) -> None:
             _assert_same(model, reference, f"{pattern}, pass {number}")
 
 
-def test_backward_passes_within_a_backward_pass(two: Ranks) -> None:
-    """A reentrant checkpoint runs one: what each of them has used adds up."""
-    two.run(_recomputed)
-
-
-def _twice(rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["eager", "aot_eager", *late("block aot_eager")])
+@on_ranks(2)
+def test_two_forwards_in_a_backward(rank: int, how: str) -> None:
+    """A parameter that one of two forwards has used has a gradient."""
     reference, model, _ = _models()
     run = _run(model, how)
     for number in range(3):
@@ -430,9 +412,3 @@ def _twice(rank: int, how: str) -> None:
                 losses = _loss(reference, number, each, uses=False) + _loss(reference, number + 1, each, uses=second)
                 (losses / dist.get_world_size()).backward()
             _assert_same(model, reference, f"{number}, second {second}")
-
-
-@pytest.mark.parametrize("how", ["eager", "aot_eager", *late("block aot_eager")])
-def test_two_forwards_in_a_backward(two: Ranks, how: str) -> None:
-    """A parameter that one of two forwards has used has a gradient."""
-    two.run(_twice, how)

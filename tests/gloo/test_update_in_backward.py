@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision
 
 from fsdp_compile import compile_step
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .test_compile_step import Loop, adamw, batch, loss_of
 from .training import assert_bitwise, local, shard
 
@@ -133,7 +133,10 @@ def test_gradients_do_not_live_together(two: Ranks) -> None:
 # --- what is updated after backward -----------------------------------------------------------------------------------
 
 
-def _partly(rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=LATE)])
+@on_ranks(2)
+def test_what_others_read(how: str) -> None:
+    """Units whose gradients are added to, or read by hooks, are updated after backward; ordinary steps go between."""
     models = [shard(BLOCKS) for _ in range(2)]
     optimizers = [adamw(model) for model in models]
     step, loop = _step(models[0], optimizers[0], how), Loop(models[1], optimizers[1], None, 1, how)
@@ -169,13 +172,11 @@ def _partly(rank: int, how: str) -> None:
     assert updated == [5, 4, 4, 4, 0, after_no_sync]
 
 
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=LATE)])
-def test_what_others_read(two: Ranks, how: str) -> None:
-    """Units whose gradients are added to, or read by hooks, are updated after backward; ordinary steps go between."""
-    two.run(_partly, how)
-
-
-def _left_to_the_optimizer(rank: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["lacking", "frozen", "low precision"])
+@on_ranks(2)
+def test_units_with_other_parameters(kind: str) -> None:
+    """A unit with a parameter that the optimizer lacks, or that is frozen, is updated after backward, and so are all
+    with gradients in low precision: values and the gradient that stays are the loop's."""
     low = kind == "low precision"
     narrow = MixedPrecision(reduce_dtype=torch.bfloat16, keep_low_precision_grads=True)
     models = [shard(BLOCKS, **({"mixed_precision": narrow} if low else {})) for _ in range(2)]
@@ -197,13 +198,6 @@ def _left_to_the_optimizer(rank: int, kind: str) -> None:
         assert kind != "lacking" or torch.equal(*grads)
 
 
-@pytest.mark.parametrize("kind", ["lacking", "frozen", "low precision"])
-def test_units_with_other_parameters(two: Ranks, kind: str) -> None:
-    """A unit with a parameter that the optimizer lacks, or that is frozen, is updated after backward, and so are all
-    with gradients in low precision: values and the gradient that stays are the loop's."""
-    two.run(_left_to_the_optimizer, kind)
-
-
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +205,14 @@ def _raise(_: Tensor) -> None:
     raise ValueError("backward fails")
 
 
-def _fail(rank: int) -> None:
+def _raise_loss() -> Tensor:
+    raise ValueError("the loss fails")
+
+
+@on_ranks(2)
+def test_failures() -> None:
+    """After a failure in the middle of backward the error, and each further step, says so until a checkpoint is
+    loaded; steps go on from there as if nothing had been."""
     models = [shard(BLOCKS) for _ in range(2)]
     optimizers = [adamw(model) for model in models]
     step, loop = _step(models[0], optimizers[0], "eager"), Loop(models[1], optimizers[1], None, 1, "eager")
@@ -240,13 +241,3 @@ def _fail(rank: int) -> None:
         step(inputs, target=target)
     step._options = replace(step._options, loss_fn=loss_of)
     assert torch.equal(step(inputs, target=target), loop(inputs, target))
-
-
-def _raise_loss() -> Tensor:
-    raise ValueError("the loss fails")
-
-
-def test_failures(two: Ranks) -> None:
-    """After a failure in the middle of backward the error, and each further step, says so until a checkpoint is
-    loaded; steps go on from there as if nothing had been."""
-    two.run(_fail)

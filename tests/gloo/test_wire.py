@@ -20,7 +20,7 @@ from fsdp_compile import FSDPModule, Wire, checkpoint, compile_step, fully_shard
 from fsdp_compile.comm import collectives, direct
 from fsdp_compile.comm.formats import add_up, decode, encode
 
-from .ranks import Ranks, RanksFailed
+from .ranks import Ranks, RanksFailed, on_ranks
 from .training import PER_RANK, backward, build, executor, local, mine, units, whole
 
 SMALL = Case(lambda: mlp(2), vectors, squared_error)
@@ -213,7 +213,11 @@ def _wide() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256)) for _ in range(2)))
 
 
-def _count(rank: int, how: str, dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("how", ["eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@on_ranks(2)
+def test_bytes(how: str, dtype: torch.dtype | None) -> None:
+    """Gathers and reduces send 0.5 and at most 0.27 times the bytes of float32, 1 and at most 0.53 of bfloat16."""
     x = torch.randn(PER_RANK, 256)
     policy = {} if dtype is None else {"mp_policy": MixedPrecisionPolicy(dtype, dtype)}
     counted = {}
@@ -229,13 +233,6 @@ def _count(rank: int, how: str, dtype: torch.dtype | None) -> None:
     for wire, bound in bounds.items():
         for kind, full in counted[None].items():
             assert 0 < counted[wire][kind] <= bound * full, (wire, kind, counted)
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("how", ["eager", pytest.param("inductor", marks=pytest.mark.nightly)])
-def test_bytes(two: Ranks, how: str, dtype: torch.dtype | None) -> None:
-    """Gathers and reduces send 0.5 and at most 0.27 times the bytes of float32, 1 and at most 0.53 of bfloat16."""
-    two.run(_count, how, dtype)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -299,7 +296,13 @@ def test_error_feedback(two: Ranks, how: str) -> None:
     two.run(_add_up, how, False)
 
 
-def _interrupt(rank: int) -> None:
+def _raise(*args: Any) -> Tensor:
+    raise ConnectionError
+
+
+@on_ranks(2)
+def test_residuals_are_finite_and_outlive_failures(rank: int) -> None:
+    """Elements that are not finite arrive at their places and leave no residual; a reduce that raises changes none."""
     model = fully_shard(_Scaled(), wire=Wire(reduce="fp8", error_feedback=True))
     assert isinstance(model, FSDPModule)
     grads = torch.randn(300, generator=torch.Generator().manual_seed(rank))
@@ -312,15 +315,6 @@ def _interrupt(rank: int) -> None:
         patch.setattr(collectives, "start_exchange", _raise)
         model(torch.ones(300)).backward()
     assert torch.equal(model.error_feedback()["weight"], lost)
-
-
-def _raise(*args: Any) -> Tensor:
-    raise ConnectionError
-
-
-def test_residuals_are_finite_and_outlive_failures(two: Ranks) -> None:
-    """Elements that are not finite arrive at their places and leave no residual; a reduce that raises changes none."""
-    two.run(_interrupt)
 
 
 def _save(rank: int, folder: str, steps: int) -> list[Tensor]:
@@ -383,7 +377,9 @@ def test_saved_feedback(request: pytest.FixtureRequest, two: Ranks, world: str, 
             torch.testing.assert_close(one.view(-1), other.view(-1), rtol=0.2, atol=0.05)
 
 
-def _add_once(rank: int) -> None:
+@on_ranks(1)
+def test_feedback_on_one_rank() -> None:
+    """One rank rounds nothing, and adds the mean of what ranks had lost to its first gradient, once."""
     model = fully_shard(_Scaled(), wire=Wire(reduce="fp8", error_feedback=True))
     lost, x = torch.randn(2, 300, generator=torch.Generator().manual_seed(1)), torch.ones(300)
     assert isinstance(model, FSDPModule)
@@ -395,12 +391,9 @@ def _add_once(rank: int) -> None:
     assert not model.error_feedback()
 
 
-def test_feedback_on_one_rank(one: Ranks) -> None:
-    """One rank rounds nothing, and adds the mean of what ranks had lost to its first gradient, once."""
-    one.run(_add_once)
-
-
-def _copy(rank: int) -> None:
+@on_ranks(2)
+def test_copies_have_feedback() -> None:
+    """A copy of a model goes on with its residuals: both train with the same bits, each with its own."""
     model, optimizer = _model_with_feedback()
     _learn(model, optimizer, range(3))
     copied: Any = copy.deepcopy(model)
@@ -412,15 +405,13 @@ def _copy(rank: int) -> None:
         assert torch.equal(local(one), local(two))
 
 
-def test_copies_have_feedback(two: Ranks) -> None:
-    """A copy of a model goes on with its residuals: both train with the same bits, each with its own."""
-    two.run(_copy)
-
-
 # --- whole steps ------------------------------------------------------------------------------------------------------
 
 
-def _step(rank: int) -> None:
+@on_ranks(2)
+def test_whole_steps() -> None:
+    """A compiled whole step, which starts the next step's gathers, has the bits of an eager loop."""
+
     def prepared() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = fully_shard(build(SMALL), wire=BOTH)
         return model, torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -436,8 +427,3 @@ def _step(rank: int) -> None:
         stepped.zero_grad()
         for one, two in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(local(one), local(two))
-
-
-def test_whole_steps(two: Ranks) -> None:
-    """A compiled whole step, which starts the next step's gathers, has the bits of an eager loop."""
-    two.run(_step)

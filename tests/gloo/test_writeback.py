@@ -15,7 +15,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fully_shard, summon_full_params
 
-from .ranks import Ranks
+from .ranks import on_ranks
 from .training import (
     OPTIMIZERS,
     assert_same_parameters,
@@ -48,7 +48,22 @@ def _halve(model: nn.Module, change: str) -> None:
                 setattr(module, name, halves[param])
 
 
-def _replace(rank: int, name: str, strategy: str, change: str, how: str) -> None:
+REPEATED = (("mlp", "SHARD_GRAD_OP", "eager"), ("tied", "FULL_SHARD", "eager"), ("mlp", "NO_SHARD", "aot_eager"))
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "how", "change"),
+    [("mlp", strategy, "eager", change) for strategy in ("FULL_SHARD", "NO_SHARD") for change in ("data", "objects")]
+    + [("tied", "FULL_SHARD", "aot_eager", "data")]
+    + [pytest.param("tied", "FULL_SHARD", "aot_eager", "objects", marks=pytest.mark.nightly)]
+    + [pytest.param(*each, change, marks=pytest.mark.nightly) for each in REPEATED for change in ("data", "objects")],
+)
+@on_ranks(2)
+def test_replaced_parameters(name: str, strategy: str, how: str, change: str) -> None:
+    """New data and new parameters of the right size are taken over by the next forward and train on.
+
+    E-WB-1, E-WB-2, E-WB-3, E-WB-4; a shared one that is replaced in all its places stays shared (E-WB-7).
+    """
     case = MODELS[name]
     reference, model = reference_and_model(case, strategy)
     run = executor(model, how)
@@ -67,25 +82,10 @@ def _replace(rank: int, name: str, strategy: str, change: str, how: str) -> None
     follow(executor(model, "aot_eager"), reference, case)
 
 
-REPEATED = (("mlp", "SHARD_GRAD_OP", "eager"), ("tied", "FULL_SHARD", "eager"), ("mlp", "NO_SHARD", "aot_eager"))
-
-
-@pytest.mark.parametrize(
-    ("name", "strategy", "how", "change"),
-    [("mlp", strategy, "eager", change) for strategy in ("FULL_SHARD", "NO_SHARD") for change in ("data", "objects")]
-    + [("tied", "FULL_SHARD", "aot_eager", "data")]
-    + [pytest.param("tied", "FULL_SHARD", "aot_eager", "objects", marks=pytest.mark.nightly)]
-    + [pytest.param(*each, change, marks=pytest.mark.nightly) for each in REPEATED for change in ("data", "objects")],
-)
-def test_replaced_parameters(two: Ranks, name: str, strategy: str, how: str, change: str) -> None:
-    """New data and new parameters of the right size are taken over by the next forward and train on.
-
-    E-WB-1, E-WB-2, E-WB-3, E-WB-4; a shared one that is replaced in all its places stays shared (E-WB-7).
-    """
-    two.run(_replace, name, strategy, change, how)
-
-
-def _replace_wrongly(rank: int, change: str) -> None:
+@pytest.mark.parametrize("change", ["dtype", "object", "local part", "sharded already"])
+@on_ranks(2)
+def test_what_does_not_fit_is_refused(change: str) -> None:
+    """A replacement of another shape or dtype raises and names both; the next right one is taken (E-WB-4, E-ERR-32)."""
     reference, model = reference_and_model(MLP)
     old = model.head.weight
     if change == "dtype":
@@ -104,13 +104,9 @@ def _replace_wrongly(rank: int, change: str) -> None:
     follow(model, reference, MLP)
 
 
-@pytest.mark.parametrize("change", ["dtype", "object", "local part", "sharded already"])
-def test_what_does_not_fit_is_refused(two: Ranks, change: str) -> None:
-    """A replacement of another shape or dtype raises and names both; the next right one is taken (E-WB-4, E-ERR-32)."""
-    two.run(_replace_wrongly, change)
-
-
-def _data_of_another_shape(rank: int) -> None:
+@on_ranks(2)
+def test_data_of_another_shape_is_refused() -> None:
+    """Data of another shape, such as this rank's part, is refused at once and changes nothing (E-WB-4, E-ERR-32)."""
     reference, model = reference_and_model(MLP)
     weight = model.head.weight
     for data in (torch.zeros(11, 5), torch.zeros(55), weight.to_local().detach().clone(), model.stem.weight.data):
@@ -124,12 +120,11 @@ def _data_of_another_shape(rank: int) -> None:
     follow(model, reference, MLP)
 
 
-def test_data_of_another_shape_is_refused(two: Ranks) -> None:
-    """Data of another shape, such as this rank's part, is refused at once and changes nothing (E-WB-4, E-ERR-32)."""
-    two.run(_data_of_another_shape)
-
-
-def _swap_averages(rank: int, strategy: str, how: str) -> None:
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+@all_strategies
+@on_ranks(2)
+def test_averages_swapped_in_by_data(strategy: str, how: str) -> None:
+    """Averages assigned to `param.data` for an evaluation leave the data that was saved before as it was (E-WB-3)."""
     reference, model = reference_and_model(MLP, strategy)
     run = executor(model, how)
     follow(run, reference, MLP)
@@ -150,14 +145,9 @@ def _swap_averages(rank: int, strategy: str, how: str) -> None:
     follow(run, reference, MLP)
 
 
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
-@all_strategies
-def test_averages_swapped_in_by_data(two: Ranks, strategy: str, how: str) -> None:
-    """Averages assigned to `param.data` for an evaluation leave the data that was saved before as it was (E-WB-3)."""
-    two.run(_swap_averages, strategy, how)
-
-
-def _any_shape(rank: int) -> None:
+@on_ranks(2)
+def test_any_shape_without_sharding() -> None:
+    """Under NO_SHARD data of any shape with as many elements is taken over (E-WB-4)."""
     reference, model = reference_and_model(MLP, "NO_SHARD")
     for each in (reference, model):
         each.head.weight.data = each.head.weight.data * 0.5
@@ -166,12 +156,9 @@ def _any_shape(rank: int) -> None:
     assert model.head.weight.shape == (5, 11)
 
 
-def test_any_shape_without_sharding(two: Ranks) -> None:
-    """Under NO_SHARD data of any shape with as many elements is taken over (E-WB-4)."""
-    two.run(_any_shape)
-
-
-def _untie(rank: int) -> None:
+@on_ranks(2)
+def test_a_shared_parameter_replaced_in_one_place() -> None:
+    """Sharing must not change: replacing in one of several places is refused (E-WB-7, E-ERR-33, E-LIM-5)."""
     case = MODELS["tied"]
     reference, model = reference_and_model(case)
     shared = model.tokens.weight
@@ -180,11 +167,6 @@ def _untie(rank: int) -> None:
         backward(model, case, mine(case, 1))
     model.head.weight = shared
     follow(model, reference, case)
-
-
-def test_a_shared_parameter_replaced_in_one_place(two: Ranks) -> None:
-    """Sharing must not change: replacing in one of several places is refused (E-WB-7, E-ERR-33, E-LIM-5)."""
-    two.run(_untie)
 
 
 # --- removed parameters -----------------------------------------------------------------------------------------------
@@ -270,7 +252,17 @@ REMOVALS = (_to_none, _to_none_in_one_place, _delete, _pop, _to_buffer, _to_modu
 REMOVALS = (*REMOVALS, _put_a_new_one, _to_none_in_forward, _pop_in_forward)
 
 
-def _remove(rank: int, strategy: str, how: str, every: int) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "how", "every"),
+    [("FULL_SHARD", "eager", 1), ("NO_SHARD", "eager", 3), ("FULL_SHARD", "aot_eager", 8)]
+    + [pytest.param(strategy, "aot_eager", 1, marks=pytest.mark.nightly) for strategy in STRATEGIES],
+)
+@on_ranks(2)
+def test_removed_parameters(strategy: str, how: str, every: int) -> None:
+    """Forward finds what a model without sharding would find where a parameter was removed, until one is back (E-WB-2).
+
+    Removed between steps or within forward, in all places of a tied parameter or in one.
+    """
     x = torch.randn(4, 5, generator=seeded(1))
     for remove in REMOVALS[::every]:
         torch._dynamo.reset()
@@ -288,20 +280,10 @@ def _remove(rank: int, strategy: str, how: str, every: int) -> None:
         assert list(dict(model.named_parameters())) == list(dict(reference.named_parameters()))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "how", "every"),
-    [("FULL_SHARD", "eager", 1), ("NO_SHARD", "eager", 3), ("FULL_SHARD", "aot_eager", 8)]
-    + [pytest.param(strategy, "aot_eager", 1, marks=pytest.mark.nightly) for strategy in STRATEGIES],
-)
-def test_removed_parameters(two: Ranks, strategy: str, how: str, every: int) -> None:
-    """Forward finds what a model without sharding would find where a parameter was removed, until one is back (E-WB-2).
-
-    Removed between steps or within forward, in all places of a tied parameter or in one.
-    """
-    two.run(_remove, strategy, how, every)
-
-
-def _replace_in_between(rank: int, strategy: str) -> None:
+@all_strategies
+@on_ranks(2)
+def test_data_replaced_between_forward_and_backward(strategy: str) -> None:
+    """That is an error under every strategy, on every rank, that names the parameter (E-WB-5, E-LIM-6, E-ERR-31)."""
     model = shard(MLP, strategy)
     loss = MLP.loss(model, mine(MLP, 1))
     for param in model.parameters():
@@ -310,13 +292,9 @@ def _replace_in_between(rank: int, strategy: str) -> None:
         loss.backward()
 
 
-@all_strategies
-def test_data_replaced_between_forward_and_backward(two: Ranks, strategy: str) -> None:
-    """That is an error under every strategy, on every rank, that names the parameter (E-WB-5, E-LIM-6, E-ERR-31)."""
-    two.run(_replace_in_between, strategy)
-
-
-def _replace_gradient(rank: int) -> None:
+@on_ranks(2)
+def test_replaced_gradients() -> None:
+    """Gradients that the user assigns are what the optimizer sees and what the next backward adds to (E-WB-6)."""
     reference, model = reference_and_model(MLP)
     both = [(m, OPTIMIZERS["adamw"](m.parameters())) for m in (reference, model)]
     backward(reference, MLP, whole(MLP, 1))
@@ -333,11 +311,6 @@ def _replace_gradient(rank: int) -> None:
     assert_same_parameters(model, reference)
 
 
-def test_replaced_gradients(two: Ranks) -> None:
-    """Gradients that the user assigns are what the optimizer sees and what the next backward adds to (E-WB-6)."""
-    two.run(_replace_gradient)
-
-
 @contextmanager
 def _debugging() -> Iterator[None]:
     level = dist.get_debug_level()
@@ -348,7 +321,9 @@ def _debugging() -> Iterator[None]:
         dist.set_debug_level(level)
 
 
-def _warn(rank: int) -> None:
+@on_ranks(2)
+def test_writeback_warns_at_debug_level(rank: int) -> None:
+    """At debug level INFO each writeback warns with rank, name, shapes and devices (E-WB-8, E-ERR-35)."""
     model = fully_shard(nn.Linear(16, 4, bias=False))
     for level in ("off", "info"):
         model.weight.data = model.weight.data * 0.5
@@ -363,8 +338,3 @@ def _warn(rank: int) -> None:
         assert len(said) == (level == "info")
     assert f"rank {rank}: parameter weight of shape (4, 16)" in said[0] and said[0].count(" on cpu") == 2
     assert "this rank's 32 elements" in said[0]
-
-
-def test_writeback_warns_at_debug_level(two: Ranks) -> None:
-    """At debug level INFO each writeback warns with rank, name, shapes and devices (E-WB-8, E-ERR-35)."""
-    two.run(_warn)
