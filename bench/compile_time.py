@@ -8,7 +8,7 @@ rounds in which the variants alternate.
     sharded                 the same, of a sharded model
     by block                `block.compile()` on the blocks of a sharded model
     fsdp2 by block          the same, with torch's `fully_shard` on each block and on the model
-    compile_step by block   `compile_step(..., regional=True)` with AdamW: also compiles the update, in its second step
+    compile_step by block   `compile_step(..., regional=True)` with AdamW
 
 `--passes` measures instead what each of our passes takes on a whole graph: CPU seconds by number of blocks, the
 exponent of a power law through them, and the sum beside what the unsharded model takes to compile. No code is

@@ -4,7 +4,7 @@ fully_shard                  shard a model's parameters in place
 FSDPModule                   what `fully_shard` returns: the model, with methods such as `no_sync` and `clip_grad_norm_`
 FullyShardedDataParallel     the same as a wrapper, for scripts written for torch.distributed.fsdp
 summon_full_params           a context in which parameters have all elements on this rank
-compile_step                 a whole training step as one call: forward, backward, clipping, a compiled update
+compile_step                 a whole training step as one call: forward, backward, clipping, update
 state_dict_type              a context in which `state_dict()` gives full, sharded or local values
 optim_state_dict             an optimizer's state by original names and shapes; and back: optim_state_dict_to_load
 explain                      what a step takes on any cluster: seconds, tokens/s, memory; needs no GPU, no other rank

@@ -6,14 +6,14 @@
         schedule.step()
 
 It runs forward, loss and backward as `torch.compile(model)` in a loop, clips by one all-reduce for each process group,
-updates each flat shard by a compiled function (optim/flat.py), and frees the gradients. Between two calls, parameters
-and the optimizer are what the same loop, written out, would have left.
+lets the optimizer update each flat shard as one parameter (optim/flat.py), and frees the gradients. Between two calls,
+parameters and the optimizer are what the same loop, written out, would have left.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -24,13 +24,12 @@ from torch.optim import Optimizer
 from fsdp_compile.config import CompileConfig, StepUpdate, check_type, update_moves
 from fsdp_compile.construct.blocks import repeated_blocks
 from fsdp_compile.core._torch import tree_map
-from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit, VersionCounters, check_idle
 from fsdp_compile.eager.accumulate import drop_cleared
 from fsdp_compile.eager.next_forward import NextForward
 from fsdp_compile.fsdp_module import FSDPModule, check_options
-from fsdp_compile.optim.flat import FlatUpdate, gradient_norm
+from fsdp_compile.optim.flat import gradient_norm
 from fsdp_compile.optim.in_backward import UpdateInBackward
 from fsdp_compile.optim.joint import JointStep
 from fsdp_compile.wrapper import FullyShardedDataParallel
@@ -68,10 +67,11 @@ def compile_step(
 ) -> "CompiledStep":
     """Return a callable that trains `model` by one step: forward, backward, clipping, update, zero_grad.
 
-    Runs the update as compiled kernels if the optimizer is elementwise, one of those that
-    `fsdp_compile.optim.flat_step` takes; otherwise calls `optimizer.step()`. With Inductor, results differ from those
-    of `optimizer.step()` by rounding; with any other backend they are the same bits. Matrices of `torch.optim.Muon` go
-    to the ranks that compute with complete ones while other parameters are updated (docs/optimizers.md).
+    Updates each flat shard as one tensor if the optimizer is elementwise, one of those that
+    `fsdp_compile.optim.flat_step` takes; otherwise calls `optimizer.step()`. With Inductor, torch's fused kernels run
+    where they can and the optimizer leaves it open; with any other backend results are those of `optimizer.step()`, bit
+    for bit. Matrices of `torch.optim.Muon` go to the ranks that compute with complete ones while other parameters are
+    updated (docs/optimizers.md).
 
     Args:
         model: a model sharded by `fully_shard` or `FullyShardedDataParallel`, which is compiled here unless
@@ -95,7 +95,7 @@ def compile_step(
         regional: compiles the sharded blocks of the model one by one, and runs what is around them eagerly: compile
             time does not grow with the number of equal blocks. Communication then follows the eager runtime's rule.
         backend: of `torch.compile`, for a model that is not compiled yet. With "fsdp_compile" the plan knows of the
-            update. Updates are fused with "fsdp_compile" and "inductor"; others run the optimizer's own kernels.
+            update. With "fsdp_compile" and "inductor" torch's fused kernels run, with others the optimizer's choice.
         options: of `torch.compile`, likewise; for "fsdp_compile" fields of `CompileConfig`, which override the
             environment.
 
@@ -284,7 +284,7 @@ class CompiledStep:
 
     @contextmanager
     def _keeping_flat(self) -> Iterator[None]:
-        """Keep gradients in flat tensors, instead of `.grad`, if only the norm and fused updates read them."""
+        """Keep gradients in flat tensors, instead of `.grad`, if only the norm and updates of segments read them."""
         reads_flat = self._options.scaler is None and self._update.fuses and self._update.can_update()
         for flat in self._flats:
             flat.reduction.keeps_flat = reads_flat
@@ -333,50 +333,35 @@ class CompiledStep:
             nn.utils.clip_grad_norm_(self._clipped_params(), limit)
             limit = None
         self._updates = True
-        updates = self._update.begin()
-        coefficient = None if limit is None else self._clip_others(updates, limit)
-        self._update.step_others(updates)
-        self._run_updates(updates, coefficient)
+        self._update.begin(self._flats)
+        factor = None if limit is None else self._clip_others(limit)
+        self._update.step_others()
+        self._run_updates(factor)
 
-    def _clip_others(self, updates: Sequence[FlatUpdate], limit: float) -> Tensor:
-        """Clip the gradients that `updates` do not read; return the factor for those that they read, shape `()`."""
-        covered = Counter[FlatParam]()
-        for update in updates:
-            covered[update.flat] += len(update.params)
-        for flat in self._flats:
-            if covered[flat] < len(flat.params):
-                flat.binding.show_gradient()
+    def _clip_others(self, limit: float) -> Tensor:
+        """Clip the gradients that are not of segments; return the factor for those that are, shape `()`."""
+        ready = list(chain.from_iterable(self._update.ready.values()))
         params = self._clipped_params()
-        norm = gradient_norm(params, updates)
-        updated = {id(param) for update in updates for param in update.params}
+        norm = gradient_norm(params, ready)
+        updated = {id(param) for segment, _ in ready for param in segment.params}
         nn.utils.clip_grads_with_norm_([param for param in params if id(param) not in updated], limit, norm)
         return torch.clamp(limit / (norm + 1e-6), max=1.0)  # as `clip_grads_with_norm_` computes it
 
     @torch.no_grad()
-    def _run_updates(self, updates: Sequence[FlatUpdate], coefficient: Tensor | None = None) -> None:
-        """Update units in the order of the forward; start to gather the first ones for the next forward."""
-        pending: dict[FlatParam, list[FlatUpdate]] = {}
-        for update in updates:
-            pending.setdefault(update.flat, []).append(update)
-        for unit in self._next_forward.units:
-            for flat in unit.flats:
-                if flat not in pending and not self._update.has_pending(flat):
-                    flat.binding.show_gradient()  # no parameter of it is the optimizer's
-                for flat_update in pending.pop(flat, ()):
-                    flat_update.run(coefficient)
-            self._start_next(unit)
-        for update in (update for some in pending.values() for update in some):  # of another model
-            update.run(coefficient)
+    def _run_updates(self, factor: Tensor | None) -> None:
+        """Update the first units in the order of the forward, and start to gather each for the next one; then all
+        others at once, since a call of an optimizer costs the host as much for one unit as for all.
+        """
+        for unit in filter(self._next_forward.expects, self._next_forward.units):
+            if not any(map(self._update.has_pending, unit.flats)):
+                self._update.run(unit.flats, factor)
+                self._next_forward.start(unit)
+        self._update.run(None, factor)
         units = {flat: unit for unit in self._next_forward.units for flat in unit.flats}
         for flat in self._update.finish():
-            if flat in units:
-                self._start_next(units[flat])
+            if flat in units and not any(map(self._update.has_pending, units[flat].flats)):
+                self._next_forward.start(units[flat])
         self._next_forward.start_next_stages()
-
-    def _start_next(self, unit: Unit) -> None:
-        """Begin to gather `unit` for the next forward if all of it has been updated."""
-        if not any(map(self._update.has_pending, unit.flats)):
-            self._next_forward.start(unit)
 
     def _clipped_params(self) -> list[nn.Parameter]:
         """The parameters whose gradients count: first those of the model in its order, which decides rounding."""

@@ -80,6 +80,10 @@ class NextForward:
         self._gathered: dict[FlatParam, torch.dtype] = {}  # by the last forward, in which dtype
         self._started: list[_Started] = []
 
+    def expects(self, unit: Unit) -> bool:
+        """Whether the last forward gathered some of `unit` that `start` begins to gather."""
+        return any(flat in self._gathered for flat in unit.flats)
+
     def start(self, unit: Unit) -> None:
         """Begin to gather `unit`, whose parameters have the values of the next forward, if the last one gathered it."""
         for flat in unit.flats:

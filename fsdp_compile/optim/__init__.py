@@ -1,9 +1,7 @@
 """Optimizers over sharded parameters.
 
 segments.py      runs of parameters that an optimizer updates as one tensor
-flat.py          elementwise optimizers, such as AdamW, update these: all in `step`, or one by one for compile_step
-program.py       what an optimizer does to each element, recorded from the optimizer itself, for Inductor
-recorded_steps.py   steps that follow from two recorded ones, as under a schedule
+flat.py          elementwise optimizers, such as AdamW, update these: all in `step`, or chosen ones for compile_step
 in_backward.py   each flat shard's update in backward, so that its gradient is freed
 joint.py         one or several optimizers as one step of compile_step
 matrix_step.py   Muon, and others that need complete matrices: one rank computes each, while others are on the way

@@ -8,14 +8,13 @@ When torch moves:
 - `TorchDispatchMode` sees each operator, with Python numbers where the caller passed some;
 - `torch._foreach_*` call an operator for each tensor of lists; on the CPU by its own kernel;
 - `_cdata` of a storage tells storages apart, also those without memory;
-- `torch._inductor.compile` takes a graph and example inputs, and returns a function of as many tensors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.optim import Optimizer, optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -56,13 +55,3 @@ def note_step(of: Optimizer) -> None:
     of._opt_called = True  # type: ignore[attr-defined]  # which schedulers set
     for hook in optimizer._global_optimizer_post_hooks.values():
         hook(of, (), {})
-
-
-def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    """`graph` compiled by Inductor for tensors like `inputs`: no guards are checked when it is called."""
-    from torch._inductor import compile as compile_by_inductor  # seconds that only those wait for who compile
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    fake = FakeTensorMode(shape_env=ShapeEnv())  # without these, nothing comes from caches or goes there
-    return compile_by_inductor(graph, [fake.from_tensor(each, static_shapes=True) for each in inputs])

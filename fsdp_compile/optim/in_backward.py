@@ -29,7 +29,7 @@ from torch import Tensor
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.optim._torch import has_step_hooks
 from fsdp_compile.optim.flat import ELEMENTWISE, ELEMENTWISE_NAMES
-from fsdp_compile.optim.joint import JointStep, JointUpdate
+from fsdp_compile.optim.joint import FlatUpdate, JointStep
 from fsdp_compile.optim.matrix_step import takes_matrices
 
 
@@ -84,7 +84,7 @@ class UpdateInBackward:
             for flat in self._flats:
                 flat.reduction.update = None
 
-    def _run(self, update: JointUpdate, grad: Tensor) -> None:
+    def _run(self, update: FlatUpdate, grad: Tensor) -> None:
         """Update a flat parameter by `grad`, 1-D `[shard_numel]`."""
         if update.flat in self.updated:
             raise RuntimeError(

@@ -1,27 +1,29 @@
 """The optimizers of `compile_step` as one step.
 
-updates = step.begin()          elementwise updates of single flat parameters, as of `FlatStep`
-step.step_others(updates)       matrices go to their owners; all other parameters are updated
-updates[0].run()                runs while matrices are on the way
+step.begin(flats)               finds the segments that are updated as one parameter, `step.ready`
+step.step_others()              matrices go to their owners; all other parameters are updated
+step.run(flats)                 updates the segments of some flat parameters, while matrices are on the way
 for flat in step.finish(): ...  matrices are updated; flat parameters that are complete now
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain, compress
+from operator import not_
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsdp_compile.core._torch import without_torch_function
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.optim._torch import announce_step, has_step_hooks, note_step, step_without_hooks
-from fsdp_compile.optim.flat import FlatStep, FlatUpdate
+from fsdp_compile.optim.flat import step_segments, steps_segments
 from fsdp_compile.optim.matrix_step import MatrixUpdates, takes_matrices
-from fsdp_compile.optim.segments import show_segments
+from fsdp_compile.optim.segments import Ready, Segment, Segments, show_segments
 
 
-class JointUpdate:
+class FlatUpdate:
     """The update of one flat parameter in backward, by one or several optimizers.
 
     Attributes:
@@ -29,16 +31,17 @@ class JointUpdate:
         matrices: those among them that are computed from complete ones, by optimizer.
     """
 
-    def __init__(self, flat: FlatParam) -> None:
+    def __init__(self, flat: FlatParam, fuses: bool) -> None:
         self.flat = flat
         self.params: list[nn.Parameter] = []
-        self._elementwise: list[FlatUpdate] = []
         self.matrices: list[tuple[Optimizer, list[nn.Parameter]]] = []
+        self._segments: list[tuple[Optimizer, list[Segment]]] = []
+        self._fuses = fuses
 
-    def add(self, update: FlatUpdate) -> None:
-        """Also run `update`."""
-        self._elementwise.append(update)
-        self.params += update.params
+    def add(self, optimizer: Optimizer, segments: list[Segment]) -> None:
+        """Also update `segments` of `optimizer`."""
+        self._segments.append((optimizer, segments))
+        self.params += [param for segment in segments for param in segment.params]
 
     def add_matrices(self, optimizer: Optimizer, params: list[nn.Parameter]) -> None:
         """Also take the gradients of the matrices `params` of `optimizer`."""
@@ -51,14 +54,17 @@ class JointUpdate:
         self.flat.reduction.flat_gradient = gradient
         for optimizer, params in self.matrices:
             MatrixUpdates.of(optimizer).arrive(params)
-        for update in self._elementwise:
-            if update.recorded:
-                update.run_with(gradient)
-            else:
-                update.run()
-        self.flat.reduction.flat_gradient = None
-        for param in self.params:
-            param.grad = None
+        for optimizer, segments in self._segments:
+            ready = Segments.of(optimizer).ready(optimizer, segments)
+            others: list[list[nn.Parameter]] = []
+            if len(ready) < len(segments):
+                self.flat.binding.show_gradient()
+                others = [[] for _ in optimizer.param_groups]
+                found = {id(segment) for segment, _ in ready}
+                for segment in segments:
+                    others[segment.group] += segment.params if id(segment) not in found else []
+            step_segments(optimizer, ready, others, fuses=self._fuses)
+        _free(self.flat, self.params)
 
 
 class JointStep:
@@ -66,7 +72,10 @@ class JointStep:
 
     Args:
         optimizers: which have no parameter in common.
-        fuses: whether Inductor compiles elementwise updates.
+        fuses: whether torch's fused kernels run where a group of an optimizer leaves it open.
+
+    Attributes:
+        ready: for each elementwise optimizer the segments that `run` updates in this step.
 
     Raises:
         ValueError: two optimizers have the same parameter.
@@ -74,9 +83,11 @@ class JointStep:
 
     def __init__(self, optimizers: Sequence[Optimizer], fuses: bool) -> None:
         self.optimizers, self.fuses = tuple(optimizers), fuses
-        self._flat = [FlatStep(each, fuses) for each in optimizers if not takes_matrices(each)]
+        self.ready: dict[Optimizer, Ready] = {}
+        self._elementwise = [each for each in optimizers if not takes_matrices(each)]
         self._matrix = [each for each in optimizers if takes_matrices(each)]
         self._pending: dict[FlatParam, int] = {}  # how many of its matrices are under way
+        self._has_state = False  # whether a step has made it
         owners: dict[int, Optimizer] = {}
         pairs = ((each, param) for each in optimizers for group in each.param_groups for param in group["params"])
         for optimizer, param in pairs:
@@ -87,26 +98,35 @@ class JointStep:
 
     def can_update(self) -> bool:
         """Whether flat parameters can be updated one by one."""
-        return all(step.can_update() for step in self._flat) and not any(map(has_step_hooks, self._matrix))
+        return all(map(steps_segments, self._elementwise)) and not any(map(has_step_hooks, self._matrix))
 
-    def begin(self) -> list[FlatUpdate]:
-        """The elementwise updates of this step; call `step_others` for the rest, then `finish`."""
-        updates = [update for step in self._flat for update in step.begin()]
+    @torch.no_grad()
+    def begin(self, flats: Iterable[FlatParam]) -> None:
+        """Find what is updated from the gradients of flat parameters; others, also of `flats`, show theirs as `.grad`.
+
+        Call `step_others` next, then `run`, then `finish`.
+        """
         covered = Counter[FlatParam]()  # how many parameters of each are updated from its gradient as one tensor
-        for update in updates:
-            covered[update.flat] += len(update.params)
+        managed = dict.fromkeys(flats)
+        for optimizer in filter(steps_segments, self._elementwise):
+            announce_step(optimizer)
+            segments = Segments.of(optimizer)
+            self.ready[optimizer] = segments.ready(optimizer)
+            for segment, _ in self.ready[optimizer]:
+                covered[segment.flat] += len(segment.params)
+            managed.update(dict.fromkeys(segment.flat for segment in segments.all))
         for optimizer in self._matrix:
             matrices = MatrixUpdates.of(optimizer)
             matrices.prepare(optimizer)
             covered.update(matrices.covers)
-        for flat in {*covered, *(segment.flat for step in self._flat for segment in step.segments)}:
+            managed.update(dict.fromkeys(matrices.covers))
+        for flat in managed:
             if covered[flat] < len(flat.params):
                 flat.binding.show_gradient()
-        return updates
 
     @torch.no_grad()
-    def step_others(self, updates: Sequence[FlatUpdate]) -> None:
-        """Send matrices to their owners, and step on the other parameters that none of `updates` changes."""
+    def step_others(self) -> None:
+        """Send matrices to their owners, and step on the other parameters that `run` does not update."""
         for optimizer in self._matrix:
             if has_step_hooks(optimizer):
                 optimizer.step()
@@ -120,14 +140,37 @@ class JointStep:
                 show_segments(optimizer, (), rest)
                 step_without_hooks(optimizer)
             note_step(optimizer)
-        for step in self._flat:
-            step.step_others([update for update in updates if update.step is step])
+        for optimizer in self._elementwise:
+            if optimizer not in self.ready:
+                optimizer.step()
+                continue
+            others = Segments.of(optimizer).others(self.ready[optimizer])
+            with without_torch_function():
+                others = [[param for param in some if param.grad is not None] for some in others]
+            if any(others):
+                step_segments(optimizer, (), others, fuses=self.fuses)
+            note_step(optimizer)
         self._pending = {}
         for stage in chain.from_iterable(MatrixUpdates.of(each).stages for each in self._matrix):
             for flat, number in stage.flats.items():
                 self._pending[flat] = self._pending.get(flat, 0) + number
-        for flat in self._pending.keys() - {update.flat for update in updates}:
+        elementwise = {segment.flat for segment, _ in chain.from_iterable(self.ready.values())}
+        for flat in self._pending.keys() - elementwise:
             flat.reduction.flat_gradient = None
+
+    def run(self, flats: Collection[FlatParam] | None = None, factor: Tensor | None = None) -> None:
+        """Update the segments of `flats`; None: all that are left. Gradients, which are freed, count times `factor`.
+
+        The first step updates all at once: it makes the state, in the order of the optimizer's parameters.
+        """
+        for optimizer, left in self.ready.items():
+            is_chosen = [flats is None or not self._has_state or segment.flat in flats for segment, _ in left]
+            chosen = list(compress(left, is_chosen))
+            self.ready[optimizer] = list(compress(left, map(not_, is_chosen)))
+            if chosen:
+                step_segments(optimizer, chosen, factor=factor, fuses=self.fuses)
+            for segment, _ in chosen:
+                _free(segment.flat, segment.params)
 
     def has_pending(self, flat: FlatParam) -> bool:
         """Whether matrices of a flat parameter are under way."""
@@ -135,8 +178,7 @@ class JointStep:
 
     def finish(self) -> Iterator[FlatParam]:
         """Update all matrices, under `no_grad`; yields flat parameters, each when none of its matrices is under way."""
-        for step in self._flat:
-            step.finish()
+        self._has_state = True
         for stage in chain.from_iterable(MatrixUpdates.of(each).finish() for each in self._matrix):
             for flat, number in stage.flats.items():
                 left = self._pending.pop(flat) - number
@@ -148,17 +190,23 @@ class JointStep:
     def drop(self) -> None:
         """Forget updates under way, after a failure."""
         self._pending.clear()
-        for step in self._flat:
-            step.drop()
+        self.ready.clear()
         for optimizer in self._matrix:
             MatrixUpdates.of(optimizer).drop()
 
-    def before_backward(self) -> dict[FlatParam, JointUpdate]:
+    def before_backward(self) -> dict[FlatParam, FlatUpdate]:
         """For each flat parameter the update by a gradient that is still to come."""
-        joint: dict[FlatParam, JointUpdate] = {}
-        for step in self._flat:
-            for flat, update in step.before_backward().items():
-                joint.setdefault(flat, JointUpdate(flat)).add(update)
+        updates: dict[FlatParam, FlatUpdate] = {}
+
+        def of(flat: FlatParam) -> FlatUpdate:
+            return updates.setdefault(flat, FlatUpdate(flat, self.fuses))
+
+        for optimizer in self._elementwise:
+            by_flat: dict[FlatParam, list[Segment]] = {}
+            for segment in Segments.of(optimizer).all:
+                by_flat.setdefault(segment.flat, []).append(segment)
+            for flat, segments in by_flat.items():
+                of(flat).add(optimizer, segments)
         for optimizer in self._matrix:
             matrices = MatrixUpdates.of(optimizer)
             covered = matrices.prepare(optimizer)
@@ -167,13 +215,20 @@ class JointStep:
                 if id(param) in covered and id(param) in matrices.flats:
                     of_flats.setdefault(matrices.flats[id(param)], []).append(param)
             for flat, params in of_flats.items():
-                joint.setdefault(flat, JointUpdate(flat)).add_matrices(optimizer, params)
-        return joint
+                of(flat).add_matrices(optimizer, params)
+        return updates
 
-    def expect(self, updates: Iterable[JointUpdate]) -> None:
+    def expect(self, updates: Iterable[FlatUpdate]) -> None:
         """Expect to run some of the updates of `before_backward` in this backward."""
         of_each: dict[Optimizer, list[nn.Parameter]] = {optimizer: [] for optimizer in self._matrix}
         for optimizer, params in chain.from_iterable(update.matrices for update in updates):
             of_each[optimizer] += params
         for optimizer, params in of_each.items():
             MatrixUpdates.of(optimizer).expect(optimizer, params)
+
+
+def _free(flat: FlatParam, params: Iterable[nn.Parameter]) -> None:
+    """Free the gradient of a flat parameter, which has updated `params`."""
+    flat.reduction.flat_gradient = None
+    for param in params:
+        param.grad = None

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from fsdp_compile.optim._torch import of_lists
-from fsdp_compile.optim.program import Value
 
 State = dict[str, Any]
 
@@ -31,6 +30,16 @@ ELEMENTWISE = {
     *("sub", "tanh", "where", "_to_copy"),
 }
 """Operators whose result has at each index what the operands have there, by their names without `_`."""
+
+
+class NotRecordable(Exception):
+    """The optimizer does something that no program expresses."""
+
+
+class Value(NamedTuple):
+    """A tensor: 0 is the parameter, 1 its gradient, then come its state and the results in order."""
+
+    position: int
 
 
 class Operation(NamedTuple):

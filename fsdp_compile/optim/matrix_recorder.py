@@ -26,8 +26,16 @@ from torch import Tensor, nn
 from torch.optim import Muon, Optimizer
 
 from fsdp_compile.optim._torch import TorchDispatchMode, step_without_hooks, storage_of
-from fsdp_compile.optim.matrix_program import ELEMENTWISE, OF_BATCHES, MatrixProgram, Operation, State, operator_name
-from fsdp_compile.optim.program import NotRecordable, Value
+from fsdp_compile.optim.matrix_program import (
+    ELEMENTWISE,
+    OF_BATCHES,
+    MatrixProgram,
+    NotRecordable,
+    Operation,
+    State,
+    Value,
+    operator_name,
+)
 from fsdp_compile.optim.traced_numbers import Number, Trace, exact, made_from
 
 Options = list[tuple[str, Any]]  # of `options_of`

@@ -34,12 +34,11 @@ from fsdp_compile.comm._torch import group_named
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.unit import unit_of
 from fsdp_compile.optim.matrix_exchange import Ranges
-from fsdp_compile.optim.matrix_program import MatrixProgram
+from fsdp_compile.optim.matrix_program import MatrixProgram, NotRecordable
 from fsdp_compile.optim.matrix_recorder import MatrixRecorder
 from fsdp_compile.optim.matrix_stage import Family, Member, Part, Place, Stage, run_before, run_beside
 from fsdp_compile.optim.owner_plan import LAG, Matrix, OwnerPlan, plan_owners
 from fsdp_compile.optim.owners import local_gradient
-from fsdp_compile.optim.program import NotRecordable
 from fsdp_compile.optim.segments import KnownValues, kept_gradient
 from fsdp_compile.optim.traced_numbers import options_of
 from fsdp_compile.tensors.shard_spec import ShardRanks, ShardSpec

@@ -13,7 +13,7 @@ are views of the segment's, and step counts. So ordinary steps may come in betwe
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
@@ -70,11 +70,6 @@ class Segment:
         self._is_whole = self.stop - self.start == flat.shard.numel()
         self.param = nn.Parameter(flat.shard.detach()[self.start : self.stop], requires_grad=False)
         self._forget()
-
-    @cached_property
-    def data(self) -> Tensor:
-        """The memory of `param` as a storage of its own: a compiled function would copy inputs that share one."""
-        return torch.from_dlpack(self.shard.detach()[self.start : self.stop])
 
     def is_current(self) -> bool:
         """Whether the flat parameter still has this shard and these parameters."""
@@ -189,12 +184,6 @@ class Segment:
         """Expect the present versions of `counts`."""
         self._versions = [counts._version for counts in self.counts.values()]
 
-    def set_counts(self, state: State) -> None:
-        """Give all parameters the 0-d tensors of `state`."""
-        for name, counts in self.counts.items():
-            counts.fill_(state[name])
-        self.note_counts()
-
     def has_new_state(self) -> bool:
         """Whether a step has made state of `param`, or replaced some."""
         return not _are_same(self.state.values(), self._left)
@@ -208,6 +197,10 @@ class Segment:
             counts.fill_(counts[0])
         self.note_counts()
         return False
+
+
+Ready = Sequence[tuple[Segment, Tensor]]
+"""Segments that can be updated as one parameter, each with its gradient, 1-D `[stop - start]`."""
 
 
 class JointCounts:
@@ -248,11 +241,6 @@ class JointCounts:
         torch.index_select(self._all, 0, self._first, out=self._expected)
         self._all.copy_(self._expected)
         self._versions = None if self._all.is_cpu else list(map(_VERSION, self._parts))
-
-    def fill(self, value: Tensor) -> None:
-        """Give all of them `value`, `()`, on the CPU as they are."""
-        self._all.fill_(value)
-        self._expected.fill_(value)
 
     def are_unchanged(self) -> bool:
         """Whether nobody has changed them since."""
@@ -313,19 +301,6 @@ class KnownStep:
         for joint in self.joint:
             joint.spread()
 
-    def set_counts(self, left: Sequence[tuple[Segment, State]]) -> None:
-        """Give all segments the 0-d tensors of the state that a step has left of each of them, on the CPU."""
-        states = {id(state): state for _, state in left}.values()  # few, as segments share them
-        for joint in self.joint:
-            values = {float(state[joint.name]): state[joint.name] for state in states if joint.name in state}
-            if len(values) == 1:
-                joint.fill(*values.values())
-                continue
-            for segment, state in left:
-                if joint in segment.joint:
-                    segment.counts[joint.name].fill_(state[joint.name])
-            joint.spread()
-
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether parameters lie where they lay, and have this state."""
         return (
@@ -346,12 +321,12 @@ class Segments:
 
     def __init__(self) -> None:
         self.all: list[Segment] = []
-        self.of_groups: list[list[nn.Parameter]] = []  # for each group those of `all`, as parameters
         self._params: list[list[nn.Parameter]] = []  # of each group, when the segments were made
         self._moves = self._sharded = 0  # `moves()` when last looked at, and how many parameters were sharded
         self._joined: list[nn.Parameter] = []  # those of the segments
         self._specs: list[ShardSpec] = []  # of `_joined`
-        self._flats: list[int] = []  # for each segment which flat parameter it is of, by first appearance
+        self._flats: list[FlatParam] = []  # that the segments are of, by first appearance
+        self._positions: list[int] = []  # for each segment its flat parameter's among these
         self.known: KnownStep | None = None
         self.is_off = False  # whether a step on each parameter by itself was asked for
         self.hook: RemovableHandle | None = None  # of the step that begins (flat.py)
@@ -390,31 +365,38 @@ class Segments:
                     self.all.append(Segment(flat, indices[start:stop], group))
         self._joined = [param for segment in self.all for param in segment.params]
         self._specs = [spec for segment in self.all for spec in segment.specs]
-        positions = {flat: at for at, flat in enumerate(dict.fromkeys(segment.flat for segment in self.all))}
-        self._flats = [positions[segment.flat] for segment in self.all]
-        self.of_groups = [[each.param for each in self.all if each.group == group] for group in range(len(groups))]
+        self._flats = list(dict.fromkeys(segment.flat for segment in self.all))
+        self._positions = [self._flats.index(segment.flat) for segment in self.all]
         self.known = None
 
-    def covers(self, ready: Sequence[Segment], params: Sequence[Sequence[nn.Parameter]] | None) -> bool:
-        """Whether `ready` are all segments, and these have all of `params`, by default those of the optimizer."""
-        numel = sum(map(len, self._params if params is None else params))
-        return len(ready) == len(self.all) and numel == len(self._joined)
+    def others(self, ready: Ready) -> list[list[nn.Parameter]]:
+        """For each group the parameters that are in none of the segments `ready`."""
+        if len(ready) == len(self.all) and len(self._joined) == sum(map(len, self._params)):
+            return []
+        covered = {id(param) for segment, _ in ready for param in segment.params}
+        return [[param for param in params if id(param) not in covered] for params in self._params]
 
-    def ready(self, optimizer: Optimizer, chosen: Sequence[Segment] | None = None) -> list[tuple[Segment, Tensor]]:
-        """The `chosen` segments, or of all, that can be updated as one parameter, each with its gradient, 1-D.
+    def ready(self, optimizer: Optimizer, chosen: Sequence[Segment] | None = None) -> Ready:
+        """The `chosen` segments, or of all, that can be updated as one parameter, each with its gradient.
 
         They are those whose gradients lie side by side, whose parameters lie in the shard, and whose state is alike.
         """
-        if any(group.get("differentiable") for group in optimizer.param_groups):
+        if self.is_off or any(group.get("differentiable") for group in optimizer.param_groups):
             return []
-        if chosen is None and self.knows(optimizer):
-            flats = FlatGradient.behind(self._joined, self._specs)
-            if len(flats) == self._flats[-1] + 1:  # one of each flat parameter, as each spec is of one
-                return [(each, each.part_of(flats[at].grad)) for each, at in zip(self.all, self._flats, strict=True)]
+        if chosen is None and self.known is not None and self.known.holds(optimizer):
+            grads = list(map(kept_gradient, self._flats))
+            if any(grad is None for grad in grads):
+                flats = FlatGradient.behind(self._joined, self._specs)
+                # of one flat parameter each, as each spec is of one
+                grads = [flat.grad for flat in flats] if len(flats) == len(self._flats) else []
+            if grads:
+                pairs = zip(self.all, self._positions, strict=True)
+                return [(segment, segment.part_of(grads[at])) for segment, at in pairs]  # type: ignore[arg-type]  # none is None
         ready: list[tuple[Segment, Tensor]] = []
         shared: list[Segment] = []
+        wanted = self.all if chosen is None else chosen
         with torch.no_grad():
-            for segment in self.all if chosen is None else chosen:
+            for segment in wanted:
                 before = segment.shared
                 gradient = segment.flat_gradient()
                 if gradient is not None and segment.flat.binding.is_bound() and segment.take_state(optimizer):
@@ -422,37 +404,29 @@ class Segments:
                     shared += [segment] if segment.shared is not before else []
             JointCounts.join(shared, optimizer.state)
         if len(ready) == len(self.all):
-            self.note(optimizer, ())
+            self.known = KnownStep(self.all, optimizer)
+        elif len(ready) < len(wanted):
+            self.known = None  # others of their parameters are updated one by one
         return ready
 
-    def knows(self, optimizer: Optimizer) -> bool:
-        """Whether all segments are as the last step has left them."""
-        return self.known is not None and self.known.holds(optimizer)
-
-    def note(self, optimizer: Optimizer, taken: Sequence[Segment]) -> None:
-        """Note that all segments are ready, `taken` since they took their state just now."""
-        JointCounts.join(taken, optimizer.state)
-        self.known = KnownStep(self.all, optimizer)
-
-    def end(self, optimizer: Optimizer, ready: Sequence[Segment], own: Any, size: int) -> None:
+    def end(self, optimizer: Optimizer, ready: Ready, own: Any, size: int) -> None:
         """Give parameters what a step has left of `ready`, and the optimizer its `own` state.
 
         `size`: how many parameters the step has found state of.
         """
         shown, optimizer.state = optimizer.state, own
-        for segment in ready:
+        segments = [segment for segment, _ in ready]
+        for segment in segments:
             segment.param.grad = None
-        known = self.known if len(ready) == len(self.all) else None
-        has_more = len(shown) > size
-        now = chain.from_iterable(map(_VALUES, known.shown.values() if known is not None else ()))
-        if known is not None and not has_more and _are_same(now, known.left):
-            for joint in known.joint:
+        now = chain.from_iterable(map(_VALUES, self.known.shown.values() if self.known is not None else ()))
+        if self.known is not None and len(shown) == size and _are_same(now, self.known.left):
+            for joint in self.known.joint:
                 joint.spread()
         else:
             self.known = None
-            self._end_each(optimizer, ready, shown, has_more)
-        written = self._joined if len(ready) == len(self.all) else [each for some in ready for each in some.params]
-        torch.autograd.graph.increment_version([*written, *map(_SHARD, ready)])
+            self._end_each(optimizer, segments, shown, len(shown) > size)
+        written = [param for segment in segments for param in segment.params]
+        torch.autograd.graph.increment_version([*written, *map(_SHARD, segments)])
 
     @torch.no_grad()
     def _end_each(self, optimizer: Optimizer, ready: Sequence[Segment], shown: Any, has_more: bool) -> None:
@@ -509,33 +483,30 @@ class _OneLoop(list[dict[str, Any]]):
 
 def show_segments(
     optimizer: Optimizer,
-    chosen: Sequence[Segment] | None = None,
-    params: Sequence[Sequence[nn.Parameter]] | None = None,
+    ready: Ready,
+    others: Sequence[Sequence[nn.Parameter]] = (),
+    fused: Sequence[bool] = (),
 ) -> None:
-    """Let the step that runs update each of the `chosen` segments that is ready as one parameter; None: all.
+    """Let the step that runs update the segments `ready` as one parameter each; `others`, of each group, one by one.
 
-    The others of `params`, for each group, it updates one by one; None: those of the optimizer. To be called by the
-    step's closure, behind what that does otherwise.
+    To be called by the step's closure, behind what that does otherwise.
+
+    Args:
+        fused: for each group whether torch's fused kernels update it; empty: as the group says.
     """
     segments = Segments.of(optimizer)
-    found = segments.ready(optimizer, chosen)
-    ready = [segment for segment, _ in found]
-    if not ready and params is None:
-        return
-    groups, state = optimizer.param_groups, optimizer.state
-    if segments.known is not None and segments.covers(ready, params):
-        state = defaultdict(dict, segments.known.shown)
-        shown = [{**group, "params": own} for group, own in zip(groups, segments.of_groups, strict=True) if own]
+    groups, known = optimizer.param_groups, segments.known
+    if known is not None and not others:
+        state = defaultdict(dict, known.shown)
     else:
         state = defaultdict(dict, optimizer.state)
-        state.update((segment.param, segment.state) for segment in ready)
-        covered = {id(param) for segment in ready for param in segment.params}
-        shown = []
-        for index, group in enumerate(groups):
-            rest = [param for param in (params[index] if params else group["params"]) if id(param) not in covered]
-            joined = [segment.param for segment in ready if segment.group == index]
-            shown += [{**group, "params": each} for each in (joined, rest) if each]
-    for segment, gradient in found:
+        state.update((segment.param, segment.state) for segment, _ in ready)
+    shown = []
+    for index, group in enumerate(groups):
+        group = {**group, "fused": True} if fused and fused[index] else group
+        joined = [segment.param for segment, _ in ready if segment.group == index]
+        shown += [{**group, "params": params} for params in (joined, others[index] if others else ()) if params]
+    for segment, gradient in ready:
         segment.param.grad = gradient
     end = partial(segments.end, optimizer, ready, optimizer.state, len(state))
     optimizer.param_groups, optimizer.state = _OneLoop(optimizer, shown, end), state

@@ -9,11 +9,9 @@ from cuda_code import as_for_cuda
 from generated import Program, launches, programs, sent
 from models import WIDTH, Stack, mlp, squared_error
 from torch import Tensor, nn
-from torch._inductor.utils import run_and_get_code
 
 from bench.emulated import noted
 from fsdp_compile import fully_shard
-from fsdp_compile.optim.program import fused, record
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.passes.plan.plan import Plan
 
@@ -109,25 +107,3 @@ def test_products_write_gradients_in_place(name: str) -> None:
 def test_no_kernel_ties_units_together(name: str, option: str) -> None:
     """Horizontal fusion does not put gradients of two units into one kernel."""
     assert compiled(name, option)[1][1].shared_kernels() == []
-
-
-def test_the_update_of_a_whole_step() -> None:
-    """Each segment of a flat shard is one kernel in place; its scalars come from the host, the coefficient does not.
-
-    So nothing waits for the device: `.item()` is called on tensors on the CPU alone.
-    """
-    state = {"step": torch.tensor(3.0), "exp_avg": torch.zeros(8), "exp_avg_sq": torch.zeros(8)}
-    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(8))])
-    recorded = record(optimizer, optimizer.param_groups[0], state, torch.float32)
-    update = fused([(recorded.program, 0)] * 2, [len(recorded.scalars)], True, [(0, 96), (96, 144)])
-    tensors = [torch.rand(size) for size in (96, 96, 96, 48, 48, 48, 144)]  # of the last one each takes its gradient
-    coefficient = torch.tensor(0.5, dtype=torch.float64)  # told apart from scalars by its dtype
-    inputs = (*tensors, coefficient, *recorded.scalars)
-    with as_for_cuda(on_cuda=lambda tensor: tensor.dim() > 0 or tensor.dtype == torch.float64):
-        _, [code] = run_and_get_code(torch.compile(update, fullgraph=True, dynamic=False), *inputs)
-    assert len(Program(code).kernels) == 2
-    call = code[code.index("def call(") : code.index("runner = ")]
-    (launch, _) = [line for line in call.splitlines() if ".run(" in line]
-    assert launch.count(".item()") == len(recorded.scalars) == 7
-    assert "synchronize" not in call and "empty_strided" not in call
-    assert sum(": '*fp64'" in line for line in code.splitlines() if "triton_meta" in line) == 2  # read by the kernel

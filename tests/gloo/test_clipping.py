@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from fsdp_compile import fully_shard
-from fsdp_compile.optim.flat import FlatStep, gradient_norm
+from fsdp_compile.optim.flat import gradient_norm
+from fsdp_compile.optim.segments import Segments
 
 from .ranks import on_ranks
 from .test_communication import _spied
@@ -193,20 +194,19 @@ def test_errors() -> None:
 
 @on_ranks(2)
 def test_of_flat_gradients(rank: int) -> None:
-    """The norm of a fused step is that of torch's function, whichever gradients each rank has in flat shards."""
+    """The norm of a step on segments is that of torch's function, whichever gradients each rank has in flat shards."""
     model, plain = shard(MLP), nn.Linear(3, 2)
     params = [*model.parameters(), *plain.parameters()]
     optimizer = torch.optim.AdamW(params, lr=0.01)
-    update = FlatStep(optimizer, fuses=True)
     for number in range(3):
         backward(model, MLP, mine(MLP, 1))
         plain(torch.ones(4, 3)).sum().backward()
         if number == 2 and rank == 1:  # no longer a part of the flat gradient, here alone
             params[1].grad = params[1].grad.clone()
-        updates = [] if number == 0 else update.begin()
-        assert (len(updates) > 0) == (number > 0)
+        ready = Segments.of(optimizer).ready(optimizer)
+        assert len(ready) > 0
         expected = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
-        found = gradient_norm([param for param in params if param.grad is not None], updates)
+        found = gradient_norm([param for param in params if param.grad is not None], ready)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
         optimizer.step()
         optimizer.zero_grad()

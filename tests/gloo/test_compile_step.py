@@ -1,6 +1,7 @@
 """`compile_step` trains as the loop that it stands for."""
 
 import copy
+import itertools
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
 from fsdp_compile import FullyShardedDataParallel, compile_step, fully_shard
-from fsdp_compile.optim.flat import FlatStep
+from fsdp_compile.optim.joint import JointStep
 
 from .ranks import NIGHTLY, Ranks, on_ranks
 from .training import assert_bitwise, local, mine, shard
@@ -141,7 +142,7 @@ def _follow(
     own = {each: Loop(models[0], optimizers[0], CLIP, accumulate, each) for each in set(how) - {"step"}}
     loop = Loop(models[1], optimizers[1], CLIP, accumulate, "eager" if backend == "inductor" else backend)
     updates, begin = [], step._update.begin
-    step._update.begin = lambda: updates.append(begin()) or updates[-1]
+    step._update.begin = lambda flats: begin(flats) or updates.append(len(step._update.ready[optimizers[0]]))
     worst = 0.0
     for number in range(steps):
         inputs, target = batch(case, number, accumulate)
@@ -160,7 +161,7 @@ def _follow(
         for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
             if local(a).numel():
                 worst = max(worst, ((local(a) - local(b)).abs().max() / local(b).abs().max()).item())
-    assert all(updates[1:])  # the first one makes the state
+    assert all(updates)
     return worst
 
 
@@ -367,15 +368,14 @@ OPTIMIZERS: dict[str, Any] = {
     "rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
 }
-AS_THEY_ARE = ("adafactor",)  # with the exact update
 BY_DAY = ["sgd", "adam", "rmsprop", "radam", "foreach", "adafactor"]  # test_flat_step.py has the others
 
 
-def _optimizers(rank: int, names: list[str], fuses: bool) -> None:
+def _optimizers(rank: int, names: list[str]) -> None:
     for name in names:
         models = [shard(SMALL) for _ in range(2)]
         optimizers = [OPTIMIZERS[name](model.parameters()) for model in models]
-        update = FlatStep(optimizers[0], fuses)
+        update = JointStep([optimizers[0]], fuses=False)
         for number in range(8):
             inputs, target = batch(CASE, number)
             for model, optimizer in zip(models, optimizers, strict=True):
@@ -383,32 +383,98 @@ def _optimizers(rank: int, names: list[str], fuses: bool) -> None:
                 loss_of(model(inputs), target).backward()
             if number == 4:
                 next(models[0].parameters()).grad = next(models[1].parameters()).grad = None
-            updates = update.begin()
-            update.step_others(updates)
-            for each in updates:
-                each.run()
-            update.finish()
+            update.begin([])
+            if number < 4:
+                assert bool(update.ready.get(optimizers[0])) == (name != "adafactor"), (name, number)
+            update.step_others()
+            update.run()
+            assert list(update.finish()) == []
             optimizers[1].step()
-            if 0 < number < 4 and not fuses:
-                assert bool(updates) == (name not in AS_THEY_ARE), (name, number)
             for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
-                tolerance = {"rtol": 1e-5, "atol": 1e-6} if fuses else {"rtol": 0.0, "atol": 0.0}
-                torch.testing.assert_close(local(a), local(b), **tolerance, msg=f"{name}, step {number}: {{}}".format)
-            if not fuses:
-                _assert_equal_state(models, optimizers, number)
+                assert torch.equal(local(a), local(b)), (name, number)
+            _assert_equal_state(models, optimizers, number)
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] *= 0.9
 
 
 def test_optimizers(two: Ranks) -> None:
-    """Elementwise optimizers are recorded and do, bit for bit, what they do by themselves; others step as they are."""
-    two.run(_optimizers, list(OPTIMIZERS) if NIGHTLY else BY_DAY, False)
+    """Elementwise optimizers do on segments, bit for bit, what they do by themselves; others step as they are."""
+    two.run(_optimizers, list(OPTIMIZERS) if NIGHTLY else BY_DAY)
+
+
+FUSED: dict[str, Any] = {
+    "sgd": lambda params, **how: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1, **how),
+    "plain_sgd": lambda params, **how: torch.optim.SGD(params, lr=0.1, **how),
+    "adam": lambda params, **how: torch.optim.Adam(params, lr=0.01, amsgrad=True, **how),
+    "adamw": lambda params, **how: torch.optim.AdamW(params, lr=0.01, **how),
+    "adagrad": lambda params, **how: torch.optim.Adagrad(params, lr=0.1, **how),
+    "nadam": lambda params, **how: torch.optim.NAdam(params, lr=0.01),  # which torch does not fuse
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "alone": {}, "clipped": {"clip_norm": 0.1}, "accumulated": {"accumulate": 2},
+    "in backward": {"update_in_backward": True}, "scaled": {"scaler": True},
+    "all": {"clip_norm": 0.1, "accumulate": 2, "scaler": True},
+}  # fmt: skip
+
+
+def _in_groups(model: nn.Module) -> list[dict[str, Any]]:
+    params = list(model.parameters())
+    return [{"params": params[:3], "weight_decay": 0.3}, {"params": params[3:], "weight_decay": 0.0}]
+
+
+def _fused(kinds: list[str], *ways: str) -> None:
+    for kind, way in itertools.product(kinds, ways):
+        options = dict(WAYS[way])
+        models = [shard(TWO) for _ in range(2)]
+        apart = [model.blocks[1].up.bias for model in models]
+        for param in apart if kind == "adam" else ():
+            param.requires_grad_(False)
+        optimizers = [FUSED[kind](_in_groups(models[0])), FUSED[kind](_in_groups(models[1]), fused=True)]
+        schedules = [schedule_of(optimizer) for optimizer in optimizers]
+        scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled="scaler" in options) for _ in range(2)]
+        if "scaler" in options:
+            options["scaler"] = scalers[0]
+        step = compile_step(torch.compile(models[0], backend="eager"), optimizers[0], loss_of, **options)
+        for number in range(5):
+            if number == 3 and kind == "sgd":  # what no forward uses gets no gradient
+                for model in models:
+                    model.blocks[0] = nn.Identity()
+            accumulate = options.get("accumulate", 1)
+            inputs, target = batch(TWO, number, accumulate)
+            step(inputs, target=target)
+            pairs = list(zip(inputs.chunk(accumulate), target.chunk(accumulate), strict=True))
+            for position, (x, y) in enumerate(pairs):
+                with nullcontext() if position == len(pairs) - 1 else models[1].no_sync():
+                    scalers[1].scale(loss_of(models[1](x), y) / accumulate).backward()
+            scalers[1].unscale_(optimizers[1])
+            if "clip_norm" in options:
+                nn.utils.clip_grad_norm_(models[1].parameters(), options["clip_norm"])
+            scalers[1].step(optimizers[1])
+            scalers[1].update()
+            optimizers[1].zero_grad()
+            for schedule in schedules:
+                schedule.step()
+            exact = "clip_norm" not in options
+            near = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-5, "atol": 1e-6}
+            for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+                torch.testing.assert_close(local(a), local(b), **near, msg=f"{kind}, {way}, {number}: {{}}".format)
+            if exact:
+                _assert_equal_state(models, optimizers, number)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_fused_kernels(way: str) -> None:
+    """Where Inductor is the backend, the update is that of torch's fused kernels, bit for bit, with groups that decay
+    otherwise, frozen parameters, a schedule, and units without a gradient; with a clip factor up to rounding."""
+    _fused(list(FUSED) if NIGHTLY else ["sgd", "adam", "nadam"], way)
 
 
 @LATE
-def test_fused_optimizers(two: Ranks) -> None:
-    """Fused, they do so up to rounding."""
-    two.run(_optimizers, list(OPTIMIZERS), True)
+@on_ranks(4)
+def test_fused_kernels_on_four_ranks() -> None:
+    """So it is on four ranks."""
+    _fused(["sgd", "adamw"], "alone", "clipped", "in backward")
 
 
 @on_ranks(2)

@@ -1,6 +1,5 @@
 """Gradients of flat shards: parameters show them where somebody looks, and a fused step frees each with its update."""
 
-import weakref
 from typing import Any
 from unittest import mock
 
@@ -11,8 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.core.unit import unit_of
-from fsdp_compile.optim import flat as flat_module
-from fsdp_compile.optim.flat import FlatUpdate
+from fsdp_compile.optim.joint import JointStep
 from fsdp_compile.tensors.sharded_tensor import FlatGradient, ShardedTensor
 from gloo.ranks import Ranks, on_ranks
 
@@ -73,21 +71,20 @@ def _freed_with_updates(rank: int, clip_norm: float | None) -> float:
         return output.square().mean()
 
     step = compile_step(torch.compile(models[0], backend="eager"), optimizers[0], loss_fn, clip_norm)
-    storages: list[tuple[weakref.ref[Any], StorageWeakRef]] = []
-    run, shown = FlatUpdate.run, []
+    storages: list[StorageWeakRef] = []
+    run, shown = JointStep.run, []
 
-    def running(self: FlatUpdate, coefficient: Tensor | None = None) -> None:
-        storage = StorageWeakRef(self.gradients[0].untyped_storage())
-        shown.extend(param.grad for param in self.flat.params if param.grad is not None)
-        run(self, coefficient)
-        assert storage.expired()
-        storages.append((weakref.ref(self), storage))
+    def running(self: JointStep, flats: Any = None, factor: Tensor | None = None) -> None:
+        ready = [pair for pair in self.ready[optimizers[0]] if flats is None or pair[0].flat in flats]
+        shown.extend(param.grad for segment, _ in ready for param in segment.params if param.grad is not None)
+        freed = [StorageWeakRef(gradient.untyped_storage()) for _, gradient in ready]
+        del ready
+        run(self, flats, factor)
+        assert all(storage.expired() for storage in freed) or not self._has_state  # the first step updates all at once
+        storages.extend(freed)
 
     inputs = torch.arange(32.0).view(4, 8) / 32 + rank
-    with (
-        mock.patch.object(flat_module, "compile_graph", lambda graph, _: graph),
-        mock.patch.object(FlatUpdate, "run", running),
-    ):
+    with mock.patch.object(JointStep, "run", running):
         for number in range(4):
             step(inputs)
             loss_fn(models[1](inputs)).backward()

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,8 +10,7 @@ from models import seeded
 from torch import nn
 
 from fsdp_compile import compile_step, fully_shard
-from fsdp_compile.optim import flat, flat_step
-from fsdp_compile.optim.flat import FlatStep, gradient_norm
+from fsdp_compile.optim import flat_step
 from fsdp_compile.optim.segments import Segments
 
 from .ranks import NIGHTLY, Ranks, on_ranks
@@ -95,8 +93,7 @@ def test_as_ordinary_steps(two: Ranks, by_groups: bool) -> None:
 
 @on_ranks(2)
 def test_what_is_updated_at_once() -> None:
-    """Parameters that lie side by side are one parameter to the optimizer, and one call of what is fused; nothing is
-    fused where the optimizer's own step has more to do."""
+    """Parameters that lie side by side are one parameter to the optimizer."""
     model = fully_shard(_model(), auto_wrap_policy=None)
     optimizer = torch.optim.AdamW(_groups(model), lr=0.1)
     model(torch.ones(3, 9)).square().sum().backward()
@@ -105,44 +102,6 @@ def test_what_is_updated_at_once() -> None:
     assert [len(segment.params) for segment, _ in ready] == [1, 1, 1, 3, 3, 3], (
         "a weight, before three other parameters"
     )
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    optimizer.step()
-    step = FlatStep(optimizer, fuses=True)
-    assert [len(update.recorded) for update in step.before_backward().values()] == [1]
-    optimizer.register_step_pre_hook(lambda *_: None)  # an ordinary step alone calls it
-    assert [len(update.recorded) for update in step.before_backward().values()] == [0]
-
-
-@on_ranks(2)
-def test_fused_updates(rank: int) -> None:
-    """What is fused is the clipped step of a flat parameter, also of one with a single parameter; autograd notices that
-    its parameters changed. The program runs as it is: what Inductor makes of it is shown by `compile_step`'s tests."""
-    torch.manual_seed(0)
-    models: list[Any] = [fully_shard(nn.Linear(9, 9, bias=False)) for _ in range(2)]
-    models[1].weight.data.copy_(models[0].weight)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
-    step = FlatStep(optimizers[1], fuses=True)
-    for number in range(3):
-        x = torch.randn(3, 9, generator=seeded(number + 10 * rank))
-        for model in models:
-            model.zero_grad()
-            model(x).square().sum().backward()
-        norm = nn.utils.clip_grad_norm_(models[0].parameters(), 1.0)
-        optimizers[0].step()
-        updates, weight = step.begin(), models[1].weight
-        assert [len(update.recorded) for update in updates] == ([1] if number else [])  # the first makes the state
-        torch.testing.assert_close(gradient_norm([weight], updates), norm)
-        version = weight._version
-        if number:
-            with patch.object(flat, "compile_graph", lambda program, _: program):
-                updates[0].run(1.0 / (norm + 1e-6))
-        else:
-            nn.utils.clip_grad_norm_(models[1].parameters(), 1.0)
-        step.step_others(updates)
-        step.finish()
-        assert weight._version > version
-        _assert_equal(*models, optimizers)
 
 
 @pytest.mark.parametrize("how", ["step", "in backward", "state"])

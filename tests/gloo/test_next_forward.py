@@ -267,21 +267,20 @@ class Reversed(nn.Module):
 @pytest.mark.parametrize("compiled", [True, False])
 @on_ranks(2)
 def test_in_the_order_of_the_forward(compiled: bool, prefetch: int) -> None:
-    """Units are updated in the order in which the forward gathers them, whatever that of `modules()` is; without a plan
-    the first two of them are gathered for the next forward, which takes both."""
+    """Units are gathered for the next forward, which takes them, in the order in which the forward gathers them,
+    whatever that of `modules()` is; without a plan the first two are."""
     model = fully_shard(Reversed(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     step = compile_step(model, adamw(model), loss_of, backend="aot_eager", prefetch=prefetch)
     step._run = step._run if compiled else model
     expected = [layer._fsdp.units[0] for layer in reversed(model.layers)]
-    updated: list[Unit] = []
+    begun: list[Unit] = []
     start = step._next_forward.start
-    step._next_forward.start = lambda unit: [updated.append(unit), start(unit)]  # type: ignore[method-assign]
+    step._next_forward.start = lambda unit: [begun.append(unit), start(unit)]  # type: ignore[method-assign]
     with recorded() as gathers:
         for _ in range(2):
-            updated.clear()
+            begun.clear()
             step(torch.ones(4, D), target=torch.ones(4, D))
-            assert updated == expected
-            assert [each.unit for each in step._next_forward._started] == expected[:prefetch]
+            assert begun == [each.unit for each in step._next_forward._started] == expected[:prefetch]
     assert [each.is_taken for each in gathers.made] == [True] * prefetch + [False] * prefetch
 
 
