@@ -21,12 +21,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 10_634,
-    "the story and what it imports": 15_574,
-    PACKAGE: 41_138,
-    "tests": 54_532,
+    "the story": 10_626,
+    "the story and what it imports": 15_566,
+    PACKAGE: 41_024,
+    "tests": 54_507,
     "bench": 5_917,
-    "docs, README, change log": 5_980,
+    "docs, README, change log": 5_979,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""
 

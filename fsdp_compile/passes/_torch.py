@@ -12,7 +12,6 @@ ShortenTraceback                          an error that Dynamo and, with caches,
 InductorError.inner_exception             what Inductor has wrapped
 callback_handler.end_callbacks            called when a frame or a deferred backward has been compiled, or has failed to
 config.force_non_lazy_backward_lowering   of AOTAutograd: whether a backward is compiled together with its forward
-cache_dir                                 where the caches are; two levels below it are the C++ backend's libraries
 get_graph_being_compiled                  "model__<index>_<joint|forward|backward|inference>_<n>"
 TracingContext.fw_metadata                num_forward_returns: outputs behind those are saved for backward
 ShapeEnv, bound_sympy                     var_to_range, backed_var_to_val, var_to_sources, by symbol of a size
@@ -43,7 +42,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from sympy import sympify
@@ -65,7 +63,6 @@ from torch._inductor.exc import InductorError
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.pattern_matcher import stable_topological_sort
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode, refresh_group_node_dependencies
 from torch._inductor.virtualized import V as _V
 from torch._inductor.virtualized import ops as _ops
@@ -138,11 +135,6 @@ def call_after_compiling(function: Callable[[Any], None]) -> None:
     """Call `function` whenever Dynamo has compiled a frame, or a backward that was compiled lazily."""
     if function not in callback_handler.end_callbacks:
         callback_handler.register_end_callback(function)
-
-
-def cache_folder() -> Path:
-    """Return the folder of the compiler's caches."""
-    return Path(cache_dir()).resolve()
 
 
 def cache_hits() -> int:

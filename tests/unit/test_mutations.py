@@ -180,7 +180,6 @@ def test_mutations(
     """
     global watched
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "caches"))
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)  # which artifacts are compared with
     (tmp_path / "secret").write_text("secret words")
     platform.processor()  # which starts a command, once
     signal.signal(signal.SIGALRM, late)
