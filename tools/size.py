@@ -26,7 +26,7 @@ LIMITS = {
     PACKAGE: 41_024,
     "tests": 54_507,
     "bench": 5_917,
-    "docs, README, change log": 5_979,
+    "docs, README, change log": 5_929,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""
 
