@@ -4,13 +4,13 @@ The GPT of host_overhead.py with 16 blocks of width 16, whose tensors are tiny, 
 takes no time. What is timed is what the step does between backward and `zero_grad`: CPU time of the process, medians
 over steps, systems in turns. A schedule changes the learning rate at every step.
 
-    adamw            AdamW for all parameters, compiled
-    adamw of rest    AdamW for what Muon leaves, compiled; matrices have no optimizer
+    adamw            AdamW for all parameters
+    adamw of rest    AdamW for what Muon leaves; matrices have no optimizer
     muon, adamw      Muon for the matrices of the blocks, AdamW for the rest
 
 Two parts of that are measured in the same steps and taken off. Newton-Schulz is what this rank computes of complete
-matrices: the time within `MatrixProgram.run_whole`, which runs those of the optimizer's operators that come between
-the exchanges. And the emulation of the link: the time within the methods of its group and its works.
+matrices: the time within `Stage.update`. And the emulation of the link: the time within the methods of its group and
+its works.
 """
 
 import time
@@ -29,13 +29,13 @@ from bench import link
 from bench.host_overhead import TOKENS, build
 from bench.link import FREE, EmulatedGroup, LinkWork
 from fsdp_compile import compile_step
-from fsdp_compile.optim.matrix_program import MatrixProgram
+from fsdp_compile.optim.matrix_stage import Stage
 from fsdp_compile.step import CompiledStep
 
 BLOCKS, RANKS, ROUNDS = 16, 8, 40
 TIMED = {
     "all": [(CompiledStep, "_update_parameters")],
-    "Newton-Schulz": [(MatrixProgram, "run_whole")],
+    "Newton-Schulz": [(Stage, "update")],
     "link": [
         (LinkWork, "wait"), (LinkWork, "is_completed"),
         *((EmulatedGroup, name) for name in ("alltoall_base", "_allgather_base", "allreduce", "broadcast")),

@@ -349,13 +349,14 @@ class CompiledStep:
 
     @torch.no_grad()
     def _run_updates(self, factor: Tensor | None) -> None:
-        """Update the first units in the order of the forward, and start to gather each for the next one; then all
-        others at once, since a call of an optimizer costs the host as much for one unit as for all.
+        """Update what the next forward gathers early, and start to gather it; then all else. A call of an optimizer
+        costs the host as much for one unit as for all, so these are two calls.
         """
-        for unit in filter(self._next_forward.expects, self._next_forward.units):
-            if not any(map(self._update.has_pending, unit.flats)):
-                self._update.run(unit.flats, factor)
-                self._next_forward.start(unit)
+        expected = [unit for unit in self._next_forward.units if self._next_forward.expects(unit)
+                    and not any(map(self._update.has_pending, unit.flats))]  # fmt: skip
+        self._update.run({flat for unit in expected for flat in unit.flats}, factor)
+        for unit in expected:
+            self._next_forward.start(unit)
         self._update.run(None, factor)
         units = {flat: unit for unit in self._next_forward.units for flat in unit.flats}
         for flat in self._update.finish():

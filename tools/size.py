@@ -23,8 +23,8 @@ FUNCTION_LINES = 90
 LIMITS = {
     "the story": 10_626,
     "the story and what it imports": 15_566,
-    PACKAGE: 41_024,
-    "tests": 54_507,
+    PACKAGE: 40_228,
+    "tests": 54_480,
     "bench": 5_917,
     "docs, README, change log": 5_929,
 }

@@ -105,7 +105,9 @@ def _plans_of(optimizer: Optimizer, per_node: int) -> tuple[list[OwnerPlan], int
     """Who owns what, for each group of ranks; and bytes of an element that is exchanged, each way."""
     updates = MatrixUpdates()
     updates.prepare(optimizer, per_node)
-    return [*updates.plans.values()], max((program.bytes_sent for program in updates.programs.values()), default=0)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    is_muon = type(optimizer) is Muon  # which sends bfloat16; others are taken to send what they store
+    return [*updates.plans.values()], 2 if is_muon else max((param.element_size() for param in params), default=0)
 
 
 def costs_of_matrices(optimizer: Optimizer, link: str, device: str | None) -> tuple[MatrixCosts, ...]:

@@ -4,15 +4,16 @@ segments.py      runs of parameters that an optimizer updates as one tensor
 flat.py          elementwise optimizers, such as AdamW, update these: all in `step`, or chosen ones for compile_step
 in_backward.py   each flat shard's update in backward, so that its gradient is freed
 joint.py         one or several optimizers as one step of compile_step
-matrix_step.py   Muon, and others that need complete matrices: one rank computes each, while others are on the way
-matrix_recorder.py, matrix_program.py   what it computes, recorded; traced_numbers.py: what follows from its options
+matrices.py      Muon, and others that need complete matrices, by three functions
+matrix_step.py   one rank computes each matrix, while others are on the way
 matrix_stage.py, matrix_exchange.py, owner_plan.py   what is sent together, and how; who owns what
 owners.py        by_owner: one rank updates each parameter by any optimizer, which has its state in full
 """
 
 from fsdp_compile.optim.flat import flat_step
+from fsdp_compile.optim.matrices import MatrixOptimizer, MatrixShard
 from fsdp_compile.optim.matrix_step import owner_plans
 from fsdp_compile.optim.owner_plan import OwnerPlan
 from fsdp_compile.optim.owners import ByOwner, by_owner
 
-__all__ = ["ByOwner", "OwnerPlan", "by_owner", "flat_step", "owner_plans"]
+__all__ = ["ByOwner", "MatrixOptimizer", "MatrixShard", "OwnerPlan", "by_owner", "flat_step", "owner_plans"]

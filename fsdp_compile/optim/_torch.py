@@ -5,9 +5,7 @@ When torch moves:
   `register_optimizer_step_pre_hook` and the like; `torch.profiler` counts steps by a global one;
 - `step` of each class is wrapped by what calls the hooks; `__wrapped__` is the original;
 - schedulers set `_opt_called` when `optimizer.step` is called, and warn if it was not called before them;
-- `TorchDispatchMode` sees each operator, with Python numbers where the caller passed some;
-- `torch._foreach_*` call an operator for each tensor of lists; on the CPU by its own kernel;
-- `_cdata` of a storage tells storages apart, also those without memory;
+- `_zeropower_via_newtonschulz` and `_adjust_lr` of Muon are what `step` calls between the momentum and the update.
 """
 
 from collections.abc import Callable
@@ -15,8 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer, optimizer
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.optim import Optimizer, _muon, optimizer
 
 
 def has_step_hooks(of: Optimizer) -> bool:
@@ -39,15 +36,14 @@ def step_without_hooks(of: Optimizer, closure: Callable[[], Any] | None = None) 
     step(*((of,) if closure is None else (of, closure)))  # a step of users may take no closure
 
 
-def storage_of(tensor: Tensor) -> int:
-    """A number that tensors share whose memory is the same, also without memory, as on the meta device."""
-    return tensor.untyped_storage()._cdata
+def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """What Muon makes of a matrix in bfloat16, which is overwritten, by its Newton-Schulz iterations."""
+    return _muon._zeropower_via_newtonschulz(matrix, coefficients, steps, eps)
 
 
-def of_lists(name: str) -> Callable[..., Any]:
-    """The operator `name` for lists of tensors; one that works in place ends with `_`, and returns nothing."""
-    operator: Callable[..., Any] = getattr(torch, f"_foreach_{name}")
-    return operator
+def adjusted_lr(lr: Any, how: str | None, shape: tuple[int, ...]) -> Any:
+    """Muon's learning rate for a matrix of this shape; `lr`: a number, or a tensor of shape `()`."""
+    return _muon._adjust_lr(lr, how, torch.Size(shape))
 
 
 def note_step(of: Optimizer) -> None:

@@ -27,7 +27,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_compile.core._torch import norms
 from fsdp_compile.core.exact_sums import exact_sums, powers_of_norm
 from fsdp_compile.optim._torch import has_step_hooks, step_without_hooks
-from fsdp_compile.optim.matrix_step import MatrixUpdates, takes_matrices
+from fsdp_compile.optim.matrices import takes_matrices
+from fsdp_compile.optim.matrix_step import MatrixUpdates
 from fsdp_compile.optim.segments import Ready, Segments, show_segments
 from fsdp_compile.tensors.shard_spec import ShardSpec
 from fsdp_compile.tensors.sharded_rules import plain
@@ -105,9 +106,6 @@ def _give_closure(segments: Segments, optimizer: Optimizer, args: tuple[Any, ...
                 show_segments(optimizer, ready, present.others(ready))
         return loss
 
-    if takes_matrices(optimizer) and closure is None:  # a step of users may take none, or not call it
-        begin()
-        return None
     given["closure"] = begin
     return args[:1], given
 

@@ -30,7 +30,7 @@ from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.optim._torch import has_step_hooks
 from fsdp_compile.optim.flat import ELEMENTWISE, ELEMENTWISE_NAMES
 from fsdp_compile.optim.joint import FlatUpdate, JointStep
-from fsdp_compile.optim.matrix_step import takes_matrices
+from fsdp_compile.optim.matrices import takes_matrices
 
 
 class UpdateInBackward:

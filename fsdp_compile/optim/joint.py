@@ -19,7 +19,8 @@ from fsdp_compile.core._torch import without_torch_function
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.optim._torch import announce_step, has_step_hooks, note_step, step_without_hooks
 from fsdp_compile.optim.flat import step_segments, steps_segments
-from fsdp_compile.optim.matrix_step import MatrixUpdates, takes_matrices
+from fsdp_compile.optim.matrices import takes_matrices
+from fsdp_compile.optim.matrix_step import MatrixUpdates
 from fsdp_compile.optim.segments import Ready, Segment, Segments, show_segments
 
 
@@ -228,7 +229,7 @@ class JointStep:
 
 
 def _free(flat: FlatParam, params: Iterable[nn.Parameter]) -> None:
-    """Free the gradient of a flat parameter, which has updated `params`."""
-    flat.reduction.flat_gradient = None
-    for param in params:
+    """Free the gradient of a flat parameter, which has updated `params`: these have none where it was kept in one."""
+    kept, flat.reduction.flat_gradient = flat.reduction.flat_gradient, None
+    for param in params if kept is None else ():
         param.grad = None

@@ -2,7 +2,7 @@
 
     routes = Routes(ranks, ranges, owners)     of matrices of one process group that are exchanged together
     filling = routes.to_owners(parts, ...)     parts: what this rank stores of each of `routes.sent`, 1-D
-    routes.assemble(filling.full, [0])         the first of the matrices that this rank owns, `routes.owned`, 1-D
+    routes.assemble(filling.full)              the matrices that this rank owns, `routes.owned`, each 1-D
     filling = routes.to_ranks(matrices, ...)   matrices: of `routes.owned`, 1-D
     routes.parts_of(filling.full)              what this rank stores of each of `routes.sent`
 
@@ -11,7 +11,7 @@ place, so that a rank that owns one of them computes in the memory that was rece
 are not exchanged; where no rank has anything for another one, nothing is sent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -59,12 +59,11 @@ class Routes:
         """Begin to send what this rank stores of each of `sent` to its owner; `like`: of their dtype and device."""
         return self._start(parts, self._to_send, self._to_receive, like, what)
 
-    def assemble(self, full: Tensor, chosen: Sequence[int]) -> Tensor:
-        """Some of `owned`, by position, one after the other, 1-D; `full`: what `to_owners` has filled."""
-        if self._are_in_order and len(chosen) == len(self.owned):
-            return full
+    def assemble(self, full: Tensor) -> Iterator[Tensor]:
+        """Each of `owned`, 1-D; `full`: what `to_owners` has filled."""
         received = full.split_with_sizes(self._received_sizes)
-        return torch.cat([received[number] for at in chosen for number in self._parts[at]])
+        for numbers in self._parts:
+            yield received[numbers[0]] if len(numbers) == 1 else torch.cat([received[number] for number in numbers])
 
     def to_ranks(self, matrices: Sequence[Tensor], like: Tensor, what: str) -> Filling | None:
         """Begin to send each rank what it stores of `owned`, flattened; `like`: of their dtype and device."""

@@ -466,14 +466,6 @@ class _OneLoop(list[dict[str, Any]]):
         self._optimizer.param_groups = self._own
         return self._loop()
 
-    def __getitem__(self, index: Any) -> Any:
-        self._optimizer.param_groups = self._own
-        self._end()
-        raise TypeError(
-            f"step: {type(self._optimizer).__name__} reads param_groups by index, after part of its parameters were "
-            f"updated; let its step loop over self.param_groups, or leave needs_whole_matrices out"
-        )
-
     def _loop(self) -> Iterator[dict[str, Any]]:
         try:
             yield from self._shown

@@ -18,8 +18,9 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_compile import compile_step, fully_shard
-from fsdp_compile.optim import flat_step, matrix_exchange, owner_plans
-from fsdp_compile.optim.matrix_step import MatrixUpdates, takes_matrices
+from fsdp_compile.optim import MatrixOptimizer, MatrixShard, flat_step, matrix_exchange, owner_plans
+from fsdp_compile.optim.matrices import takes_matrices
+from fsdp_compile.optim.matrix_step import MatrixUpdates
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 from .ranks import Ranks, on_ranks
@@ -65,43 +66,66 @@ class Experts(nn.Module):
         return self.head(torch.tanh(x @ self.experts).mean(0))
 
 
-class Declared(Optimizer):
-    """An optimizer as others write them: batches of matrices, convolutions flattened, a count of steps."""
+class Orthogonal(MatrixOptimizer):
+    """Ten lines: momentum, three iterations of Newton-Schulz, batches of matrices, a count of steps."""
 
-    needs_whole_matrices = 2
+    dims = 2
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's returns a loss
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["momentum"], state["step"] = torch.zeros_like(param.grad), 0
-                state["step"] += 1
-                momentum = state["momentum"].mul_(0.9).add_(param.grad)
-                x = momentum / (momentum.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-                for _ in range(3):
-                    x = 1.5 * x - 0.5 * (x @ x.mT) @ x
-                param.add_(x, alpha=-group["lr"] / state["step"])
+    def before(self, shard: MatrixShard) -> Tensor:
+        shard.state["step"] = shard.state.get("step", 0) + 1
+        return shard.zeros("momentum").mul_(0.9).add_(shard.grad)
+
+    def whole(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
+        x = matrix / (matrix.norm() + 1e-7)
+        for _ in range(3):
+            x = 1.5 * x - 0.5 * (x @ x.mT) @ x
+        return x
+
+    def after(self, shard: MatrixShard, update: Tensor) -> None:
+        shard.param.add_(update, alpha=-shard.group["lr"] / shard.state["step"])
 
 
-class Flattening(Declared):
-    """A filter is a row; all elements belong together."""
+class Shampoo(Orthogonal):
+    """As Shampoo without memory: both sides are divided by roots of their Gram matrices."""
 
-    needs_whole_matrices = True
+    def whole(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
+        for gram, side in ((matrix @ matrix.mT, 0), (matrix.mT @ matrix, 1)):
+            values, vectors = torch.linalg.eigh(gram.double() + 1e-3 * torch.eye(len(gram)))
+            root = (vectors * values**-0.25 @ vectors.mT).to(matrix.dtype)
+            matrix = matrix @ root if side else root @ matrix
+        return matrix
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's returns a loss
-        for group in self.param_groups:
-            for param in group["params"]:
-                x = param.grad.flatten(1)
-                x = x / (x.norm() + 1e-7)
-                param.add_((1.5 * x - 0.5 * x @ x.T @ x).view_as(param), alpha=-group["lr"])
+
+class Dion(Orthogonal):
+    """As Dion without memory: the update is of rank two, from a power iteration."""
+
+    def whole(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
+        q = torch.eye(matrix.shape[1], 2, dtype=matrix.dtype)
+        p, _ = torch.linalg.qr(matrix @ q)
+        right = matrix.mT @ p
+        return p @ (right / (right.norm(dim=0) + 1e-7)).mT
+
+
+class Flattening(MatrixOptimizer):
+    """A filter is a row; all elements belong together. What is sent has half the bytes."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def before(self, shard: MatrixShard) -> Tensor:
+        assert shard.grad is not None
+        return shard.grad.bfloat16()
+
+    def whole(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
+        x = matrix.flatten(1).float()
+        x = x / (x.norm() + 1e-7)
+        return (1.5 * x - 0.5 * x @ x.T @ x).view_as(matrix).bfloat16()
+
+    def after(self, shard: MatrixShard, update: Tensor) -> None:
+        shard.param.add_(update, alpha=-shard.group["lr"])
 
 
 def declared(model: nn.Module) -> list[Optimizer]:
@@ -109,7 +133,7 @@ def declared(model: nn.Module) -> list[Optimizer]:
     params = list(model.parameters())
     filters, rest = [p for p in params if p.dim() == 3 and p.shape[1] == 1], [p for p in params if p.dim() == 1]
     matrices = [p for p in params if p.dim() == 2 or (p.dim() == 3 and p.shape[-1] == 7)]
-    return [Declared(matrices, 0.05), Flattening(filters, 0.05), AdamW(rest, lr=0.01, eps=1e-3)]
+    return [Orthogonal(matrices, 0.05), Flattening(filters, 0.05), AdamW(rest, lr=0.01, eps=1e-3)]
 
 
 CASES: dict[str, Case] = {
@@ -362,11 +386,11 @@ def test_each_matrix_is_computed_once(two: Ranks) -> None:
     assert sum(two.run(_counted)) == counter.get_total_flops()
 
 
-def _resumed(rank: int, source: str | None, target: str, begin: int, end: int) -> None:
+def _resumed(rank: int, own: bool, source: str | None, target: str, begin: int, end: int) -> None:
     """Load, train some steps on known gradients, save; the parameters are those of a process that did all of them."""
     case = CASES["wide"]
     reference, model = reference_and_model(case)
-    both = [optimizers(each)[0] for each in (reference, model)]
+    both = [own_or_muon(each, own) for each in (reference, model)]
     if source is not None:
         state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, both[1])}
         dcp.load(state, checkpoint_id=source)
@@ -385,15 +409,50 @@ def _resumed(rank: int, source: str | None, target: str, begin: int, end: int) -
     dcp.save(state, checkpoint_id=target)
 
 
+def own_or_muon(model: nn.Module, own: bool) -> Optimizer:
+    """An optimizer of the matrices of `model`."""
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    return Orthogonal(matrices, 0.05) if own else Muon(matrices, lr=0.02)
+
+
 def distributed(full: Tensor, param: Any) -> Tensor:
     """`full`, sharded as `param` is."""
     return ShardedTensor(param.spec.local_of(full).clone(), param.spec)
 
 
-def test_restart_on_another_number_of_ranks(two: Ranks, three: Ranks, tmp_path: Path) -> None:
-    """Momentum is saved and loaded as any state that is sharded as its parameter: three ranks go on, bit for bit."""
-    two.run(_resumed, None, str(tmp_path / "two"), 0, 2)
-    three.run(_resumed, str(tmp_path / "two"), str(tmp_path / "three"), 2, 4)
+@pytest.mark.parametrize("own", [False, True])
+def test_restart_on_another_number_of_ranks(two: Ranks, three: Ranks, tmp_path: Path, own: bool) -> None:
+    """State is saved and loaded as any that is sharded as its parameter: three ranks go on, bit for bit."""
+    two.run(_resumed, own, None, str(tmp_path / "two"), 0, 2)
+    three.run(_resumed, own, str(tmp_path / "two"), str(tmp_path / "three"), 2, 4)
+
+
+@pytest.mark.parametrize("kind", [Orthogonal, Shampoo, Dion])
+@on_ranks(4)
+def test_three_functions(rank: int, kind: type[Orthogonal]) -> None:
+    """An optimizer of ten lines has the bits of one process on one, two and four ranks, in a loop and in backward."""
+    case = CASES["wide"]
+
+    def run(group: Any) -> None:
+        reference, model = build(case), shard(case, process_group=group)
+        pairs = [
+            (param, other)
+            for param, other in zip(model.parameters(), reference.parameters(), strict=True)
+            if param.dim() == 2
+        ]
+        mine, alone = kind([param for param, _ in pairs], 0.05), kind([other for _, other in pairs], 0.05)
+        for step in range(3):
+            for index, (param, other) in enumerate(pairs):
+                other.grad = torch.randn(other.shape, generator=seeded(100 * step + index))
+                param.grad = distributed(other.grad, param)  # type: ignore[assignment]  # a ShardedTensor
+            for each in (mine, alone):
+                each.step()
+        for param, other in pairs:
+            assert torch.equal(param.full_tensor(), other)  # type: ignore[attr-defined]  # a ShardedTensor
+            momentum, expected = mine.state[param]["momentum"], alone.state[other]["momentum"]
+            assert torch.equal(momentum.full_tensor(), expected) and mine.state[param]["step"] == 3
+
+    of_ranks(rank, run)
 
 
 @on_ranks(2)
@@ -416,34 +475,30 @@ def test_refusals(rank: int) -> None:
     with pytest.raises(ValueError, match=r"update_in_backward takes .* and Muon, .* not LBFGS"):
         compile_step(model, [Muon(matrices), torch.optim.LBFGS(model.head.parameters())][1:], update_in_backward=True)
 
-    class ByIndex(Declared):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's returns a loss
-            group = self.param_groups[0]
-            for param in group["params"]:
-                x = param.grad / param.grad.norm()
-                param.add_(x, alpha=-group["lr"])
+    with pytest.raises(TypeError, match=r"Own.step: a MatrixOptimizer steps by before, whole and after"):
+        type("Own", (MatrixOptimizer,), {"step": lambda self: None})
+    wrong: list[tuple[str, Any, str]] = [
+        ("before", lambda self, shard: shard.grad[:1].repeat(7), r"shape \(\d+,\), found one of shape \(7,\)"),
+        ("whole", lambda self, matrix, group: matrix.T, r"shape \(41, 7\) and dtype torch.float32, found .* \(7, 41\)"),
+        ("whole", lambda self, matrix, group: matrix.double(), r"found .* dtype torch.float64"),
+    ]
+    case = Case(lambda: nn.Sequential(nn.Linear(7, 41)), vectors, squared_error)
+    for name, function, message in wrong:
+        for model in [build(case)] + [shard(case)] * (name == "before"):  # `whole` fails on its owner alone
+            weight = next(model.parameters())
+            optimizer = type("Wrong", (Orthogonal,), {name: function})([weight], 0.1)
+            weight.grad = torch.ones_like(weight)
+            with pytest.raises(TypeError, match=f"Wrong.{name}: expected a tensor of .*{message}"):
+                optimizer.step()
 
-    for param in matrices:
-        param.grad = torch.zeros_like(param)
-    optimizer = ByIndex(matrices, 0.1)
-    with pytest.raises(TypeError, match="step: ByIndex reads param_groups by index"):
-        optimizer.step()
-    assert type(optimizer.param_groups) is list
 
-
-def _stays_whole(rank: int) -> None:
-    """What no program can be made of, or is turned off, is updated by the optimizer's own step."""
-
-    class Reading(Declared):  # writes to its gradient, so owners would have to send that too
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's returns a loss
-            for group in self.param_groups:
-                for param in group["params"]:
-                    param.grad.div_(param.grad.norm())
-                    param.add_(param.grad, alpha=-0.1)
-
-    for make in (lambda params: Reading(params, 0.1), lambda params: flat_step(Muon(params, lr=0.1), False)):
+@on_ranks(2)
+def test_turned_off() -> None:
+    """Where that is asked for, every rank computes each matrix, with the same values."""
+    for make in (
+        lambda params: flat_step(Orthogonal(params, 0.1), False),
+        lambda params: flat_step(Muon(params, lr=0.1), False),
+    ):
         reference, model = reference_and_model(CASES["wide"])
         params = [[p for p in each.parameters() if p.dim() == 2] for each in (reference, model)]
         both = [make(each) for each in params]
@@ -454,8 +509,3 @@ def _stays_whole(rank: int) -> None:
             each.step()
         for other, param in zip(*params, strict=True):
             torch.testing.assert_close(param.full_tensor(), other, rtol=0, atol=1e-3)  # type: ignore[attr-defined]  # a ShardedTensor
-
-
-def test_other_steps(two: Ranks) -> None:
-    """A step that is not elementwise, whole, elementwise runs as it is; so does Muon where that is asked for."""
-    two.run(_stays_whole)
