@@ -229,7 +229,11 @@ def test_gradients_are_not_copied(how: str) -> None:
             assert storages <= reduced, f"{unit}: gradients were copied after the reduce-scatter"
 
 
-def _drop(rank: int, how: str, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@both_ways
+@on_ranks(2)
+def test_a_dropped_model_is_freed(how: str, strategy: str) -> None:
+    """When the last reference to a trained model goes, so do its units and shards."""
     model = shard(MLP, strategy)
     run, optimizer = executor(model, how), OPTIMIZERS["momentum"](model.parameters())
     for seed in range(2):
@@ -245,13 +249,6 @@ def _drop(rank: int, how: str, strategy: str) -> None:
     gc.collect()
     assert not any(unit() for unit in left), "units are left"
     assert _soon(lambda: all(shard.expired() for shard in shards)), "shards are left"
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@both_ways
-def test_a_dropped_model_is_freed(two: Ranks, how: str, strategy: str) -> None:
-    """When the last reference to a trained model goes, so do its units and shards."""
-    two.run(_drop, how, strategy)
 
 
 # --- activation checkpointing -----------------------------------------------------------------------------------------

@@ -79,7 +79,10 @@ def batch(case: Case, seed: int, accumulate: int = 1) -> Inputs:
 # --- as the stock loop ------------------------------------------------------------------------------------------------
 
 
-def _ten_lines(rank: int) -> None:
+@LATE  # test_other_shardings has mixed precision every day
+@on_ranks(2)
+def test_ten_lines(rank: int) -> None:
+    """A training loop of ten lines, in mixed precision, trains, and takes the all-gathers that it prefetches."""
     torch.manual_seed(0)
     model = fully_shard(MODELS["mlp"].build(), mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -92,12 +95,6 @@ def _ten_lines(rank: int) -> None:
         schedule.step()
     assert losses[-1] < 0.9 * losses[0]
     assert list(step._next_forward._gathered.values()) == [torch.bfloat16] * 2
-
-
-@LATE  # test_other_shardings has mixed precision every day
-def test_ten_lines(two: Ranks) -> None:
-    """A training loop of ten lines, in mixed precision, trains, and takes the all-gathers that it prefetches."""
-    two.run(_ten_lines)
 
 
 @pytest.mark.parametrize("which", [slice(3), pytest.param(slice(3, 4), marks=LATE)])
@@ -303,7 +300,17 @@ def test_scaler(rank: int) -> None:
     assert scalers[0].get_scale() == 2.0**10  # halved once, doubled once
 
 
-def _fail(rank: int) -> None:
+class _NotANorm:
+    """What clipping raises a TypeError about."""
+
+
+def _raise(_: Tensor) -> None:
+    raise ValueError("backward fails")
+
+
+@on_ranks(2)
+def test_failures() -> None:
+    """A step that fails in the loss, in backward or in clipping changes nothing; the next one is that of the loop."""
     models, _, step, loop = _pair(accumulate=2)
     calls = 0
 
@@ -341,19 +348,6 @@ def _fail(rank: int) -> None:
     assert torch.equal(step(inputs, target=target), loop(inputs, target))
 
 
-class _NotANorm:
-    """What clipping raises a TypeError about."""
-
-
-def _raise(_: Tensor) -> None:
-    raise ValueError("backward fails")
-
-
-def test_failures(two: Ranks) -> None:
-    """A step that fails in the loss, in backward or in clipping changes nothing; the next one is that of the loop."""
-    two.run(_fail)
-
-
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     "plain_sgd": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -371,8 +365,10 @@ OPTIMIZERS: dict[str, Any] = {
 BY_DAY = ["sgd", "adam", "rmsprop", "radam", "foreach", "adafactor"]  # test_flat_step.py has the others
 
 
-def _optimizers(rank: int, names: list[str]) -> None:
-    for name in names:
+@on_ranks(2)
+def test_optimizers() -> None:
+    """Elementwise optimizers do on segments, bit for bit, what they do by themselves; others step as they are."""
+    for name in list(OPTIMIZERS) if NIGHTLY else BY_DAY:
         models = [shard(SMALL) for _ in range(2)]
         optimizers = [OPTIMIZERS[name](model.parameters()) for model in models]
         update = JointStep([optimizers[0]], fuses=False)
@@ -395,11 +391,6 @@ def _optimizers(rank: int, names: list[str]) -> None:
             _assert_equal_state(models, optimizers, number)
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] *= 0.9
-
-
-def test_optimizers(two: Ranks) -> None:
-    """Elementwise optimizers do on segments, bit for bit, what they do by themselves; others step as they are."""
-    two.run(_optimizers, list(OPTIMIZERS) if NIGHTLY else BY_DAY)
 
 
 FUSED: dict[str, Any] = {

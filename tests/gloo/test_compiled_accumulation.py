@@ -335,7 +335,10 @@ class _Heads(nn.Module):
 HEADS = Case(_Heads, vectors, lambda model, inputs: sum(out.square().mean() for out in model(inputs[0])))
 
 
-def _several_losses(rank: int, how: str) -> None:
+@on_ranks(2)
+def test_several_losses() -> None:
+    """Two backward passes of one compiled forward, both synchronised or one of them (E-FIN-7)."""
+    how = "aot_eager"
     reference, model = reference_and_model(HEADS)
     run = executor(model, how)
     for net, (x, _) in ((torch.compile(reference, backend=how), whole(HEADS, 1)), (run, mine(HEADS, 1))):
@@ -349,11 +352,6 @@ def _several_losses(rank: int, how: str) -> None:
     right.backward()  # of the same forward: synchronised
     backward(reference, HEADS, whole(HEADS, 2))
     assert_same_gradients(model, reference)
-
-
-def test_several_losses(two: Ranks) -> None:
-    """Two backward passes of one compiled forward, both synchronised or one of them (E-FIN-7)."""
-    two.run(_several_losses, "aot_eager")
 
 
 @on_ranks(2)

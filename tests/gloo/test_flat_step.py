@@ -13,7 +13,7 @@ from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.optim import flat_step
 from fsdp_compile.optim.segments import Segments
 
-from .ranks import NIGHTLY, Ranks, on_ranks
+from .ranks import NIGHTLY, on_ranks
 from .training import local
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -60,8 +60,11 @@ def _assert_equal(one: nn.Module, other: nn.Module, optimizers: list[torch.optim
                 torch.testing.assert_close(local(value), local(states[1][name]), **CLOSE)
 
 
-def _train(rank: int, names: list[str], by_groups: bool) -> None:
-    for name in names:
+@pytest.mark.parametrize("by_groups", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@on_ranks(2)
+def test_as_ordinary_steps(rank: int, by_groups: bool) -> None:
+    """Parameters and state are those of ordinary steps: schedules, clipping, missing gradients, loaded state."""
+    for name in list(OPTIMIZERS) if NIGHTLY else BY_DAY:
         models = [fully_shard(_model(), auto_wrap_policy=None) for _ in range(2)]
         of = _groups if by_groups else nn.Module.parameters
         optimizers = [OPTIMIZERS[name](of(model)) for model in models]
@@ -83,12 +86,6 @@ def _train(rank: int, names: list[str], by_groups: bool) -> None:
                 if step == 4:
                     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             _assert_equal(*models, optimizers)
-
-
-@pytest.mark.parametrize("by_groups", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_as_ordinary_steps(two: Ranks, by_groups: bool) -> None:
-    """Parameters and state are those of ordinary steps: schedules, clipping, missing gradients, loaded state."""
-    two.run(_train, list(OPTIMIZERS) if NIGHTLY else BY_DAY, by_groups)
 
 
 @on_ranks(2)

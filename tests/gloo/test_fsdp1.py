@@ -98,20 +98,24 @@ def _wrapped(seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
     return model, start(model, OPTIMIZERS["adamw"])
 
 
-def _optimizer_state(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_optimizer_state(rank: int, tmp_path: Path) -> None:
+    """torch's recipe for sharded optimizer state, `get_state_dict` and `set_state_dict` under clean names, and ranks
+    whose optimizers have parameters in different orders: all values arrive, also without parameter groups. State of a
+    parameter that the model does not have is refused by name."""
     cls, names = FullyShardedDataParallel, [name for name, _ in build(MLP).named_parameters()]
     model, optimizer = _wrapped()
     fill(model, optimizer)
     with cls.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         saved = {"model": model.state_dict(), "optimizer": cls.optim_state_dict(model, optimizer)}
-    dcp.save(saved, checkpoint_id=folder / "recipe")
+    dcp.save(saved, checkpoint_id=tmp_path / "recipe")
 
     other, fresh = _wrapped(1)
     with cls.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
         loaded = {"model": other.state_dict()}
-        dcp.load(loaded, checkpoint_id=folder / "recipe")
+        dcp.load(loaded, checkpoint_id=tmp_path / "recipe")
         other.load_state_dict(loaded["model"])
-        reader = dcp.FileSystemReader(folder / "recipe")
+        reader = dcp.FileSystemReader(tmp_path / "recipe")
         state = load_sharded_optimizer_state_dict(loaded["model"], "optimizer", reader)
         fresh.load_state_dict(cls.optim_state_dict_to_load(other, fresh, state["optimizer"]))
     assert_known(other, fresh)
@@ -156,13 +160,6 @@ def _optimizer_state(rank: int, folder: Path) -> None:
     for groups in ({}, {"param_groups": full["param_groups"]}):
         with pytest.raises(ValueError, match=r"missing \[\] and unexpected \['extra'\]"):
             cls.optim_state_dict_to_load(model, fresh, {**wrong, **groups})
-
-
-def test_optimizer_state(two: Ranks, tmp_path: Path) -> None:
-    """torch's recipe for sharded optimizer state, `get_state_dict` and `set_state_dict` under clean names, and ranks
-    whose optimizers have parameters in different orders: all values arrive, also without parameter groups. State of a
-    parameter that the model does not have is refused by name."""
-    two.run(_optimizer_state, tmp_path)
 
 
 class _OwnOnEachRank(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fsdp_compile import checkpoint, fully_shard
 from fsdp_compile.checkpoint import CheckpointError, PerRank
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 
 
 class Progress:
@@ -76,54 +76,50 @@ BEFORE = {
 }
 
 
-def _changed(rank: int, root: Path) -> None:
-    checkpoint.save({"progress": Progress(**SAVED)}, root, 1)
+@on_ranks(2)
+def test_what_has_grown_or_changed(tmp_path: Path) -> None:
+    """An object gets the state that was saved, whatever its own is at loading: names, kinds, types and keys."""
+    checkpoint.save({"progress": Progress(**SAVED)}, tmp_path, 1)
     progress = Progress(**BEFORE)
-    checkpoint.load({"progress": progress}, root)
+    checkpoint.load({"progress": progress}, tmp_path)
     for name, value in SAVED.items():
         assert _same(progress.state[name], value), (name, progress.state[name], value)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], 1.0), [2, 2, 5])
-    checkpoint.save({"scheduler": scheduler}, root, 2)
-    checkpoint.load({"scheduler": scheduler}, root)
+    checkpoint.save({"scheduler": scheduler}, tmp_path, 2)
+    checkpoint.load({"scheduler": scheduler}, tmp_path)
     assert scheduler.milestones == Counter({2: 2, 5: 1})
 
 
-def test_what_has_grown_or_changed(two: Ranks, tmp_path: Path) -> None:
-    """An object gets the state that was saved, whatever its own is at loading: names, kinds, types and keys."""
-    two.run(_changed, tmp_path)
-
-
-def _values(rank: int, root: Path) -> None:
+@on_ranks(2)
+def test_values(tmp_path: Path) -> None:
+    """Dicts, lists and tensors are changed in place, to what was saved; what does not fit is an error by name."""
     kept = torch.zeros(2)
-    checkpoint.save({"seen": {"a": 1, "b": {"c": 2}}, "log": [1.0, 2.0], "best": 0.25, "kept": torch.ones(2)}, root, 1)
+    checkpoint.save(
+        {"seen": {"a": 1, "b": {"c": 2}}, "log": [1.0, 2.0], "best": 0.25, "kept": torch.ones(2)}, tmp_path, 1
+    )
     seen: dict[str, Any] = {"b": {}}
     state = {"seen": seen, "log": [], "best": torch.tensor(2.0), "kept": kept}
-    checkpoint.load(state, root)
+    checkpoint.load(state, tmp_path)
     assert state["seen"] is seen and seen == {"b": {"c": 2}, "a": 1}
     assert state["log"] == [1.0, 2.0] and state["best"] == 0.25
     assert state["kept"] is kept and kept.eq(1).all()
-    dcp.save({"seen": {"a": 1}}, checkpoint_id=root / "plain")
+    dcp.save({"seen": {"a": 1}}, checkpoint_id=tmp_path / "plain")
     seen = {"b": {}}
-    checkpoint.load({"seen": seen}, root, partial=True)
+    checkpoint.load({"seen": seen}, tmp_path, partial=True)
     assert seen == {"b": {}}
     with pytest.raises(
         FileNotFoundError, match=r"a folder of torch.distributed.checkpoint; .* checkpoint convert .* NEW"
     ):
-        checkpoint.load({"seen": seen}, root / "plain")
+        checkpoint.load({"seen": seen}, tmp_path / "plain")
     with pytest.raises(ValueError, match=r"found \['values_of_ranks'\], which checkpoints use themselves"):
-        checkpoint.save({"values_of_ranks": 1}, root, 2)
+        checkpoint.save({"values_of_ranks": 1}, tmp_path, 2)
     for wrong, said in (
         ({"seen": {"d": 0}}, r"state\['seen'\] has names that the checkpoint does not have: seen.d"),
         ({"kept": torch.zeros(3)}, r"kept: expected shape \(3,\), as in state, found \(2,\) in the checkpoint"),
         ({"note": 1}, "state has 'note', and the checkpoint has not: it has seen, log, best, kept"),
     ):
         with pytest.raises(CheckpointError, match=said):
-            checkpoint.load(wrong, root)
-
-
-def test_values(two: Ranks, tmp_path: Path) -> None:
-    """Dicts, lists and tensors are changed in place, to what was saved; what does not fit is an error by name."""
-    two.run(_values, tmp_path)
+            checkpoint.load(wrong, tmp_path)
 
 
 class _Grows(nn.Module):
@@ -140,39 +136,36 @@ class _Grows(nn.Module):
         self.extra = state
 
 
-def _models(rank: int, root: Path) -> None:
+@on_ranks(2)
+def test_models(tmp_path: Path) -> None:
+    """Extra state may have grown; names on one side only, and values in the place of tensors, are errors by name.
+
+    A sharded tensor that `state` does not have is loaded in full."""
     for index, (saved, here) in enumerate(
         [({"amax": torch.ones(4), "steps": {3: 1}}, {}), (torch.arange(6), torch.zeros(2)), ([], [torch.ones(1)])]
     ):
-        checkpoint.save({"model": fully_shard(_Grows(saved))}, root, index)
+        checkpoint.save({"model": fully_shard(_Grows(saved))}, tmp_path, index)
         model = fully_shard(_Grows(here))
-        checkpoint.load({"model": model}, root)
+        checkpoint.load({"model": model}, tmp_path)
         assert _same(model.extra, saved), (model.extra, saved)
     larger = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     smaller = fully_shard(nn.Sequential(nn.Linear(3, 3)))
     optimizer = torch.optim.SGD(smaller.parameters(), 0.1)
-    checkpoint.save({"model": fully_shard(larger), "opt": torch.optim.SGD(larger.parameters(), 0.1)}, root, 9)
+    checkpoint.save({"model": fully_shard(larger), "opt": torch.optim.SGD(larger.parameters(), 0.1)}, tmp_path, 9)
     with pytest.raises(CheckpointError, match=r"names that state\['model'\] does not have: 1.w"):
-        checkpoint.load({"model": smaller}, root)
-    checkpoint.load({"model": smaller, "opt": optimizer}, root, partial=True)
+        checkpoint.load({"model": smaller}, tmp_path)
+    checkpoint.load({"model": smaller, "opt": optimizer}, tmp_path, partial=True)
     with pytest.raises(CheckpointError, match=r"'model'\] has names that the checkpoint does not have: 2.w"):
-        checkpoint.load({"model": fully_shard(nn.Sequential(*larger, nn.Linear(3, 3)))}, root)
+        checkpoint.load({"model": fully_shard(nn.Sequential(*larger, nn.Linear(3, 3)))}, tmp_path)
     for wrong in ([], 3, {"a": 1}):
-        checkpoint.save({"model": {"0.weight": wrong, "0.bias": torch.ones(3)}}, root, 10)
+        checkpoint.save({"model": {"0.weight": wrong, "0.bias": torch.ones(3)}}, tmp_path, 10)
         with pytest.raises(CheckpointError, match=r"model.0.weight: expected a tensor in the checkpoint"):
-            checkpoint.load({"model": smaller}, root)
+            checkpoint.load({"model": smaller}, tmp_path)
     wide = fully_shard(nn.Linear(7, 9)).weight.detach()
-    checkpoint.save({"mean": {"w": wide}}, root, 11)
+    checkpoint.save({"mean": {"w": wide}}, tmp_path, 11)
     mean: dict[str, Any] = {}
-    checkpoint.load({"mean": mean}, root)
+    checkpoint.load({"mean": mean}, tmp_path)
     assert torch.equal(mean["w"], wide.full_tensor())
-
-
-def test_models(two: Ranks, tmp_path: Path) -> None:
-    """Extra state may have grown; names on one side only, and values in the place of tensors, are errors by name.
-
-    A sharded tensor that `state` does not have is loaded in full."""
-    two.run(_models, tmp_path)
 
 
 def _save_by_rank(rank: int, root: Path) -> None:
@@ -227,23 +220,23 @@ class _WithNothing(nn.Module):
         self.linear, self.nothing = nn.Linear(3, 3), nn.Parameter(torch.zeros(0, 4))
 
 
-def _without_elements(rank: int, root: Path) -> None:
+@on_ranks(2)
+def test_a_tensor_without_elements(tmp_path: Path) -> None:
+    """A sharded tensor without elements in a dict or list is saved and loaded."""
     model = fully_shard(_WithNothing())
     kept = {name: param.detach().clone() for name, param in model.named_parameters()}
     for name, tensors in (("dict", kept), ("list", list(kept.values()))):
-        checkpoint.save({"kept": tensors, "model": model}, root / name, 1)
+        checkpoint.save({"kept": tensors, "model": model}, tmp_path / name, 1)
         empty = [torch.zeros_like(value) for value in kept.values()]
         found = dict(zip(kept, empty, strict=True)) if name == "dict" else empty
-        checkpoint.load({"kept": found}, root / name)
+        checkpoint.load({"kept": found}, tmp_path / name)
         assert all(torch.equal(a, b) for a, b in zip(empty, kept.values(), strict=True))
 
 
-def test_a_tensor_without_elements(two: Ranks, tmp_path: Path) -> None:
-    """A sharded tensor without elements in a dict or list is saved and loaded."""
-    two.run(_without_elements, tmp_path)
+@on_ranks(2)
+def test_stages_of_a_pipeline(rank: int, tmp_path: Path) -> None:
+    """Ranks with other layers save and load them under one key, with the groups of their optimizers."""
 
-
-def _stages(rank: int, root: Path) -> None:
     def stage(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(10 * seed + rank)
         model = nn.ModuleDict({f"layer{rank}": nn.Linear(3, 3), "shared": nn.Linear(3, 3)})
@@ -255,9 +248,9 @@ def _stages(rank: int, root: Path) -> None:
         return model, optimizer
 
     model, optimizer = stage(0)
-    checkpoint.save({"model": model, "optimizer": optimizer}, root, 1)
+    checkpoint.save({"model": model, "optimizer": optimizer}, tmp_path, 1)
     other, other_optimizer = stage(1)
-    checkpoint.load({"model": other, "optimizer": other_optimizer}, root)
+    checkpoint.load({"model": other, "optimizer": other_optimizer}, tmp_path)
     assert other_optimizer.param_groups[0]["lr"] == (0.1 + rank) * 0.5
     assert torch.equal(other[f"layer{rank}"].weight, model[f"layer{rank}"].weight)
     found = other_optimizer.state[other[f"layer{rank}"].weight]
@@ -266,9 +259,4 @@ def _stages(rank: int, root: Path) -> None:
     if not rank:
         del fewer["model"]["layer-1"]
     with pytest.raises(CheckpointError, match=r"names that state\['model'\] does not have: layer0.weight, layer0.bias"):
-        checkpoint.load(fewer, root)
-
-
-def test_stages_of_a_pipeline(two: Ranks, tmp_path: Path) -> None:
-    """Ranks with other layers save and load them under one key, with the groups of their optimizers."""
-    two.run(_stages, tmp_path)
+        checkpoint.load(fewer, tmp_path)

@@ -63,20 +63,17 @@ CASES = {
 }
 
 
-def _train_all(rank: int, how: str, names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("names", [("frozen", "tied_blocks"), pytest.param(tuple(CASES), marks=LATE)], ids=len)
+@on_ranks(2)
+def test_compiled_blocks_train_as_one_process_does(names: tuple[str, ...]) -> None:
+    """Tied, frozen and recomputed parameters too, also of other blocks; nothing is compiled after the first step."""
     for name in names:
         torch._dynamo.reset()
         reference, model = reference_and_model(CASES[name])
-        _compile_blocks(model, how)
+        _compile_blocks(model, "aot_eager")
         for steps, recompiles in ((1, False), (2, True)):
             with torch._dynamo.config.patch(error_on_recompile=recompiles):
                 follow(model, reference, CASES[name], steps=steps)
-
-
-@pytest.mark.parametrize("names", [("frozen", "tied_blocks"), pytest.param(tuple(CASES), marks=LATE)], ids=len)
-def test_compiled_blocks_train_as_one_process_does(two: Ranks, names: tuple[str, ...]) -> None:
-    """Tied, frozen and recomputed parameters too, also of other blocks; nothing is compiled after the first step."""
-    two.run(_train_all, "aot_eager", names)
 
 
 @contextmanager

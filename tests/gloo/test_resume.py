@@ -17,7 +17,7 @@ from fsdp_compile import FullyShardedDataParallel, checkpoint, fully_shard
 from fsdp_compile.checkpoint import directory
 from fsdp_compile.checkpoint.convert import open_source
 
-from .ranks import Ranks, RanksFailed
+from .ranks import Ranks, RanksFailed, on_ranks
 from .training import (
     OPTIMIZERS,
     assert_bitwise,
@@ -79,7 +79,9 @@ class _Scaled(nn.Module):
         return self.linear(x) * self.scale
 
 
-def _goes_on_with_a_scalar(rank: int, root: Path) -> None:
+@on_ranks(2)
+def test_a_scalar_goes_on(tmp_path: Path) -> None:
+    """State of a parameter of shape () is loaded by the rank that stores it, without the others."""
     states = []
     for seed in range(2):
         torch.manual_seed(seed)
@@ -89,19 +91,14 @@ def _goes_on_with_a_scalar(rank: int, root: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
         states.append({"model": model, "optimizer": optimizer})
-    checkpoint.save(states[0], root, 1)
-    checkpoint.load(states[1], root)
+    checkpoint.save(states[0], tmp_path, 1)
+    checkpoint.load(states[1], tmp_path)
     found, expected = (state["optimizer"].state.values() for state in reversed(states))
     for one, other in zip(found, expected, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(local(one[key]), local(other[key])) for key in one)
         assert all(one[key].shape == other[key].shape for key in one)
     assert_bitwise(states[0]["model"], states[1]["model"], "after a resume")
-
-
-def test_a_scalar_goes_on(two: Ranks, tmp_path: Path) -> None:
-    """State of a parameter of shape () is loaded by the rank that stores it, without the others."""
-    two.run(_goes_on_with_a_scalar, tmp_path)
 
 
 def test_training_goes_on_bit_for_bit(two: Ranks, tmp_path: Path) -> None:
@@ -122,7 +119,11 @@ def _ends_side_by_side() -> Stack:
     return model
 
 
-def _goes_on_with_other_flats(rank: int, root: Path) -> None:
+@pytest.mark.nightly
+@on_ranks(2)
+def test_other_flat_parameters(tmp_path: Path) -> None:
+    """Where both ends are large and side by side, each has a flat parameter; it trains as unsharded, and a checkpoint
+    of one division loads into another."""
     case = replace(MLP, build=_ends_side_by_side)
     for how in ("eager", "aot_eager"):
         models = []
@@ -135,37 +136,27 @@ def _goes_on_with_other_flats(rank: int, root: Path) -> None:
             models.append(model)
         train(models[0], OPTIMIZERS["adamw"](models[0].parameters()), range(1))
         for saved, loaded in (models, models[::-1]):
-            checkpoint.save({"model": saved}, root, 1)
-            checkpoint.load({"model": loaded}, root)
+            checkpoint.save({"model": saved}, tmp_path, 1)
+            checkpoint.load({"model": loaded}, tmp_path)
             expected = full_parameters(saved)
             assert all(torch.equal(full, expected[name]) for name, full in full_parameters(loaded).items())
             train(loaded, OPTIMIZERS["adamw"](loaded.parameters()), range(1))
 
 
-@pytest.mark.nightly
-def test_other_flat_parameters(two: Ranks, tmp_path: Path) -> None:
-    """Where both ends are large and side by side, each has a flat parameter; it trains as unsharded, and a checkpoint
-    of one division loads into another."""
-    two.run(_goes_on_with_other_flats, tmp_path)
-
-
-def _wrapped(rank: int, root: Path) -> None:
+@on_ranks(2)
+def test_wrappers_have_the_same_names(tmp_path: Path) -> None:
+    """What `fully_shard` saved a compiled `FullyShardedDataParallel`, divided into other units, loads and trains on."""
     model, optimizer = trained(2)
-    checkpoint.save({"model": model, "optimizer": optimizer}, root, 2)
+    checkpoint.save({"model": model, "optimizer": optimizer}, tmp_path, 2)
     wrapper = FullyShardedDataParallel(build(MLP, 1))
     other = torch.compile(wrapper, backend="eager")
     other_optimizer = OPTIMIZERS["adamw"](wrapper.parameters())
-    checkpoint.load({"model": other, "optimizer": other_optimizer}, root)
+    checkpoint.load({"model": other, "optimizer": other_optimizer}, tmp_path)
     train(model, optimizer, range(2, 4))
     train(wrapper, other_optimizer, range(2, 4))
     expected, found = full_parameters(model), full_parameters(wrapper)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[f"_fsdp_wrapped_module.{name}"], tensor, rtol=1e-6, atol=1e-7)
-
-
-def test_wrappers_have_the_same_names(two: Ranks, tmp_path: Path) -> None:
-    """What `fully_shard` saved a compiled `FullyShardedDataParallel`, divided into other units, loads and trains on."""
-    two.run(_wrapped, tmp_path)
 
 
 # --- the example ------------------------------------------------------------------------------------------------------
@@ -214,30 +205,6 @@ def test_the_example_resumes_bit_for_bit(two: Ranks, tmp_path: Path, compiled: b
 # --- ranks that fail or die -------------------------------------------------------------------------------------------
 
 
-def _fails_on_one(rank: int, root: Path) -> None:
-    model, _ = trained(0)
-    checkpoint.save({"model": model}, root, 1)
-
-    def fail(*_: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(directory, "_tensor_to_write", fail)
-        with pytest.raises(checkpoint.CheckpointError, match=r"saving step 2 in .*: rank 1: .*No space left"):
-            checkpoint.save({"model": model}, root, 2)
-    dist.barrier()
-    assert [path.name for path in root.iterdir()] == ["step-00000001"]
-    with open(root / "step-00000001" / "__1_0.distcp", "r+b") as file:
-        file.seek(700)
-        file.write(bytes([1 + rank]))
-    dist.barrier()
-    with pytest.raises(checkpoint.CheckpointError, match=r"rank 1: .*__1_0.distcp, with model\..*: its bytes are not"):
-        checkpoint.load({"model": model}, root)
-    with pytest.raises(FileNotFoundError, match="expected a checkpoint of step 9, found steps: 1"):
-        checkpoint.load({"model": model}, root, 9)
-
-
 class _Counter:
     """Refuses on rank 1 what it has saved."""
 
@@ -252,21 +219,39 @@ class _Counter:
             raise KeyError("total")
 
 
-def _refuses_on_one(rank: int, root: Path) -> None:
-    state = {"counter": _Counter(rank), "note": "here"}
-    checkpoint.save(state, root, 1)
-    with pytest.raises(checkpoint.CheckpointError, match=r"loading .*step-00000001: rank 1: 'total'$"):
-        checkpoint.load(state, root)
-
-
-def test_an_error_of_one_rank_is_an_error_of_all(two: Ranks, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_an_error_of_one_rank_is_an_error_of_all(rank: int, tmp_path: Path) -> None:
     """Saving: nothing is left of it. Loading: all know the file and the tensor, also where the file was not read."""
-    two.run(_fails_on_one, tmp_path)
+    model, _ = trained(0)
+    checkpoint.save({"model": model}, tmp_path, 1)
+
+    def fail(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(directory, "_tensor_to_write", fail)
+        with pytest.raises(checkpoint.CheckpointError, match=r"saving step 2 in .*: rank 1: .*No space left"):
+            checkpoint.save({"model": model}, tmp_path, 2)
+    dist.barrier()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    with open(tmp_path / "step-00000001" / "__1_0.distcp", "r+b") as file:
+        file.seek(700)
+        file.write(bytes([1 + rank]))
+    dist.barrier()
+    with pytest.raises(checkpoint.CheckpointError, match=r"rank 1: .*__1_0.distcp, with model\..*: its bytes are not"):
+        checkpoint.load({"model": model}, tmp_path)
+    with pytest.raises(FileNotFoundError, match="expected a checkpoint of step 9, found steps: 1"):
+        checkpoint.load({"model": model}, tmp_path, 9)
 
 
-def test_a_state_that_one_rank_refuses(two: Ranks, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_a_state_that_one_rank_refuses(rank: int, tmp_path: Path) -> None:
     """Where `load_state_dict` raises on one rank, at the end of loading, all ranks raise at once and name it."""
-    two.run(_refuses_on_one, tmp_path)
+    state = {"counter": _Counter(rank), "note": "here"}
+    checkpoint.save(state, tmp_path, 1)
+    with pytest.raises(checkpoint.CheckpointError, match=r"loading .*step-00000001: rank 1: 'total'$"):
+        checkpoint.load(state, tmp_path)
 
 
 def _dies(rank: int, root: Path) -> None:
@@ -287,7 +272,10 @@ def test_a_rank_that_dies(two: Ranks, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 
-def _buffers_of_the_first_rank(rank: int, root: Path) -> None:
+@on_ranks(2)
+def test_buffers_of_one_rank_are_saved(rank: int, tmp_path: Path) -> None:
+    """Of buffers that differ between ranks all are the first rank's: means, variances and counts belong together."""
+
     def make() -> nn.Module:
         blocks = (nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8)) for _ in range(3))
         return fully_shard(nn.Sequential(*blocks))
@@ -296,12 +284,7 @@ def _buffers_of_the_first_rank(rank: int, root: Path) -> None:
     with torch.no_grad():
         for buffer in model.buffers():
             buffer.fill_(10 + rank)
-    checkpoint.save({"model": model}, root, 1)
-    checkpoint.load({"model": loaded}, root)
+    checkpoint.save({"model": model}, tmp_path, 1)
+    checkpoint.load({"model": loaded}, tmp_path)
     assert {value for buffer in loaded.buffers() for value in buffer.flatten().tolist()} == {10.0}
     assert all((buffer == 10 + rank).all() for buffer in model.buffers())
-
-
-def test_buffers_of_one_rank_are_saved(two: Ranks, tmp_path: Path) -> None:
-    """Of buffers that differ between ranks all are the first rank's: means, variances and counts belong together."""
-    two.run(_buffers_of_the_first_rank, tmp_path)

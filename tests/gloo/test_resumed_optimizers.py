@@ -242,14 +242,28 @@ def test_any_strategy(four: Ranks, two: Ranks, saving: str, loading: str, tmp_pa
     two.run(_resume, tmp_path, SAMPLE, loading)
 
 
-def _other_options(rank: int, root: Path) -> None:
+def _twice(model: nn.Module, optimizer: optim.Optimizer) -> Tensor:
+    """The head's second moment after one more step of its bias."""
+    index = [name for name, _ in model.named_parameters()].index("head.bias")
+    full = torch.randn(model.head.bias.shape, generator=seeded(100 + index))
+    before = optimizer.state[model.head.bias]["exp_avg_sq"].full_tensor()
+    return before * 0.999 + full**2 * 0.001
+
+
+@on_ranks(2)
+def test_other_options(tmp_path: Path) -> None:
+    """Options that were switched on since the save are the saved ones again, with a warning, as is state of theirs.
+
+    State of parameters that the optimizer does not have is an error, unless `partial=True`.
+    """
+
     def warnings_of(saved: optim.Optimizer, loaded: optim.Optimizer, stepped: bool, **options: Any) -> list[str]:
-        checkpoint.save({"model": model, "optimizer": saved}, root, 1)
+        checkpoint.save({"model": model, "optimizer": saved}, tmp_path, 1)
         if stepped:
             _step(0, MOMENTS["in the middle"], model, loaded)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            checkpoint.load({"model": model, "optimizer": loaded}, root, **options)
+            checkpoint.load({"model": model, "optimizer": loaded}, tmp_path, **options)
         _step(1, MOMENTS["in the middle"], model, loaded)
         return [str(each.message) for each in caught if "state['optimizer']" in str(each.message)]
 
@@ -270,22 +284,6 @@ def _other_options(rank: int, root: Path) -> None:
         warnings_of(adamw, head, False)
     assert warnings_of(adamw, head, False, partial=True) == []
     _assert_same(head.state[model.head.bias]["exp_avg_sq"], _twice(model, adamw), "the head alone")
-
-
-def _twice(model: nn.Module, optimizer: optim.Optimizer) -> Tensor:
-    """The head's second moment after one more step of its bias."""
-    index = [name for name, _ in model.named_parameters()].index("head.bias")
-    full = torch.randn(model.head.bias.shape, generator=seeded(100 + index))
-    before = optimizer.state[model.head.bias]["exp_avg_sq"].full_tensor()
-    return before * 0.999 + full**2 * 0.001
-
-
-def test_other_options(two: Ranks, tmp_path: Path) -> None:
-    """Options that were switched on since the save are the saved ones again, with a warning, as is state of theirs.
-
-    State of parameters that the optimizer does not have is an error, unless `partial=True`.
-    """
-    two.run(_other_options, tmp_path)
 
 
 def _in_another_order(rank: int, root: Path, saving: bool) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from fsdp_compile import checkpoint, fully_shard, summon_full_params
 from fsdp_compile.checkpoint.convert import open_source
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .training import backward, build, full_parameters, local, mine, units
 
 
@@ -108,9 +108,11 @@ def test_replicas_write_once(four: Ranks, tmp_path: Path) -> None:
     four.run(_there_and_back, tmp_path, "tied", ["HYBRID_SHARD", "FULL_SHARD", "IN_PAIRS"])
 
 
-def _saved_once(rank: int, folder: Path) -> None:
+@on_ranks(4)
+def test_tied_parameters_are_saved_once(tmp_path: Path) -> None:
+    """A checkpoint has one place for both names of a tied parameter, and what is converted from it knows."""
     for strategy in ("FULL_SHARD", "HYBRID_SHARD"):
-        root = folder / strategy
+        root = tmp_path / strategy
         model = _sharded("tied", strategy, 0)
         checkpoint.save({"model": model}, root, 1)
         other = _sharded("tied", "SHARD_GRAD_OP", 1)
@@ -121,50 +123,41 @@ def _saved_once(rank: int, folder: Path) -> None:
         assert list(open_source(root).tied.items()) == [("model.head.weight", "model.tokens.weight")]
 
 
-def test_tied_parameters_are_saved_once(four: Ranks, tmp_path: Path) -> None:
-    """A checkpoint has one place for both names of a tied parameter, and what is converted from it knows."""
-    four.run(_saved_once, tmp_path)
-
-
-def _from_meta(rank: int, folder: Path) -> None:
-    checkpoint.save_safetensors(_sharded("tied", "FULL_SHARD", 0), folder)
+@on_ranks(2)
+def test_start_on_the_meta_device(tmp_path: Path) -> None:
+    """A model that never had values gets them from the files, tied parameters too."""
+    checkpoint.save_safetensors(_sharded("tied", "FULL_SHARD", 0), tmp_path)
     with torch.device("meta"):
         model = CASES["tied"].build()
     fully_shard(model, param_init_fn=lambda module: module.to_empty(device=torch.get_default_device(), recurse=False))
-    checkpoint.load_safetensors(model, folder)
+    checkpoint.load_safetensors(model, tmp_path)
     expected = build(CASES["tied"]).state_dict()
     for name, tensor in full_parameters(model).items():
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_start_on_the_meta_device(two: Ranks, tmp_path: Path) -> None:
-    """A model that never had values gets them from the files, tied parameters too."""
-    two.run(_from_meta, tmp_path)
-
-
-def _loaded_between_steps(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_loaded_between_steps(tmp_path: Path) -> None:
+    """The next forward computes with what was loaded, also where parameters stayed unsharded since the last one."""
     case = MODELS["mlp"]
-    checkpoint.save_safetensors(fully_shard(build(case)), folder)
+    checkpoint.save_safetensors(fully_shard(build(case)), tmp_path)
     model = fully_shard(build(case, 1), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
     with model.no_sync():  # backward leaves what it gathered to the next forward
         backward(model, case, mine(case, 0))
     assert any(unit.kept is not None for unit in units(model))
-    checkpoint.load_safetensors(model, folder)
+    checkpoint.load_safetensors(model, tmp_path)
     assert backward(model, case, mine(case, 0)) == backward(build(case), case, mine(case, 0))
     with summon_full_params(model), pytest.raises(ValueError, match="leave summon_full_params"):
-        checkpoint.save_safetensors(model, folder)
+        checkpoint.save_safetensors(model, tmp_path)
     with summon_full_params(model), pytest.raises(ValueError, match="leave summon_full_params"):
-        checkpoint.load_safetensors(model, folder)
+        checkpoint.load_safetensors(model, tmp_path)
 
 
-def test_loaded_between_steps(two: Ranks, tmp_path: Path) -> None:
-    """The next forward computes with what was loaded, also where parameters stayed unsharded since the last one."""
-    two.run(_loaded_between_steps, tmp_path)
-
-
-def _one_rank_fails(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_one_rank_fails(rank: int, tmp_path: Path) -> None:
+    """All ranks raise and name the rank that failed; what was exported before is complete."""
     model = fully_shard(build(MODELS["mlp"]))
-    checkpoint.save_safetensors(model, folder)
+    checkpoint.save_safetensors(model, tmp_path)
 
     def fail(*_: Any) -> int:
         raise OSError(28, "No space left on device")
@@ -173,17 +166,12 @@ def _one_rank_fails(rank: int, folder: Path) -> None:
         if rank == 1:
             patch.setattr(os, "pwrite", fail)
         with pytest.raises(checkpoint.CheckpointError, match=r"rank 1: .*No space left"):
-            checkpoint.save_safetensors(fully_shard(build(MODELS["mlp"], 1)), folder)
+            checkpoint.save_safetensors(fully_shard(build(MODELS["mlp"], 1)), tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(os, "preadv", fail)
         with pytest.raises(checkpoint.CheckpointError, match=r"rank 1: .*No space left"):
-            checkpoint.load_safetensors(model, folder)
-    checkpoint.load_safetensors(model, folder)
+            checkpoint.load_safetensors(model, tmp_path)
+    checkpoint.load_safetensors(model, tmp_path)
     for name, tensor in full_parameters(model).items():
         assert torch.equal(tensor, build(MODELS["mlp"]).state_dict()[name])
-
-
-def test_one_rank_fails(two: Ranks, tmp_path: Path) -> None:
-    """All ranks raise and name the rank that failed; what was exported before is complete."""
-    two.run(_one_rank_fails, tmp_path)

@@ -17,7 +17,7 @@ from torch.futures import Future
 from fsdp_compile import fully_shard
 from fsdp_compile.checkpoint import DirectoryWriter
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 from .training import full_parameters
 
 
@@ -86,21 +86,30 @@ def test_writers_that_keep_names(two: Ranks, three: Ranks, tmp_path: Path) -> No
     three.run(_written, tmp_path / "three")
 
 
-def _refused(rank: int, root: Path) -> None:
+def _planned(state: dict[str, Any]) -> list[Any]:
+    return list(dcp.default_planner.create_default_local_save_plan(state, is_coordinator=True).items)
+
+
+@on_ranks(2)
+def test_writers_that_cannot(tmp_path: Path) -> None:
+    """What would write a part of a tensor is refused before a file is written; chunks go to writers that keep them.
+
+    `async_save` through the process group of training warns, and names the group that is needed.
+    """
     model = _model()
     group = dist.new_group()
     state = get_model_state_dict(model)
-    path = root / "alone"
+    path = tmp_path / "alone"
     with pytest.raises(dcp.api.CheckpointException, match="HuggingFaceStorageWriter writes what one rank has") as error:
         dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(path)))
     assert "save_distributed=True" in str(error.value) and not list(path.glob("*.safetensors"))
-    path = root / "background"
+    path = tmp_path / "background"
     safetensors = dcp.FileSystemWriter(path, serialization_format=SerializationFormat.SAFETENSORS)
     future: Any = dcp.async_save(state, storage_writer=safetensors, process_group=group)
     with pytest.raises(dcp.api.CheckpointException, match="FileSystemWriter keeps one item of each name"):
         future.result()
     assert not list(path.glob("*distcp"))
-    for path, passed in ((root / "ours", group), (root / "shared", None)):
+    for path, passed in ((tmp_path / "ours", group), (tmp_path / "shared", None)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             written: Any = dcp.async_save(state, storage_writer=DirectoryWriter(path, 1), process_group=passed)
@@ -109,15 +118,3 @@ def _refused(rank: int, root: Path) -> None:
         assert len(said) == (passed is None), caught
     names = {item.index.fqn for item in _planned(state)}
     assert names <= set(state) and len(_planned(state)) > len(names), "other planners get chunks"
-
-
-def _planned(state: dict[str, Any]) -> list[Any]:
-    return list(dcp.default_planner.create_default_local_save_plan(state, is_coordinator=True).items)
-
-
-def test_writers_that_cannot(two: Ranks, tmp_path: Path) -> None:
-    """What would write a part of a tensor is refused before a file is written; chunks go to writers that keep them.
-
-    `async_save` through the process group of training warns, and names the group that is needed.
-    """
-    two.run(_refused, tmp_path)
