@@ -98,16 +98,13 @@ class Wire:
         """`stages`, those of a gather in order, and `replicas`, with formats."""
         crossing = len(stages) - 1 if self.between_nodes_only else len(stages)  # so many of them, the first ones
         formats = self.gather or "", self.reduce or ""
-        return (*_with_formats(stages[:crossing], *formats), *stages[crossing:]), _hop_with_formats(replicas, *formats)
+        stages = *_with_formats(stages[:crossing], *formats), *stages[crossing:]
+        return stages, None if replicas is None else _with_formats((replicas,), *formats)[0]
 
 
 def _with_formats(hops: Sequence[NamedGroup], gather: str, reduce: str) -> tuple[NamedGroup, ...]:
     """`hops` with these formats; one rank alone sends nothing."""
     return tuple(each._replace(gather=gather, reduce=reduce) if each.size > 1 else each for each in hops)
-
-
-def _hop_with_formats(hop: NamedGroup | None, gather: str, reduce: str) -> NamedGroup | None:
-    return None if hop is None else _with_formats((hop,), gather, reduce)[0]
 
 
 _ATTRIBUTE = "_fsdp_wire"

@@ -10,15 +10,9 @@ param.device_mesh, param.placements      a mesh, and a `FlatShard` for the ranks
 # with `full_tensor()`. What they do with other tensors is meant for a model that is not sharded: a local norm that is
 # summed over ranks would count all elements on each of them. So the answer is yes, by a property `__class__`, without
 # DTensor as a base class, whose operators act on placements. tests/gloo/test_call_sites.py runs 36 call sites of torch
-# and of frameworks beside FSDP2, and docs/frameworks.md has the table. 34 were measured both ways on two ranks:
-#
-#                          as FSDP2    refused by name    another error    ends the process    silently something else
-#     with the property          27                  7                0                   0                          0
-#     without it                 19                  0                3                   2                         10
-#
-# The ten: a norm that is the root of two too large, placements and counts that miss parameters, and
-# `DTensor.from_local` around a sharded tensor. Three of the seven are right without it: they read `_local_tensor`, or
-# redistribute to the placements of a parameter, where the branch for plain tensors copies full values.
+# and of frameworks beside FSDP2, and docs/frameworks.md has the table. Of 34 that were measured both ways 27 do with it
+# what they do with FSDP2, and 7 are refused by name; without it ten silently do something else: norms that are the root
+# of two too large, counts that miss parameters, and `DTensor.from_local` around a sharded tensor.
 #
 # What is no DTensor: unsharded parameters within `summon_full_params`, which are plain to operators; gradients under
 # `no_sync`, whose local elements other ranks do not have; views. Code of torch that reads the fields of what is one, or
@@ -35,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_compile.core._torch import local_shape_and_offset
-from fsdp_compile.tensors._torch import READERS_OF_FIELDS, called_by, dispatcher_asks, makes_spec
+from fsdp_compile.tensors._torch import COPIES_ROWS, READERS_OF_FIELDS, called_by, dispatcher_asks, makes_spec
 from fsdp_compile.tensors.shard_spec import ShardSpec
 
 # Code that reads rows of a file and puts a DTensor of them into the place of each parameter. It is shown the placements
@@ -45,19 +39,25 @@ LOADERS_OF_ROWS = (
 )  # fmt: skip
 
 
+_COPIED = -1  # as `FlatShard.row`, to code that copies rows of a full tensor: all, of which `copy_` chooses elements
+
+
 class FlatShard(Shard):
     """The placement of a sharded tensor: each rank stores one range of the flattened elements.
 
     It answers as a `Shard(0)`, and `distribute_tensor` makes DTensors of it that are. But it equals no `Shard(0)`: the
     parts are others, so `DTensor.from_local` and `redistribute` refuse this placement: ValueError.
 
+    `compute_local_shape_and_global_offset` of torch says which rows a rank stores, or raises: ValueError.
+
     Attributes:
         ranges: for each rank the first element that it stores, and how many.
+        row: elements of a row; 0 in what older versions have pickled.
     """
 
-    def __init__(self, ranges: tuple[tuple[int, int], ...]) -> None:
+    def __init__(self, ranges: tuple[tuple[int, int], ...], row: int = 0) -> None:
         super().__init__(0)
-        self.ranges = ranges
+        self.ranges, self.row = ranges, row
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, FlatShard):
@@ -79,11 +79,17 @@ class FlatShard(Shard):
     __str__ = __repr__
 
     def __reduce__(self) -> Any:
-        return FlatShard, (self.ranges,)
+        return type(self), (self.ranges, self.row)
 
     def _local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: int, rank: Any) -> tuple[Any, int]:
-        """The rows that a rank takes of a full tensor, from which it chooses its elements: all."""
-        return curr_local_size, 0
+        """How many rows a rank stores, and the first of them."""
+        if self.row == _COPIED:
+            return curr_local_size, 0
+        if not self.row or any(bound % self.row for each in self.ranges for bound in each):
+            raise ValueError(f"placements: ranks store the ranges {self.ranges} of elements, which are no rows of "
+                             f"{self.row}; call full_tensor(), or take to_local() as the range that it is")  # fmt: skip
+        first, numel = self.ranges[rank]
+        return numel // self.row, first // self.row
 
 
 class AsDTensor:
@@ -110,7 +116,8 @@ class AsDTensor:
     @property
     def placements(self) -> tuple[Placement, ...]:
         """A placement for each dimension of `device_mesh`: see `FlatShard`."""
-        shard = Shard(0) if called_by(LOADERS_OF_ROWS) else FlatShard(self.spec.ranges)
+        row = _COPIED if called_by(COPIES_ROWS) else self.spec.row_numel
+        shard = Shard(0) if called_by(LOADERS_OF_ROWS) else FlatShard(self.spec.ranges, row)
         return self.spec.placements(shard, self.device_mesh)
 
     def addends(self, grad_placements: Sequence[Placement] | None) -> int:

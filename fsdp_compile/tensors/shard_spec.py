@@ -294,7 +294,8 @@ class ShardSpec:
         return self.ranks.size == 1 and self.tensor_parallel is None
 
     @cached_property
-    def _row_numel(self) -> int:  # elements of one index into the first dimension
+    def row_numel(self) -> int:
+        """Elements of one index into the first dimension."""
         return math.prod(self.split_shape[1:])
 
     @cached_property
@@ -307,7 +308,7 @@ class ShardSpec:
         """The half-open range of indices into the first dimension of which this rank stores some elements."""
         if not self.numel:
             return 0, 0
-        return self.first // self._row_numel, -(-(self.first + self.numel) // self._row_numel)
+        return self.first // self.row_numel, -(-(self.first + self.numel) // self.row_numel)
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -344,7 +345,7 @@ class ShardSpec:
         low, high = self.rows
         if full.dim() == len(shape) and full.shape[0] > 1:
             full = full[low:high]
-        start = self.first - low * self._row_numel if self.numel else 0
+        start = self.first - low * self.row_numel if self.numel else 0
         return full.expand(high - low, *shape[1:]).reshape(-1)[start : start + self.numel]
 
     def rows_of(self, local: Tensor, fill: float) -> Tensor:
@@ -353,10 +354,10 @@ class ShardSpec:
         """
         low, high = self.rows
         shape = (high - low, *self.split_shape[1:])
-        if self.numel == (high - low) * self._row_numel:
+        if self.numel == (high - low) * self.row_numel:
             return local.view(shape)
         rows = local.new_full(shape, fill)
-        start = self.first - low * self._row_numel
+        start = self.first - low * self.row_numel
         rows.view(-1)[start : start + self.numel] = local
         return rows
 
@@ -391,7 +392,7 @@ class ShardSpec:
         rows, *rest = self.split_shape
         most = -(-rows // self.ranks.size)
         low, high = (min(each * most, rows) for each in (rank, rank + 1))
-        return low * self._row_numel, torch.Size((high - low, *rest))
+        return low * self.row_numel, torch.Size((high - low, *rest))
 
     def all_reduce(self, value: Tensor, op: str) -> Tensor:
         """`value`, plain, reduced over the ranks by "sum", "avg", "max" or "min"; NaN on any rank is NaN on all.

@@ -37,11 +37,8 @@ def test_parts_are_taken_up_where_they_were_left(gpu_day: ModuleType, tmp_path: 
     sleeping = "import time; print('begun', flush=True); time.sleep(60)"
     todo = [part("good", count), part("bad", f"{count}; raise SystemExit(3)"), part("long", sleeping, 0.02)]
     assert gpu_day.run_all(todo, tmp_path) == 2
-    assert [json.loads((tmp_path / f"{name}.json").read_text())["rc"] for name in ("good", "bad", "long")] == [
-        0,
-        3,
-        124,
-    ]
+    codes = [json.loads((tmp_path / f"{name}.json").read_text())["rc"] for name in ("good", "bad", "long")]
+    assert codes == [0, 3, 124]
     assert (tmp_path / "long.log").read_text() == "begun\n"
     assert gpu_day.run_all(todo[:2], tmp_path) == 1 and (tmp_path / "count").read_text() == "xxx"
     (tmp_path / "good.json").write_text("{")

@@ -22,7 +22,7 @@ the plans of a smaller one.
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, combinations, groupby, product
 from math import inf
@@ -467,12 +467,6 @@ def keep_by_rule(workload: Workload) -> frozenset[int]:
     return workload.must_keep | {unit for unit in units if workload.units[unit].of_module in kept}
 
 
-def _by_module(workload: Workload, gathers: list[_Gather]) -> list[Sequence[int]]:
-    """The positions in `gathers`, grouped by module."""
-    names = [workload.units[unit].of_module for unit, _, _ in gathers]
-    return [list(group) for _, group in groupby(range(len(gathers)), key=names.__getitem__)]
-
-
 def _issue_positions(
     workload: Workload, gathers: list[_Gather], offset: int, start: int, distance: int, before_wait: bool
 ) -> list[_Position]:
@@ -481,7 +475,8 @@ def _issue_positions(
     The first `distance` modules are gathered before task `start`, others beside the first wait of the module that is so
     many before.
     """
-    modules, positions = _by_module(workload, gathers), list[_Position]()
+    names, positions = [workload.units[unit].of_module for unit, _, _ in gathers], list[_Position]()
+    modules = [list(group) for _, group in groupby(range(len(gathers)), key=names.__getitem__)]
     for index, module in enumerate(modules):
         if index < distance:
             positions += [(start, 2, each - len(gathers)) for each in module]
