@@ -43,10 +43,10 @@ from fsdp_compile.eager.unsharded import UnshardHandle, reshard
 from fsdp_compile.edits.convert import convert
 from fsdp_compile.edits.own_writes import OwnWrites
 from fsdp_compile.edits.summon import summon_full_params, summoned_for_apply
-from fsdp_compile.optim.flat import gradient_norm
 from fsdp_compile.parameter_owner import HasShardedParameters
 from fsdp_compile.pipelines import StateForPipelines
 from fsdp_compile.reproducibility import fingerprint_of
+from fsdp_compile.tensors.norms import gradient_norm
 from fsdp_compile.tensors.sharded_rules import multiply
 from fsdp_compile.tensors.sharded_tensor import gradients
 

@@ -29,9 +29,9 @@ from fsdp_compile.core.unit import Unit, VersionCounters, check_idle
 from fsdp_compile.eager.accumulate import drop_cleared
 from fsdp_compile.eager.next_forward import NextForward
 from fsdp_compile.fsdp_module import FSDPModule, check_options
-from fsdp_compile.optim.flat import gradient_norm
 from fsdp_compile.optim.in_backward import UpdateInBackward
 from fsdp_compile.optim.joint import JointStep
+from fsdp_compile.tensors.norms import gradient_norm
 from fsdp_compile.wrapper import FullyShardedDataParallel
 
 # Note [Updates begin when backward has ended]
@@ -341,10 +341,14 @@ class CompiledStep:
     def _clip_others(self, limit: float) -> Tensor:
         """Clip the gradients that are not of segments; return the factor for those that are, shape `()`."""
         ready = list(chain.from_iterable(self._update.ready.values()))
-        params = self._clipped_params()
-        norm = gradient_norm(params, ready)
         updated = {id(param) for segment, _ in ready for param in segment.params}
-        nn.utils.clip_grads_with_norm_([param for param in params if id(param) not in updated], limit, norm)
+        others = [param for param in self._clipped_params() if id(param) not in updated]
+        split = [each for each, _ in ready if any(spec.tensor_parallel for spec in each.specs)]
+        for segment in split:
+            segment.flat.binding.show_gradient()  # its parameters are reduced over groups of their own
+        whole = [(gradient, segment.specs[0]) for segment, gradient in ready if segment not in split]
+        norm = gradient_norm([*others, *(param for segment in split for param in segment.params)], whole)
+        nn.utils.clip_grads_with_norm_(others, limit, norm)
         return torch.clamp(limit / (norm + 1e-6), max=1.0)  # as `clip_grads_with_norm_` computes it
 
     @torch.no_grad()

@@ -12,11 +12,8 @@
 # does not depend on who steps, Adam and Adagrad are fused on an accelerator only by `fused=True`.
 
 import functools
-import math
-import operator
 from collections import deque
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,17 +21,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp_compile.core._torch import norms
-from fsdp_compile.core.exact_sums import exact_sums, powers_of_norm
 from fsdp_compile.optim._torch import has_step_hooks, step_without_hooks
 from fsdp_compile.optim.matrices import takes_matrices
 from fsdp_compile.optim.matrix_step import MatrixUpdates
 from fsdp_compile.optim.segments import Ready, Segments, show_segments
-from fsdp_compile.tensors.shard_spec import ShardSpec
-from fsdp_compile.tensors.sharded_rules import plain
-from fsdp_compile.tensors.sharded_tensor import FlatGradient, ShardedTensor, gradients
-
-_SPECS, _TENSOR_PARALLEL = map(operator.attrgetter, ("specs", "tensor_parallel"))
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, Rprop)
 """Optimizers that update each element by its own gradient and state alone, and keep zeros where all of these are."""
@@ -98,12 +88,11 @@ def _give_closure(segments: Segments, optimizer: Optimizer, args: tuple[Any, ...
             segments.hook.remove()
             segments.hook = None
         loss = None if closure is None else closure()
+        present = Segments.of(optimizer)  # hooks and closures may replace parameters
         if takes_matrices(optimizer):
             _update_matrices(optimizer)
-        else:
-            present = Segments.of(optimizer)  # hooks and closures may replace parameters
-            if ready := present.ready(optimizer):
-                show_segments(optimizer, ready, present.others(ready))
+        elif ready := present.ready(optimizer):
+            show_segments(optimizer, ready, present.others(ready))
         return loss
 
     given["closure"] = begin
@@ -126,9 +115,8 @@ def _update_matrices(optimizer: Optimizer) -> None:
 
 def steps_segments(optimizer: Optimizer) -> bool:
     """Whether `step_segments` does all that a step of `optimizer` does: it is elementwise, and users have no hooks."""
-    if type(optimizer) not in ELEMENTWISE or has_step_hooks(optimizer):
-        return False
-    return not any(group.get("differentiable") for group in optimizer.param_groups)
+    differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
+    return type(optimizer) in ELEMENTWISE and not differentiable and not has_step_hooks(optimizer)
 
 
 @torch.no_grad()
@@ -164,72 +152,3 @@ def _fuses(optimizer: Optimizer, group: dict[str, Any]) -> bool:
         return bool(group.get("fused"))
     on_cpu = all(param.is_cpu for param in group["params"][:1])
     return type(optimizer) in (_FUSED if on_cpu else (SGD,)) and not isinstance(group["lr"], Tensor)
-
-
-# Note [Where the norm is computed]
-# Clipping needs the norm of all gradients before it changes the first one, so no update can begin before the last
-# reduce has ended. At the end the norm costs one read of each gradient shard, in one kernel on a GPU, which takes less
-# than the all-reduce that follows. In the backward graph the sums of squares would be further outputs, also for loops
-# that do not clip.
-#
-# Each rank sees for itself which gradients lie side by side in a flat shard. What it sends does not depend on that: one
-# number for each group of ranks, device and dtype, in the order of their names.
-
-
-def gradient_norm(params: Iterable[nn.Parameter], ready: Ready = (), order: float = 2.0) -> Tensor:
-    """The norm of the gradients of all `params` together, over all ranks; equal on all of them, with shape `()`.
-
-    Equals `torch.nn.utils.get_total_norm` up to rounding, in float32 or wider, as it sums over flat shards, whose
-    padding is zero. Takes one all-reduce for each group of ranks, device and dtype, two where sums are exact; the host
-    does not wait.
-
-    Args:
-        params: those that are clipped.
-        ready: segments with their gradients, of some of these parameters.
-        order: above 0, or infinity.
-    """
-    groups: dict[Any, tuple[ShardSpec | None, list[Tensor]]] = {}  # no spec: what is not sharded as its parameter
-
-    def add(tensor: Tensor, spec: ShardSpec | None) -> None:
-        dtype = torch.promote_types(tensor.dtype, torch.float32)
-        key = spec and spec.reducing_groups, str(tensor.device), tensor.dtype, dtype
-        groups.setdefault(key, (spec, []))[1].extend([tensor] if tensor.numel() else [])
-
-    covered: set[int] = set()
-    for segment, gradient in ready:
-        if any(spec.tensor_parallel for spec in segment.flat.specs):
-            segment.flat.binding.show_gradient()  # its parameters are reduced over groups of their own
-            continue
-        add(gradient, segment.flat.specs[0])
-        covered.update(map(id, segment.params))
-    grads = gradients([param for param in params if id(param) not in covered] if covered else params)
-    sharded: list[Any] = [grad for grad in grads if type(grad) is ShardedTensor]
-    flats = FlatGradient.all_of(sharded)
-    if any(map(_TENSOR_PARALLEL, chain.from_iterable(map(_SPECS, flats)))):
-        flats = []
-    for flat in flats:
-        add(flat.grad, flat.specs[0])
-    for grad in () if flats else sharded:
-        add(grad.local, grad.spec)
-    for grad in grads if len(sharded) < len(grads) else ():
-        if type(grad) is not ShardedTensor:
-            add(plain(grad), None)
-    is_largest = math.isinf(order)
-    totals: list[Tensor] = []
-    for key in sorted(groups, key=str):
-        (spec, tensors), (_, device, _, dtype) = groups[key], key
-        if spec is not None and spec.ranks.same_bits and not is_largest:
-            sums = exact_sums(
-                [tensors], functools.partial(powers_of_norm, order=order), torch.device(device), spec.all_reduce
-            )
-            totals += sums.to(dtype).unbind()
-            continue
-        found = norms(tensors, order, dtype) if tensors else [torch.zeros((), dtype=dtype, device=device)]
-        of_each = torch.stack(found)
-        total = of_each.max() if is_largest else of_each.pow(order).sum()
-        totals.append(total if spec is None else spec.all_reduce(total, "max" if is_largest else "sum"))
-    if not totals:
-        return torch.zeros(())
-    widest = functools.reduce(torch.promote_types, {total.dtype for total in totals})
-    joined = torch.stack([total.to(totals[0].device, widest) for total in totals])
-    return joined.max() if is_largest else joined.sum().pow(1 / order)

@@ -8,6 +8,7 @@ for flat in step.finish(): ...  matrices are updated; flat parameters that are c
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, compress
 from operator import not_
 
@@ -24,47 +25,35 @@ from fsdp_compile.optim.matrix_step import MatrixUpdates
 from fsdp_compile.optim.segments import Ready, Segment, Segments, show_segments
 
 
+@dataclass(eq=False)
 class FlatUpdate:
     """The update of one flat parameter in backward, by one or several optimizers.
 
     Attributes:
+        fuses: as of `JointStep`.
         params: what is updated.
-        matrices: those among them that are computed from complete ones, by optimizer.
+        segments: those that are updated as one parameter, by optimizer.
+        matrices: parameters that are computed as complete ones, by optimizer.
     """
 
-    def __init__(self, flat: FlatParam, fuses: bool) -> None:
-        self.flat = flat
-        self.params: list[nn.Parameter] = []
-        self.matrices: list[tuple[Optimizer, list[nn.Parameter]]] = []
-        self._segments: list[tuple[Optimizer, list[Segment]]] = []
-        self._fuses = fuses
-
-    def add(self, optimizer: Optimizer, segments: list[Segment]) -> None:
-        """Also update `segments` of `optimizer`."""
-        self._segments.append((optimizer, segments))
-        self.params += [param for segment in segments for param in segment.params]
-
-    def add_matrices(self, optimizer: Optimizer, params: list[nn.Parameter]) -> None:
-        """Also take the gradients of the matrices `params` of `optimizer`."""
-        self.matrices.append((optimizer, params))
-        self.params += params
+    flat: FlatParam
+    fuses: bool
+    params: list[nn.Parameter] = field(default_factory=list)
+    segments: dict[Optimizer, list[Segment]] = field(default_factory=dict)
+    matrices: dict[Optimizer, list[nn.Parameter]] = field(default_factory=dict)
 
     @torch.no_grad()
     def run_with(self, gradient: Tensor) -> None:
         """Update by `gradient` of the flat parameter, 1-D `[shard_numel]`; matrices are complete after `finish`."""
         self.flat.reduction.flat_gradient = gradient
-        for optimizer, params in self.matrices:
+        for optimizer, params in self.matrices.items():
             MatrixUpdates.of(optimizer).arrive(params)
-        for optimizer, segments in self._segments:
-            ready = Segments.of(optimizer).ready(optimizer, segments)
-            others: list[list[nn.Parameter]] = []
-            if len(ready) < len(segments):
+        for optimizer, chosen in self.segments.items():
+            segments = Segments.of(optimizer)
+            ready = segments.ready(optimizer, chosen)
+            if len(ready) < len(chosen):
                 self.flat.binding.show_gradient()
-                others = [[] for _ in optimizer.param_groups]
-                found = {id(segment) for segment, _ in ready}
-                for segment in segments:
-                    others[segment.group] += segment.params if id(segment) not in found else []
-            step_segments(optimizer, ready, others, fuses=self._fuses)
+            step_segments(optimizer, ready, segments.others(ready, chosen), fuses=self.fuses)
         _free(self.flat, self.params)
 
 
@@ -203,26 +192,23 @@ class JointStep:
             return updates.setdefault(flat, FlatUpdate(flat, self.fuses))
 
         for optimizer in self._elementwise:
-            by_flat: dict[FlatParam, list[Segment]] = {}
             for segment in Segments.of(optimizer).all:
-                by_flat.setdefault(segment.flat, []).append(segment)
-            for flat, segments in by_flat.items():
-                of(flat).add(optimizer, segments)
+                of(segment.flat).segments.setdefault(optimizer, []).append(segment)
+                of(segment.flat).params += segment.params
         for optimizer in self._matrix:
             matrices = MatrixUpdates.of(optimizer)
             covered = matrices.prepare(optimizer)
-            of_flats: dict[FlatParam, list[nn.Parameter]] = {}
             for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
                 if id(param) in covered and id(param) in matrices.flats:
-                    of_flats.setdefault(matrices.flats[id(param)], []).append(param)
-            for flat, params in of_flats.items():
-                of(flat).add_matrices(optimizer, params)
+                    update = of(matrices.flats[id(param)])
+                    update.matrices.setdefault(optimizer, []).append(param)
+                    update.params.append(param)
         return updates
 
     def expect(self, updates: Iterable[FlatUpdate]) -> None:
         """Expect to run some of the updates of `before_backward` in this backward."""
         of_each: dict[Optimizer, list[nn.Parameter]] = {optimizer: [] for optimizer in self._matrix}
-        for optimizer, params in chain.from_iterable(update.matrices for update in updates):
+        for optimizer, params in chain.from_iterable(update.matrices.items() for update in updates):
             of_each[optimizer] += params
         for optimizer, params in of_each.items():
             MatrixUpdates.of(optimizer).expect(optimizer, params)

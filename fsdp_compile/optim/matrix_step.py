@@ -79,6 +79,7 @@ class MatrixUpdates:
         plans: for each group of ranks who owns which matrix, since the first step.
         flats: for each parameter that can be updated here, by its id, the flat parameter that it lies in.
         covers: how many of these there are in each flat parameter.
+        stages: those whose updates have started, in the order in which they are computed.
     """
 
     _of: ClassVar[WeakKeyDictionary[Optimizer, "MatrixUpdates"]] = WeakKeyDictionary()
@@ -94,7 +95,7 @@ class MatrixUpdates:
         self._params: dict[int, tuple[ShardedTensor, int]] = {}  # those that are updated here, by id, with their group
         self._slices: dict[int, slice | None] = {}  # for each of `flats` what this rank stores in the flat shard
         self._made: dict[tuple[int, ...], list[Stage]] = {}  # for some parameters, by their ids
-        self._stages: list[Stage] = []  # on the way, in the order in which they are computed
+        self.stages: list[Stage] = []
         self._waiting: list[tuple[Stage, dict[int, Tensor]]] = []  # to be started, with gradients
         self._expected: list[Stage] = []  # whose gradients arrive in this backward
         self._shown: list[Any] = []  # parameters whose `.grad` was taken by `begin`
@@ -118,7 +119,7 @@ class MatrixUpdates:
         self._shown.clear()
         expected, self._expected = self._expected, []
         gradients = self._gradients(param for param, _ in self._params.values())
-        covered = {*gradients, *(id(param) for stage in self._stages for param in stage.params)}
+        covered = {*gradients, *(id(param) for stage in self.stages for param in stage.params)}
         for stage in expected:
             if stage.arrived:
                 stage.arrive({id(each): gradients.pop(id(each)) for each in stage.params if id(each) in gradients})
@@ -175,24 +176,19 @@ class MatrixUpdates:
             self._send(stage)
 
     def _send(self, stage: Stage) -> None:
-        self._stages.append(stage)
+        self.stages.append(stage)
         stage.send()
-        self._stages.sort(key=lambda stage: stage.number)
-
-    @property
-    def stages(self) -> Sequence[Stage]:
-        """Those whose updates have started."""
-        return self._stages
+        self.stages.sort(key=lambda stage: stage.number)
 
     def drop(self) -> None:
         """Forget what is under way, after a failure."""
-        if self._stages or self._waiting or self._expected:
-            self._stages, self._waiting, self._expected = [], [], []
+        if self.stages or self._waiting or self._expected:
+            self.stages, self._waiting, self._expected = [], [], []
             self._made.clear()
 
     def finish(self) -> Iterator[Stage]:
         """Compute and update, under `no_grad`; each stage as soon as its parameters are updated."""
-        stages = self._stages
+        stages = self.stages
         at_home = [stage for stage in stages if stage.has_home]  # computed where this rank would wait
         for index, stage in enumerate([*stages, *[None] * LAG]):
             if stage is not None:
@@ -203,7 +199,7 @@ class MatrixUpdates:
                 _compute_until(finished.has_ended, at_home)
                 finished.finish()
                 yield finished
-        self._stages = []
+        self.stages = []
 
     # --- preparation --------------------------------------------------------------------------------------------------
 

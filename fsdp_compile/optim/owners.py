@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
+from fsdp_compile.optim.matrix_exchange import Routes
 from fsdp_compile.tensors.nested import is_container, map_items
 from fsdp_compile.tensors.shard_spec import FlatSharding, ShardRanks, ShardSpec
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
@@ -141,14 +142,14 @@ class ByOwner(Optimizer):
     def _is_here(self, param: Tensor) -> bool:
         return param in self._full or param not in self.owners
 
-    def _buckets(self, params: Iterable[ShardedTensor]) -> Iterator[tuple[ShardRanks, list[list[ShardedTensor]]]]:
-        """For each process group, dtype and device, the parameters that one all-to-all sends, by owner."""
-        buckets: dict[Any, list[list[ShardedTensor]]] = {}
+    def _routes(self, params: Iterable[ShardedTensor], columns: int) -> Iterator[tuple[Routes, list[ShardedTensor]]]:
+        """For each process group, dtype and device its parameters, and who sends whom so many values of each."""
+        alike: dict[Any, list[ShardedTensor]] = {}
         for param in params:
-            ranks = param.spec.ranks
-            key = (ranks, param.dtype, param.device)
-            buckets.setdefault(key, [[] for _ in range(ranks.size)])[self.owners[param]].append(param)
-        return ((key[0], of_owners) for key, of_owners in buckets.items())
+            alike.setdefault((param.spec.ranks, param.dtype, param.device), []).append(param)
+        for (ranks, *_), some in alike.items():
+            each = [param for param in some for _ in range(columns)]
+            yield Routes(ranks, [param.spec.ranges for param in each], [self.owners[param] for param in each]), some
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -195,42 +196,35 @@ class ByOwner(Optimizer):
     def _fetch(self, params: Sequence[ShardedTensor], with_gradients: bool) -> None:
         """Send parameters, and gradients, to their owners."""
         columns = (local_data, local_gradient) if with_gradients else (local_data,)
-        for ranks, of_owners in self._buckets(params):
-            mine = of_owners[ranks.rank]
-            sent = torch.cat([local(param) for of_owner in of_owners for param in of_owner for local in columns])
-            send = [len(columns) * sum(param.spec.numel for param in of_owner) for of_owner in of_owners]
-            sizes = [[param.spec.ranges[rank][1] for param in mine for _ in columns] for rank in range(ranks.size)]
-            received = collectives.all_to_all(sent, send, list(map(sum, sizes)), ranks.group)
-            ranges = iter(received.split([size for of_rank in sizes for size in of_rank]))
-            slices = [[[next(ranges) for _ in columns] for _ in mine] for _ in range(ranks.size)]
-            for index, param in enumerate(mine):
-                order = sorted(range(ranks.size), key=param.spec.ranges.__getitem__)
-                data, *grads = [
-                    torch.cat([slices[rank][index][column] for rank in order]).view(param.shape)
-                    for column in range(len(columns))
-                ]
-                full = self._full[param]
+        for routes, some in self._routes(params, len(columns)):
+            stored = [column(param) for param in some for column in columns]  # all ranks raise what any of them does
+            filling = routes.to_owners([stored[at] for at in routes.sent], stored[0][:0], "parameters of owners")
+            found = {at: stored[at].clone() for at in routes.at_home}
+            if filling is not None:
+                filling.wait()
+                found.update(zip(routes.owned, routes.assemble(filling.full), strict=True))
+            for at, value in sorted(found.items()):
+                param = some[at // len(columns)]
+                full, data = self._full[param], value.view(param.shape)
+                if at % len(columns):
+                    full.grad = data
+                    continue
                 if (full.dtype, full.device) != (data.dtype, data.device):
                     full.data = data
                 full.copy_(data)
-                full.grad = grads[0] if grads else None
+                full.grad = None
 
     def _send_back(self, params: Sequence[ShardedTensor]) -> None:
-        for ranks, of_owners in self._buckets(params):
-            slices, send = [], [0] * ranks.size
-            for rank in range(ranks.size):
-                for param in of_owners[ranks.rank]:
-                    first, numel = param.spec.ranges[rank]
-                    slices.append(self._full[param].reshape(-1)[first : first + numel])
-                    send[rank] += numel
-            receive = [sum(param.spec.numel for param in of_owner) for of_owner in of_owners]
-            like = next(param for of_owner in of_owners for param in of_owner).local
-            sent = torch.cat(slices) if slices else like.new_empty(0)
-            received = collectives.all_to_all(sent, send, receive, ranks.group)
-            flattened = [param for of_owner in of_owners for param in of_owner]
-            for param, local in zip(flattened, received.split([each.spec.numel for each in flattened]), strict=True):
-                param.local.copy_(local)  # which counts the version of `local`
-                torch.autograd.graph.increment_version(param)
+        for routes, some in self._routes(params, 1):
+            owned = [self._full[some[at]].reshape(-1) for at in routes.owned]
+            filling = routes.to_ranks(owned, some[0].local[:0], "updated parameters")
+            parts = {at: self._full[some[at]].reshape(-1) for at in routes.at_home}
+            if filling is not None:
+                filling.wait()
+                parts.update(zip(routes.sent, routes.parts_of(filling.full), strict=True))
+            for at, part in parts.items():
+                some[at].local.copy_(part)
+            torch.autograd.graph.increment_version([*some, *(param.local for param in some)])
 
     def _raise_on_all_ranks(
         self, error: Exception | None, what: str, new: Iterable[tuple[ShardRanks, Sequence[Tensor] | None]]

@@ -369,12 +369,15 @@ class Segments:
         self._positions = [self._flats.index(segment.flat) for segment in self.all]
         self.known = None
 
-    def others(self, ready: Ready) -> list[list[nn.Parameter]]:
-        """For each group the parameters that are in none of the segments `ready`."""
-        if len(ready) == len(self.all) and len(self._joined) == sum(map(len, self._params)):
-            return []
+    def others(self, ready: Ready, chosen: Sequence[Segment] | None = None) -> list[list[nn.Parameter]]:
+        """For each group the parameters, of the `chosen` segments or of all, that are in none of `ready`."""
         covered = {id(param) for segment, _ in ready for param in segment.params}
-        return [[param for param in params if id(param) not in covered] for params in self._params]
+        params = self._params
+        if chosen is not None:
+            numbers = range(len(params))
+            params = [[param for each in chosen if each.group == at for param in each.params] for at in numbers]
+        found = [[param for param in some if id(param) not in covered] for some in params]
+        return found if any(found) else []
 
     def ready(self, optimizer: Optimizer, chosen: Sequence[Segment] | None = None) -> Ready:
         """The `chosen` segments, or of all, that can be updated as one parameter, each with its gradient.

@@ -11,8 +11,6 @@ and equal on all ranks:
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -20,15 +18,15 @@ import torch
 from torch import Tensor
 
 from fsdp_compile.core._torch import without_torch_function
-from fsdp_compile.core.exact_sums import exact_sums, powers_of_norm
+from fsdp_compile.core.exact_sums import exact_sums
 from fsdp_compile.tensors.averaging import average_gradients
+from fsdp_compile.tensors.norms import combined, power, powers, root
 from fsdp_compile.tensors.sharded_rules import gather, is_sharded, operand, plain
 from fsdp_compile.tensors.sharded_tensor import RULES, FlatGradient, Rule, ShardedTensor, bump_version
 
 aten = torch.ops.aten
 
-_local_of, _numel_of, _tensor_parallel_of = map(attrgetter, ("local", "spec.numel", "spec.tensor_parallel"))
-_dtype_of, _requires_grad = attrgetter("dtype"), attrgetter("requires_grad")
+_tensor_parallel_of, _dtype_of, _requires_grad = map(attrgetter, ("spec.tensor_parallel", "dtype", "requires_grad"))
 
 Reduction = Callable[[Tensor, list[int], bool], Tensor]  # of a plain tensor, over dims, with keepdim
 
@@ -74,12 +72,6 @@ def _is_total(x: ShardedTensor, dims: Any) -> bool:
     return not x.dim() or not dims or len({dim % x.dim() for dim in dims}) == x.dim()
 
 
-def _exact_sums(tensors: Sequence[ShardedTensor], addend: Callable[[Tensor], Tensor]) -> Tensor:
-    """For each of `tensors`, of one group, the sum of `addend` of its elements, float64 `[len(tensors)]`."""
-    first = tensors[0]
-    return exact_sums([[each.local] for each in tensors], addend, first.device, first.spec.all_reduce)
-
-
 def _dims_and_keepdim(args: Any, kwargs: Any, at: int = 1) -> tuple[Any, bool]:
     dims = args[at] if len(args) > at else kwargs.get("dim")
     keepdim = args[at + 1] if len(args) > at + 1 else kwargs.get("keepdim", False)
@@ -97,7 +89,7 @@ def _sum(func: Any, args: Any, kwargs: Any) -> Any:
     precise = torch.promote_types(wanted, torch.float32) if wanted.is_floating_point else wanted
     dims, keepdim = _dims_and_keepdim(args, kwargs)
     if x.spec.ranks.same_bits and x.dtype.is_floating_point and wanted.is_floating_point and _is_total(x, dims):
-        [total] = _exact_sums([x], lambda values: values)
+        [total] = exact_sums([[x.local]], lambda values: values, x.device, x.spec.all_reduce)
         return total.to(wanted).view([1] * x.dim() if keepdim else [])
     total = _reduce_over_ranks(x, dims, keepdim, 0, "sum", lambda x, dims, keep: x.sum(dims, keep, dtype=precise))
     return total.to(wanted)
@@ -171,34 +163,15 @@ def _norms(tensors: Sequence[ShardedTensor], order: float, dims: Any = None, kee
     precise = torch.float32
     for dtype in set(map(_dtype_of, tensors)):
         precise = torch.promote_types(precise, dtype)
-    op, fill = "sum", 0.0 if order >= 0 else math.inf
-    if math.isinf(order):
-        op = "max" if order > 0 else "min"
-
-    def power(norm: Tensor) -> Tensor:
-        if order == 2:
-            return norm.square()
-        return norm if math.isinf(order) or order == 0 else norm**order
-
-    def root(total: Tensor) -> Tensor:
-        if order == 2:
-            return total.sqrt()
-        return total if math.isinf(order) or order == 0 else total ** (1 / order)
 
     def of_rows(x: Tensor, dims: list[int], keep: bool) -> Tensor:
-        return power(torch.linalg.vector_norm(x, order, dims, keep, dtype=precise))
+        return power(torch.linalg.vector_norm(x, order, dims, keep, dtype=precise), order)
 
     if dims and len(dims) < first.dim():
-        return root(_reduce_over_ranks(first, dims, keepdim, fill, op, of_rows)).unsqueeze(0)
-    if first.spec.ranks.same_bits and op == "sum" and order >= 0:
-        total = root(_exact_sums(tensors, partial(powers_of_norm, order=order))).to(precise)
-        return total.view([-1, *[1] * first.dim()]) if keepdim else total
-    numels = list(map(_numel_of, tensors))
-    stored = list(map(_local_of, compress(tensors, numels)))
-    norms = iter(aten._foreach_norm.Scalar(stored, order, dtype=precise) if stored else ())
-    neutral = torch.full((), fill, dtype=precise, device=first.device)
-    powers = power(torch.stack([next(norms) if numel else neutral for numel in numels]))
-    total = root(first.spec.all_reduce(powers, op))
+        op, neutral = combined(order)
+        return root(_reduce_over_ranks(first, dims, keepdim, neutral, op, of_rows), order).unsqueeze(0)
+    stored = [each.local if each.spec.numel else None for each in tensors]
+    total = root(powers(stored, first.spec, order, precise, first.device), order).to(precise)
     return total.view([-1, *[1] * first.dim()]) if keepdim else total
 
 

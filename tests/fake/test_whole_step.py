@@ -25,7 +25,7 @@ from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.direct import PrefetchedGather, offered, take
 from fsdp_compile.comm.hops import NamedGroup
-from fsdp_compile.optim.flat import gradient_norm
+from fsdp_compile.tensors.norms import gradient_norm
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 CASE = MODELS["mlp"]
@@ -79,9 +79,7 @@ def test_the_norm_stays_on_the_device() -> None:
         )
         grads = [ShardedTensor(torch.empty(param.spec.numel, device="cuda"), param.spec) for param in params]
         stand_ins: Any = [SimpleNamespace(grad=grad) for grad in grads]
-        flat = SimpleNamespace(specs=[param.spec for param in params[1:]])
-        segment: Any = SimpleNamespace(flat=flat, params=stand_ins[1:])
-        norm = gradient_norm(stand_ins, [(segment, torch.empty(64, device="cuda"))])
+        norm = gradient_norm(stand_ins[:1], [(torch.empty(64, device="cuda"), params[1].spec)])
         assert norm is not None and norm.shape == () and norm.device.type == "cuda"
         assert reduced == [()]
         coefficient = torch.clamp(1.0 / (norm + 1e-6), max=1.0)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from fsdp_compile import fully_shard
-from fsdp_compile.optim.flat import gradient_norm
 from fsdp_compile.optim.segments import Segments
+from fsdp_compile.tensors.norms import gradient_norm
 
 from .ranks import on_ranks
 from .test_communication import _spied
@@ -206,7 +206,9 @@ def test_of_flat_gradients(rank: int) -> None:
         ready = Segments.of(optimizer).ready(optimizer)
         assert len(ready) > 0
         expected = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
-        found = gradient_norm([param for param in params if param.grad is not None], ready)
+        updated = {id(param) for segment, _ in ready for param in segment.params}
+        others = [param for param in params if id(param) not in updated]
+        found = gradient_norm(others, [(gradient, segment.specs[0]) for segment, gradient in ready])
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
         optimizer.step()
         optimizer.zero_grad()
