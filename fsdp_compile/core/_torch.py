@@ -59,7 +59,7 @@ from torch._dynamo.exc import RestartAnalysis, SkipFrame, unimplemented
 from torch._dynamo.guards import install_guard
 from torch._dynamo.source import NNModuleSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as allowed_in_regions
+from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as permitted
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_of_transforms
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._utils import _flatten_dense_tensors as concatenate_flattened
@@ -212,13 +212,26 @@ def traced_variable(tracing: Any, name: str) -> Any:
     return tracing.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
 
 
-def renew_attributes(tracing: Any, name: str) -> None:
-    """Let later changes of attributes of the local variable `name`, an object, be kept.
-    Behind `torch.cond` and the like, Dynamo of 2.13 and 2.14 would note them in a record that it has given up.
+def allowed_in_regions(change: Callable[..., None], of: Any, *args: Any) -> None:
+    """Call `change(of, *args)`, which Dynamo then allows in a region, as a checkpointed one. It is undone in there.
+    Nothing is noted of it: Dynamo would return all that the region computes, and an autograd function could read no
+    view of that in its backward.
     """
-    variable = traced_variable(tracing, name)
+    while_tracing(_begin_change)
+    permitted(change, of, *args)
+    while_tracing(_end_change)
+
+
+def _begin_change(tracing: Any) -> None:
+    variable, tracer = traced_variable(tracing, "of"), InstructionTranslator.current_tx().output.current_tracer
     if getattr(variable, "dict_vt", None) is not None:
-        variable.dict_vt = None
+        variable.dict_vt = None  # behind `torch.cond`, Dynamo of 2.13 and 2.14 has given this record up
+    vars(tracer)["before"] = {name: noted for name, noted in vars(tracer).items() if "side_effect" in name}
+
+
+def _end_change(_tracing: Any) -> None:
+    tracer = vars(InstructionTranslator.current_tx().output.current_tracer)
+    tracer.update(tracer["before"])
 
 
 def reading_place(tracing: Any) -> tuple[CodeType, int] | None:

@@ -47,7 +47,7 @@ from torch.fx.node import has_side_effect
 
 from fsdp_compile.comm.collectives import add_in_pairs
 from fsdp_compile.comm.hops import NamedGroup, parse_hops, print_hops
-from fsdp_compile.core._torch import inductor_settings, without_dispatch_modes
+from fsdp_compile.core._torch import inductor_settings, outside_of_transforms, plain_within, without_dispatch_modes
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.traced_writes import note_gathered
 from fsdp_compile.tensors.unused import mark_unused, unused_in
@@ -160,7 +160,8 @@ for _key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):  # a key of all dev
 
     @torch.library.impl("fsdp_flat::views", _key)
     def _differentiable_views(full: Tensor, layout: str, frozen: Sequence[int] = ()) -> list[Tensor]:
-        return list(_Views.apply(full, layout, frozen))
+        with outside_of_transforms():  # of torch.func, for which parameters are constants
+            return list(_Views.apply(plain_within(full), layout, frozen))
 
 
 @torch.library.impl("fsdp_flat::sum_in_pairs", "default")

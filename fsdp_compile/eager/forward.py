@@ -15,7 +15,7 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp_compile.comm.collectives import profiled
 from fsdp_compile.core._torch import (
@@ -29,7 +29,6 @@ from fsdp_compile.core._torch import (
     never_trace,
     outside_of_transforms,
     records_operators,
-    renew_attributes,
     traced_variable,
     while_tracing,
 )
@@ -125,19 +124,13 @@ def hooked_call(call: Callable[..., Any]) -> Callable[..., Any]:
 
     def call_inside(module: Any, /, *args: Any, **kwargs: Any) -> Any:
         sharding = module._fsdp
-        allowed_in_regions(_set_in_hooked_call, sharding, True)
+        allowed_in_regions(setattr, sharding, "in_hooked_call", True)
         try:
             return call(module, *args, **kwargs)
         finally:
-            if torch.compiler.is_compiling():
-                while_tracing(lambda tracing: renew_attributes(tracing, "sharding"))
-            allowed_in_regions(_set_in_hooked_call, sharding, False)
+            allowed_in_regions(setattr, sharding, "in_hooked_call", False)
 
     return gathering(call_inside)
-
-
-def _set_in_hooked_call(sharding: ModuleSharding, in_hooked_call: bool) -> None:
-    sharding.in_hooked_call = in_hooked_call
 
 
 class CheckParams:
@@ -445,28 +438,19 @@ def _run_traced(module: Any, forward: Callable[..., Any], args: tuple, kwargs: d
     units = []
     for unit in module._fsdp.traced_units:
         if unit.unsharded_flats is not None:
-            allowed_in_regions(_set_unsharded_params, unit, unit.split_flats(unit.unsharded_flats))
+            allowed_in_regions(Unit.trace_unsharded, unit, unit.split_flats(unit.unsharded_flats))
             units.append(unit)
         elif unit.unsharded_params is None:
             params = unit.traced_unshard(computes_in_full_precision(module))
-            allowed_in_regions(_set_unsharded_params, unit, params)
+            allowed_in_regions(Unit.trace_unsharded, unit, params)
             units.append(unit)
     try:
         return forward(module, *args, **kwargs)
     finally:
         for unit in units:
-            while_tracing(lambda tracing: renew_attributes(tracing, "unit"))
-            allowed_in_regions(_set_unsharded_params, unit, None)
+            allowed_in_regions(Unit.trace_unsharded, unit, None)
 
 
 def _gather_around_own_forwards(tracing: Any) -> None:
     for each in filter(sharding_of, modules_below(traced_variable(tracing, "module").value)):
         gather_around_own_forward(each)
-
-
-def _set_unsharded_params(unit: Unit, params: list[Tensor] | None) -> None:
-    """A function of its own, as Dynamo allows side effects in a checkpointed region only in calls that it is told of.
-
-    It is undone before the region ends. Around a whole forward the permission would cover the user's code too.
-    """
-    unit.trace_unsharded(params)

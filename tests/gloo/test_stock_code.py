@@ -147,7 +147,7 @@ def _transform(rank: int, strategy: str, frozen: bool, how: str, names: tuple[st
 
 
 @pytest.mark.parametrize(
-    "compiled", [("training through vmap",), pytest.param(("grad", "jvp", "vmap"), marks=pytest.mark.nightly)]
+    "compiled", [("training through grad",), pytest.param(tuple(_TRANSFORMS), marks=pytest.mark.nightly)]
 )
 @on_ranks(2)
 def test_transforms(rank: int, compiled: tuple[str, ...]) -> None:
