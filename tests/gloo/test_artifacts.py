@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from .ranks import Ranks, on_ranks
+from .ranks import on_ranks
 
 LATE = pytest.mark.nightly
 
@@ -198,8 +198,13 @@ def test_a_disk_that_fails_costs_time_alone() -> None:
     assert sharing.count == 1 and load.call_args_list == ([] if sharing.is_first else [mock.call(b"entries")])
 
 
-def _train_in_two_groups(rank: int, backend: str) -> None:
-    """Equal models over different groups of one form, which ranks come to name in different orders."""
+@LATE
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@on_ranks(4)
+def test_a_name_stands_for_the_group_of_its_rank(rank: int, backend: str) -> None:
+    """Where ranks call different groups by one name, each model still communicates in its own: gradients are means over
+    its ranks, also in graphs that come out of a cache folder which the ranks share.
+    """
     import torch.distributed as dist
 
     from fsdp_compile import fully_shard
@@ -224,12 +229,3 @@ def _train_in_two_groups(rank: int, backend: str) -> None:
             torch.testing.assert_close(mine.grad.full_tensor(), reference.grad)
     for index in own:  # torch names groups by how many this rank is in, which is to be equal on all ranks again
         dist.destroy_process_group(groups[index])
-
-
-@LATE
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_name_stands_for_the_group_of_its_rank(four: Ranks, backend: str) -> None:
-    """Where ranks call different groups by one name, each model still communicates in its own: gradients are means over
-    its ranks, also in graphs that come out of a cache folder which the ranks share.
-    """
-    four.run(_train_in_two_groups, backend)

@@ -135,8 +135,9 @@ def test_as_on_one_process(request: Any, world_size: int, name: str, shapes: lis
     request.getfixturevalue({2: "two", 3: "three"}[world_size]).run(_check_updates, name, shapes)
 
 
-def _check_mixed(rank: int) -> None:
-    """Two process groups, two dtypes, plain parameters, two groups of options, one of them added later."""
+@on_ranks(2)
+def test_mixed_parameters(rank: int) -> None:
+    """Parameters of several process groups and dtypes, and plain ones, may be in one optimizer."""
     reference, model = _model([*ANY, *MATRICES]), _model([*ANY, *MATRICES])
     for each in reference, model:
         for param in list(each.parameters())[4:6]:
@@ -158,11 +159,6 @@ def _check_mixed(rank: int) -> None:
         _assert_same(model, reference)
     assert [group["lr"] for group in optimizers[1].param_groups] == [0.2, 0.1, 0.3]
     assert type(optimizers[1].state[params[10]]["exp_avg"]) is Tensor  # plain parameters are updated on every rank
-
-
-def test_mixed_parameters(two: Ranks) -> None:
-    """Parameters of several process groups and dtypes, and plain ones, may be in one optimizer."""
-    two.run(_check_mixed)
 
 
 def _full(tensor: Any) -> Tensor:

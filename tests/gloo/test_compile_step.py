@@ -216,7 +216,12 @@ def _pair(case: Case = TWO, **options: Any) -> tuple[list[nn.Module], list[torch
     return models, optimizers, step, Loop(models[1], optimizers[1], CLIP, options.get("accumulate", 1), "aot_eager")
 
 
-def _between(rank: int) -> None:
+@on_ranks(2)
+def test_between_steps() -> None:
+    """Evaluation, accumulation by the user and edits of parameters between steps do what they do in the loop.
+
+    Backward of a forward from before a step raises, as without sharding.
+    """
     models, _, step, loop = _pair(CASE)
     for number in range(6):
         inputs, target = batch(CASE, number)
@@ -244,14 +249,6 @@ def _between(rank: int) -> None:
     step(inputs, target=target)
     with pytest.raises(RuntimeError, match="was changed in place between forward and backward"):
         loss.backward()
-
-
-def test_between_steps(two: Ranks) -> None:
-    """Evaluation, accumulation by the user and edits of parameters between steps do what they do in the loop.
-
-    Backward of a forward from before a step raises, as without sharding.
-    """
-    two.run(_between)
 
 
 @on_ranks(2)

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
-from .ranks import NIGHTLY, Ranks, on_ranks
+from .ranks import NIGHTLY, on_ranks
 from .test_communication import _spied
 from .test_reduce import _two_by_two
 from .training import (
@@ -273,8 +273,9 @@ def test_orders() -> None:
     finish(forward(18), forward(19), forward(20, sync=False))
 
 
-def _outside(rank: int) -> None:
-    """The forward is traced before no_sync was ever in force."""
+@on_ranks(2)
+def test_the_forward_decides_to_reduce() -> None:
+    """A backward under no_sync of a compiled forward that was outside reduces: earlier than asked, with equal sums."""
     reference, model = reference_and_model(SMALL)
     run = executor(model, "aot_eager")
     losses = [SMALL.loss(run, mine(SMALL, 1))]
@@ -287,13 +288,14 @@ def _outside(rank: int) -> None:
     assert_same_gradients(model, reference)
 
 
-def test_the_forward_decides_to_reduce(two: Ranks) -> None:
-    """A backward under no_sync of a compiled forward that was outside reduces: earlier than asked, with equal sums."""
-    two.run(_outside)
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("forward", ["eager", pytest.param("compiled", marks=pytest.mark.nightly)])
+@on_ranks(2)
+def test_a_rank_may_leave_out_a_backward(rank: int, forward: str, early: bool) -> None:
+    """Ranks that kept nothing and ranks that did reduce alike: no hang, and the mean of what there is (E-ACC-2).
 
-
-def _left_out(rank: int, forward: str, early: bool) -> None:
-    """Rank 1 leaves out the backward under no_sync."""
+    Also if the synchronised forward was traced before no_sync was ever in force.
+    """
     reference, model = reference_and_model(SMALL, "SHARD_GRAD_OP")
     run = executor(model, "aot_eager")
     before = SMALL.loss(run, mine(SMALL, 3)) if early else None
@@ -310,16 +312,6 @@ def _left_out(rank: int, forward: str, early: bool) -> None:
     (SMALL.loss(reference, tuple(part)) / dist.get_world_size()).backward()  # the other rank adds nothing to the mean
     backward(reference, SMALL, whole(SMALL, 3))
     assert_same_gradients(model, reference)
-
-
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("forward", ["eager", pytest.param("compiled", marks=pytest.mark.nightly)])
-def test_a_rank_may_leave_out_a_backward(two: Ranks, forward: str, early: bool) -> None:
-    """Ranks that kept nothing and ranks that did reduce alike: no hang, and the mean of what there is (E-ACC-2).
-
-    Also if the synchronised forward was traced before no_sync was ever in force.
-    """
-    two.run(_left_out, forward, early)
 
 
 class _Heads(nn.Module):

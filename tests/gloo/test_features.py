@@ -2,7 +2,6 @@
 
 import copy
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -310,8 +309,11 @@ READ_AGAIN_LATE = (
 )
 
 
-def _read_again(rank: int, cases: tuple[tuple[str, bool, Callable[[Any], None], str], ...]) -> None:
-    """Each backward of graphs that gather again, between whose forwards parameters change."""
+@pytest.mark.parametrize("cases", [READ_AGAIN, pytest.param(READ_AGAIN_LATE, marks=LATE)], ids=len)
+@on_ranks(2)
+def test_each_backward_compares_what_its_forward_has_read(cases: tuple) -> None:
+    """Of compiled forwards between which parameters changed in place, frozen or not, each backward has the gradients of
+    the values that its own forward had, or raises."""
     for strategy, frozen, change, order in cases:
         what = f"{strategy}, frozen {frozen}, {change.__name__}, {order}"
         model, before = build(TWO), build(TWO)
@@ -341,13 +343,6 @@ def _read_again(rank: int, cases: tuple[tuple[str, bool, Callable[[Any], None], 
         assert order == "second" or strategy == "SHARD_GRAD_OP", f"{what}: nothing was said"
         x, values = (batches[1], after) if order == "second" else (batches[0], before)
         torch.testing.assert_close(x.grad, _gradient_of_input(values, x), msg=what)
-
-
-@pytest.mark.parametrize("cases", [READ_AGAIN, pytest.param(READ_AGAIN_LATE, marks=LATE)], ids=len)
-def test_each_backward_compares_what_its_forward_has_read(two: Ranks, cases: tuple) -> None:
-    """Of compiled forwards between which parameters changed in place, frozen or not, each backward has the gradients of
-    the values that its own forward had, or raises."""
-    two.run(_read_again, cases)
 
 
 def _side_by_side(rank: int, how: str, strategies: tuple[str, str]) -> None:

@@ -279,8 +279,22 @@ class Skipping(Wide):
         return self.head(x)
 
 
-def _in_backward(rank: int) -> None:
-    """Matrices of several units leave together, as soon as the last of these units is reduced."""
+@contextmanager
+def watching(sent: list[str]) -> Iterator[None]:
+    """Note the exchanges of matrices that begin meanwhile."""
+    start = matrix_exchange.start_all_to_all_of_parts
+
+    def noted(*given: Any) -> Any:
+        sent.append(given[-1])
+        return start(*given)
+
+    with patch.object(matrix_exchange, "start_all_to_all_of_parts", noted):
+        yield
+
+
+@on_ranks(2)
+def test_update_in_backward() -> None:
+    """Stages of several units are exchanged together in backward, also without a unit that a step leaves out."""
     case = Case(Skipping, vectors, squared_error)
     models = [shard(case, auto_wrap_policy={nn.Sequential, nn.Linear}) for _ in range(2)]
     stepping = [optimizers(model) for model in models]
@@ -300,24 +314,6 @@ def _in_backward(rank: int) -> None:
             each.step()
             each.zero_grad()
         assert_bitwise(*models, f"step {number}")
-
-
-@contextmanager
-def watching(sent: list[str]) -> Iterator[None]:
-    """Note the exchanges of matrices that begin meanwhile."""
-    start = matrix_exchange.start_all_to_all_of_parts
-
-    def noted(*given: Any) -> Any:
-        sent.append(given[-1])
-        return start(*given)
-
-    with patch.object(matrix_exchange, "start_all_to_all_of_parts", noted):
-        yield
-
-
-def test_update_in_backward(two: Ranks) -> None:
-    """Stages of several units are exchanged together in backward, also without a unit that a step leaves out."""
-    two.run(_in_backward)
 
 
 @NIGHTLY

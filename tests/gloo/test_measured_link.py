@@ -26,7 +26,7 @@ from fsdp_compile.passes import agreement, inductor, measure
 from fsdp_compile.passes.cost.hardware import device
 from fsdp_compile.passes.measure import NotMeasured, measured_link, measured_speed
 
-from .ranks import Ranks
+from .ranks import Ranks, on_ranks
 
 CPU = torch.device("cpu")
 
@@ -246,8 +246,10 @@ def test_measuring_never_ends_a_run(two: Ranks) -> None:
         assert text.endswith(f"OSError: no {attempt}") and "the order of blocks, as no link was measured" in text
 
 
-def _alone(rank: int) -> None:
-    """Rank 1 alone fails in the middle."""
+@pytest.mark.nightly
+@on_ranks(2)
+def test_a_rank_that_fails_alone(rank: int) -> None:
+    """One that fails where the others wait for it in a collective cannot go on: no rank hangs, and each says why."""
     group = dist.new_group(timeout=dist.default_pg_timeout)
     readings = count()
 
@@ -262,12 +264,6 @@ def _alone(rank: int) -> None:
     assert time.monotonic() - begin < 15.0 and "measur" in str(caught.value)
     if rank == 1:
         assert "rank 1 failed while ranks measured their link, and the others did not: OSError" in str(caught.value)
-
-
-@pytest.mark.nightly
-def test_a_rank_that_fails_alone(two: Ranks) -> None:
-    """One that fails where the others wait for it in a collective cannot go on: no rank hangs, and each says why."""
-    two.run(_alone)
 
 
 def _stopped(rank: int) -> tuple[float, float]:

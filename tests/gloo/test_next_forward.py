@@ -186,8 +186,10 @@ def test_in_groups_of_ranks(four: Ranks, backend: str, name: str) -> None:
     four.run(_compare, backend, name)
 
 
-def _changing(rank: int) -> None:
-    """The dtype of the forward changes, and with it that of what is prefetched, one step later."""
+@LATE
+@on_ranks(2)
+def test_another_dtype() -> None:
+    """A forward that computes in another dtype than the one before gathers for itself; the next one takes again."""
     with mock.patch.dict(os.environ, {"FSDP_COMPILE_FULL_PREC_IN_EVAL": "1"}):
         models, steps = _trained(CASE.build, "aot_eager", SHARDINGS["bf16"])
     low, full = torch.bfloat16, torch.float32
@@ -213,12 +215,6 @@ def _changing(rank: int) -> None:
         False,
         False,
     ]
-
-
-@LATE
-def test_another_dtype(two: Ranks) -> None:
-    """A forward that computes in another dtype than the one before gathers for itself; the next one takes again."""
-    two.run(_changing)
 
 
 class Blocks(nn.Module):

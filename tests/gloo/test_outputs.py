@@ -147,8 +147,11 @@ class _ReturnsParameters(nn.Module):
         return x, {"deep": results} if self.kind == "structure" else results
 
 
-def _read_after_backward(rank: int, kind: str, strategy: str) -> None:
-    """Both models read what they have returned after backward, before the step."""
+@sharded
+@pytest.mark.parametrize("kind", ["themselves", "views", "structure"])
+@on_ranks(2)
+def test_returned_parameters_can_be_read_after_backward(kind: str, strategy: str) -> None:
+    """Parameters that a forward returns keep their values, and their memory, for as long as the caller holds them."""
     case = Case(lambda: _ReturnsParameters(kind), vectors, squared_error)
     reference, model = reference_and_model(case, strategy)
     optimizers = [OPTIMIZERS["momentum"](each.parameters()) for each in (model, reference)]
@@ -164,13 +167,6 @@ def _read_after_backward(rank: int, kind: str, strategy: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert_same_parameters(model, reference)
-
-
-@sharded
-@pytest.mark.parametrize("kind", ["themselves", "views", "structure"])
-def test_returned_parameters_can_be_read_after_backward(two: Ranks, kind: str, strategy: str) -> None:
-    """Parameters that a forward returns keep their values, and their memory, for as long as the caller holds them."""
-    two.run(_read_after_backward, kind, strategy)
 
 
 def _count_gathers(rank: int, kind: str) -> None:
@@ -350,7 +346,10 @@ class _Hooked(nn.Module):
         return z
 
 
-def _hook_outputs(rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["values", "graph"])
+@on_ranks(2)
+def test_hooks_on_outputs_read_parameters(how: str) -> None:
+    """A hook that forward registers on its output is called when the unit's parameters are there again."""
     torch.manual_seed(0)
     reference = nn.Sequential(*[_Hooked(how) for _ in range(3)], nn.Linear(7, 2))
     model = copy.deepcopy(reference)
@@ -362,12 +361,6 @@ def _hook_outputs(rank: int, how: str) -> None:
             each.zero_grad()
             each(torch.linspace(-1, 1, 14).view(2, 7)).square().mean().backward()
         assert_same_gradients(model, reference)
-
-
-@pytest.mark.parametrize("how", ["values", "graph"])
-def test_hooks_on_outputs_read_parameters(two: Ranks, how: str) -> None:
-    """A hook that forward registers on its output is called when the unit's parameters are there again."""
-    two.run(_hook_outputs, how)
 
 
 class _Both(nn.Module):

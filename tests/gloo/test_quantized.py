@@ -209,8 +209,9 @@ def test_trains_as_unsharded(two: Ranks, kind: str, how: str) -> None:
     two.run(_follow, kind, how, {})
 
 
-def _mixed(rank: int) -> None:
-    """Only what is not quantized is cast."""
+@on_ranks(2)
+def test_mixed_precision_does_not_cast() -> None:
+    """`param_dtype` leaves quantized weights as they are: their values mean something only with their scale."""
     model = fully_shard(_made("int8"), auto_wrap_policy={LlamaBlock}, mixed_precision=MixedPrecision(torch.bfloat16))
     seen: set[tuple[torch.dtype, torch.dtype]] = set()
     layer = model.layers[1].qkv
@@ -220,13 +221,11 @@ def _mixed(rank: int) -> None:
     assert all(param.grad is not None for param in _trained(model)) and layer.weight.grad is None
 
 
-def test_mixed_precision_does_not_cast(two: Ranks) -> None:
-    """`param_dtype` leaves quantized weights as they are: their values mean something only with their scale."""
-    two.run(_mixed)
-
-
-def _edited(rank: int, kind: str, strategy: str) -> None:
-    """One row of a quantized weight is replaced; the rest stays, byte for byte."""
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+@on_ranks(2)
+def test_edits_of_full_parameters(kind: str, strategy: str) -> None:
+    """What `summon_full_params` shows of quantized weights can be edited."""
     model = fully_shard(_made(kind), auto_wrap_policy={LlamaBlock}, sharding_strategy=ShardingStrategy[strategy])
     expected = {name: _bytes(param).clone() for name, param in _made(kind).named_parameters()}
     with summon_full_params(model), torch.no_grad():
@@ -234,13 +233,6 @@ def _edited(rank: int, kind: str, strategy: str) -> None:
     expected["layers.1.qkv.weight"][3] = expected["layers.2.qkv.weight"][5]
     seen = _full(model)
     assert all(torch.equal(seen[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("kind", ["int8", "float8"])
-def test_edits_of_full_parameters(two: Ranks, kind: str, strategy: str) -> None:
-    """What `summon_full_params` shows of quantized weights can be edited."""
-    two.run(_edited, kind, strategy)
 
 
 def _save(rank: int, kind: str, root: Path) -> dict[str, Tensor]:
@@ -318,8 +310,10 @@ def test_another_context_is_refused() -> None:
         model.load_state_dict(wrong)
 
 
-def _regions(rank: int) -> None:
-    """Blocks are compiled one by one, within a block-wise call of fully_shard that joins what was divided before."""
+@pytest.mark.nightly
+@on_ranks(2)
+def test_equal_blocks_share_a_graph() -> None:
+    """Equal blocks with subclasses are compiled once."""
     model = _made("int8 packed")
     for layer in model.layers:
         fully_shard(layer)
@@ -331,12 +325,6 @@ def _regions(rank: int) -> None:
         layer.compile(backend=counter, fullgraph=True)
     model(_tokens(0)).backward()
     assert counter.frame_count <= 2, counter.frame_count  # the first has an input that does not train
-
-
-@pytest.mark.nightly
-def test_equal_blocks_share_a_graph(two: Ranks) -> None:
-    """Equal blocks with subclasses are compiled once."""
-    two.run(_regions)
 
 
 class Scaled(nn.Parameter):

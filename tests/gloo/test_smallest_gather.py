@@ -219,16 +219,12 @@ class _OfTheRank(OneWeight):
         return (x.bfloat16() @ (self.weight * (1 + dist.get_rank())).bfloat16()).float()
 
 
-def _different_constants(rank: int) -> None:
-    """The scale of a weight is the rank's own."""
+@pytest.mark.nightly
+@on_ranks(2)
+def test_ranks_compare_what_they_compute() -> None:
+    """A number in a program that differs by rank raises on all ranks: parameters would be put together of both."""
     torch.manual_seed(0)
     model = Net(_OfTheRank)
     run = torch.compile(fully_shard(model, auto_wrap_policy={_OfTheRank}), fullgraph=True)
     with pytest.raises(RuntimeError, match="computed from the shard by"):
         run(torch.randn(4, D))
-
-
-@pytest.mark.nightly
-def test_ranks_compare_what_they_compute(two: Ranks) -> None:
-    """A number in a program that differs by rank raises on all ranks: parameters would be put together of both."""
-    two.run(_different_constants)

@@ -27,8 +27,9 @@ SMALL = Case(lambda: mlp(2), vectors, squared_error)
 BOTH = Wire(gather="fp8", reduce="bf16")
 
 
-def _use(rank: int) -> None:
-    """What a user writes."""
+@on_ranks(2)
+def test_use(rank: int) -> None:
+    """A model learns; one argument is all that is needed."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)) for _ in range(2)))
     model = fully_shard(model, wire=Wire(gather="fp8", reduce="bf16"))
@@ -42,11 +43,6 @@ def _use(rank: int) -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 2, losses
-
-
-def test_use(two: Ranks) -> None:
-    """A model learns; one argument is all that is needed."""
-    two.run(_use)
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
