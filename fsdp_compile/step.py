@@ -333,7 +333,7 @@ class CompiledStep:
             nn.utils.clip_grad_norm_(self._clipped_params(), limit)
             limit = None
         self._updates = True
-        self._update.begin(self._flats)
+        self._update.begin(self._flats, clips=limit is not None)
         factor = None if limit is None else self._clip_others(limit)
         self._update.step_others()
         self._run_updates(factor)

@@ -134,7 +134,9 @@ def step_segments(
         factor: the gradients of segments count times this, shape `()`; they are changed.
         fuses: whether torch's fused kernels run where a group leaves it open (Note [Which kernels run]).
     """
-    chosen = [_fuses(optimizer, group) if fuses else bool(group.get("fused")) for group in optimizer.param_groups]
+    on_cpu = all(each.shard.is_cpu for each, _ in ready) and all(each.is_cpu for some in others for each in some)
+    has_fused = fuses and type(optimizer) in (_FUSED if on_cpu else (SGD,))
+    chosen = [_fuses(group, has_fused) for group in optimizer.param_groups]
     if factor is not None and all(chosen[segment.group] and grad.dtype != torch.float64 for segment, grad in ready):
         optimizer.grad_scale = factor.reciprocal().float()  # type: ignore[attr-defined]  # which `step` reads
     elif factor is not None:
@@ -146,9 +148,8 @@ def step_segments(
         vars(optimizer).pop("grad_scale", None)
 
 
-def _fuses(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether torch has a fused kernel for the segments of `group`, whose user has not chosen another one."""
+def _fuses(group: dict[str, Any], has_fused: bool) -> bool:
+    """Whether a fused kernel updates `group`: as its user says, or else if torch `has_fused` ones for it."""
     if group.get("fused") is not None or group.get("foreach") is not None:
         return bool(group.get("fused"))
-    on_cpu = all(param.is_cpu for param in group["params"][:1])
-    return type(optimizer) in (_FUSED if on_cpu else (SGD,)) and not isinstance(group["lr"], Tensor)
+    return has_fused and not isinstance(group["lr"], Tensor)

@@ -76,7 +76,7 @@ class JointStep:
         self.ready: dict[Optimizer, Ready] = {}
         self._elementwise = [each for each in optimizers if not takes_matrices(each)]
         self._matrix = [each for each in optimizers if takes_matrices(each)]
-        self._pending: dict[FlatParam, int] = {}  # how many of its matrices are under way
+        self._pending = Counter[FlatParam]()  # how many of its matrices are under way
         self._has_state = False  # whether a step has made it
         owners: dict[int, Optimizer] = {}
         pairs = ((each, param) for each in optimizers for group in each.param_groups for param in group["params"])
@@ -91,13 +91,12 @@ class JointStep:
         return all(map(steps_segments, self._elementwise)) and not any(map(has_step_hooks, self._matrix))
 
     @torch.no_grad()
-    def begin(self, flats: Iterable[FlatParam]) -> None:
-        """Find what is updated from the gradients of flat parameters; others, also of `flats`, show theirs as `.grad`.
-
-        Call `step_others` next, then `run`, then `finish`.
+    def begin(self, flats: Iterable[FlatParam], clips: bool = False) -> None:
+        """Find what is updated from the gradients of flat parameters; others, also of `flats`, show theirs as `.grad`,
+        and so do matrices if the caller `clips` them. Call `step_others` next, then `run`, then `finish`.
         """
         covered = Counter[FlatParam]()  # how many parameters of each are updated from its gradient as one tensor
-        managed = dict.fromkeys(flats)
+        managed, self.ready = dict.fromkeys(flats), {}
         for optimizer in filter(steps_segments, self._elementwise):
             announce_step(optimizer)
             segments = Segments.of(optimizer)
@@ -108,7 +107,7 @@ class JointStep:
         for optimizer in self._matrix:
             matrices = MatrixUpdates.of(optimizer)
             matrices.prepare(optimizer)
-            covered.update(matrices.covers)
+            covered.update({} if clips else matrices.covers)
             managed.update(dict.fromkeys(matrices.covers))
         for flat in managed:
             if covered[flat] < len(flat.params):
@@ -123,7 +122,7 @@ class JointStep:
                 continue
             announce_step(optimizer)
             matrices = MatrixUpdates.of(optimizer)
-            covered = matrices.begin(optimizer, is_prepared=True)
+            covered = matrices.begin(optimizer)
             matrices.start(drops=True)
             rest = [[p for p in group["params"] if id(p) not in covered] for group in optimizer.param_groups]
             if any(param.grad is not None for param in chain.from_iterable(rest)):
@@ -140,10 +139,9 @@ class JointStep:
             if any(others):
                 step_segments(optimizer, (), others, fuses=self.fuses)
             note_step(optimizer)
-        self._pending = {}
+        self._pending.clear()
         for stage in chain.from_iterable(MatrixUpdates.of(each).stages for each in self._matrix):
-            for flat, number in stage.flats.items():
-                self._pending[flat] = self._pending.get(flat, 0) + number
+            self._pending.update(stage.flats)
         elementwise = {segment.flat for segment, _ in chain.from_iterable(self.ready.values())}
         for flat in self._pending.keys() - elementwise:
             flat.reduction.flat_gradient = None

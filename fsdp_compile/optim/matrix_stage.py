@@ -44,7 +44,6 @@ class Member:
         within: for each of its matrices which part it is of what this rank stores.
         sent: what `before` has returned.
         updates: of each matrix what this rank stores of its update.
-        is_called: whether the functions are called in this step.
     """
 
     def __init__(self, param: ShardedTensor, group: int, place: Place, flat: FlatParam | None) -> None:
@@ -54,30 +53,26 @@ class Member:
         self.within = [slice(begin, end) for begin, end in pairwise(ends)]
         self.sent: Tensor | None = None
         self.updates: dict[int, Tensor] = {}
-        self.is_called = False
 
     def run_before(self, functions: Functions, optimizer: Optimizer, grad: Tensor) -> None:
         """Compute what owners need, from `grad` in this rank's part, 1-D."""
         shard = self.shard
-        shard.group, shard.state = optimizer.param_groups[self.group], optimizer.state[self.param]
-        numel = shard.param.numel()
-        # What this rank stores nothing of needs the functions for what all ranks keep alike: names of state, numbers.
-        keeps_numbers = any(type(each) is not ShardedTensor for each in shard.state.values())
-        self.is_called = numel > 0 or self.sent is None or keeps_numbers
-        if self.is_called:
-            shard.grad = grad
-            self.sent = check_like(functions.before(shard), (numel,), None, functions, "before")
-            shard.grad = None
+        shard.group, shard.state, shard.grad = optimizer.param_groups[self.group], optimizer.state[self.param], grad
+        self.sent = check_like(functions.before(shard), (shard.param.numel(),), None, functions, "before")
+        shard.grad = None
 
     def run_after(self, functions: Functions) -> None:
         """Update what this rank stores."""
-        if self.is_called:
-            assert self.sent is not None
-            parts = [self.updates[at] for at in sorted(self.updates)]
-            update = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self.sent
-            functions.after(self.shard, update)
+        assert self.sent is not None
+        parts = [self.updates[at] for at in sorted(self.updates)]
+        functions.after(self.shard, parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self.sent)
         self.updates.clear()
-        self.sent = self.sent[:0] if self.sent is not None else None
+        self.sent = None
+
+    def keeps(self) -> bool:
+        """Whether this rank stores some of it, or numbers that all ranks keep alike, behind a step."""
+        numbers = [each for each in self.shard.state.values() if type(each) is not ShardedTensor]
+        return bool(numbers or self.shard.param.numel())
 
 
 class Stage:
@@ -101,6 +96,8 @@ class Stage:
         ranges = [member.place.ranges[at] for member, at in self._matrices]
         owners = [member.place.owners[at] for member, at in self._matrices]
         self._routes = Routes(self.params[0].spec.ranks, ranges, owners)
+        self._called, self._was_called = members, False  # those that keep something, once all have been called
+        self._empty = torch.empty(0, device=self.params[0].device)  # of the dtype that is sent, once one is known
         self._awaited: list[Filling] = []  # the exchange that is under way
         self._leaving: list[Filling] = []  # one that brings nothing that this rank computes with
         self.has_home = False
@@ -113,11 +110,14 @@ class Stage:
     def part(self) -> "Stage":
         """Those of the parameters that have arrived, forgotten here."""
         arrived, self.arrived = self.arrived, set[int]()
-        return Stage([member for member in self._members if id(member.param) in arrived], self._optimizer)
+        found = Stage([member for member in self._members if id(member.param) in arrived], self._optimizer)
+        found._called = [member for member in self._called if id(member.param) in arrived]
+        found._was_called, found._empty = self._was_called, self._empty
+        return found
 
     def arrive(self, gradients: Mapping[int, Tensor]) -> None:
         """Compute what owners need of the parameters of `gradients`, by their ids: what this rank stores of each."""
-        for member in self._members:
+        for member in self._called:
             if id(member.param) in gradients:
                 member.run_before(self._functions, self._optimizer, gradients[id(member.param)])
         self.arrived.update(gradients)
@@ -131,18 +131,15 @@ class Stage:
         """Begin to send to owners what they need, behind `arrive` of all parameters."""
         self.arrived.clear()
         self.has_home = bool(self._routes.at_home)
-        like = self._like()
-        filling = self._routes.to_owners(self._sent(self._routes.sent), like, self._name)
-        started = [] if filling is None else [filling]
-        self._awaited, self._leaving = (started, []) if self._routes.owned else ([], started)
-
-    def _like(self) -> Tensor:
-        """An empty tensor of the dtype that is sent and returned."""
-        found = {member.sent.dtype: member.sent for member in self._members if member.sent is not None}
+        found = {member.sent.dtype: member.sent for member in self._called if member.sent is not None}
         if len(found) > 1:
             raise TypeError(f"{type(self._functions).__name__}.before: expected one dtype for parameters of one, "
                             f"found {sorted(map(str, found))}")  # fmt: skip
-        return next(iter(found.values()))[:0]
+        for sent in found.values():  # none where nothing is called any more
+            self._empty = sent[:0]
+        filling = self._routes.to_owners(self._sent(self._routes.sent), self._empty, self._name)
+        started = [] if filling is None else [filling]
+        self._awaited, self._leaving = (started, []) if self._routes.owned else ([], started)
 
     def has_ended(self) -> bool:
         """Whether the host would not wait for the exchange that is under way."""
@@ -168,7 +165,7 @@ class Stage:
             filling.wait()
         full = chain.from_iterable(self._routes.assemble(filling.full) for filling in self._awaited)
         updates = [self.update(index, matrix) for index, matrix in zip(self._routes.owned, full, strict=True)]
-        started = self._routes.to_ranks(updates, self._like(), self._name)
+        started = self._routes.to_ranks(updates, self._empty, self._name)
         self._awaited = [] if started is None else [started]
 
     def finish(self) -> None:
@@ -182,6 +179,8 @@ class Stage:
                 member, at = self._matrices[index]
                 member.updates[at] = update
         self._awaited, self._leaving = [], []
-        for member in self._members:
+        for member in self._called:
             member.run_after(self._functions)
+        if not self._was_called:
+            self._called, self._was_called = [member for member in self._members if member.keeps()], True
         torch.autograd.graph.increment_version(self.params)

@@ -106,16 +106,15 @@ class MatrixUpdates:
         return cls._of.setdefault(optimizer, cls())
 
     @torch.no_grad()
-    def begin(self, optimizer: Optimizer, is_prepared: bool = False) -> set[int]:
+    def begin(self, optimizer: Optimizer) -> set[int]:
         """Prepare the step of all parameters that have gradients, on all ranks the same; return the ids of those that
-        are updated here, also in backward. Others are the optimizer's own to update. `is_prepared`: by `prepare`.
+        are updated here, also in backward. Others are the optimizer's own to update.
 
         Raises:
             RuntimeError: a gradient was accumulated under `no_sync` and not reduced; parameters are summoned; or ranks
                 disagree about the parameters.
         """
-        if not is_prepared:
-            self.prepare(optimizer)
+        self.prepare(optimizer)
         self._shown.clear()
         expected, self._expected = self._expected, []
         gradients = self._gradients(param for param, _ in self._params.values())

@@ -371,11 +371,14 @@ class Segments:
 
     def others(self, ready: Ready, chosen: Sequence[Segment] | None = None) -> list[list[nn.Parameter]]:
         """For each group the parameters, of the `chosen` segments or of all, that are in none of `ready`."""
+        if chosen is None and len(ready) == len(self.all) and len(self._joined) == sum(map(len, self._params)):
+            return []
         covered = {id(param) for segment, _ in ready for param in segment.params}
         params = self._params
         if chosen is not None:
-            numbers = range(len(params))
-            params = [[param for each in chosen if each.group == at for param in each.params] for at in numbers]
+            params = [
+                [param for each in chosen if each.group == at for param in each.params] for at in range(len(params))
+            ]
         found = [[param for param in some if id(param) not in covered] for some in params]
         return found if any(found) else []
 

@@ -139,7 +139,9 @@ def _follow(
     own = {each: Loop(models[0], optimizers[0], CLIP, accumulate, each) for each in set(how) - {"step"}}
     loop = Loop(models[1], optimizers[1], CLIP, accumulate, "eager" if backend == "inductor" else backend)
     updates, begin = [], step._update.begin
-    step._update.begin = lambda flats: begin(flats) or updates.append(len(step._update.ready[optimizers[0]]))
+    step._update.begin = lambda *given, **named: (
+        begin(*given, **named) or updates.append(len(step._update.ready[optimizers[0]]))
+    )
     worst = 0.0
     for number in range(steps):
         inputs, target = batch(case, number, accumulate)

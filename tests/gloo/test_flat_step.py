@@ -14,26 +14,16 @@ from fsdp_compile.optim import flat_step
 from fsdp_compile.optim.segments import Segments
 
 from .ranks import NIGHTLY, on_ranks
+from .test_compile_step import OPTIMIZERS as STOCK
 from .training import local
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
 OPTIMIZERS: dict[str, Make] = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "plain_sgd": lambda params: torch.optim.SGD(params, lr=0.1),
-    "adam": lambda params: torch.optim.Adam(params, lr=0.1, amsgrad=True, foreach=False),
+    **{name: make for name, make in STOCK.items() if name != "adafactor"},
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.1),
     "fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
-    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
-    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, centered=True, momentum=0.5),
-    "adadelta": lambda params: torch.optim.Adadelta(params, lr=1.0),
-    "adamax": lambda params: torch.optim.Adamax(params, lr=0.01),
-    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
-    "radam": lambda params: torch.optim.RAdam(params, lr=0.01),
-    "rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
 }
-
-
 BY_DAY = ["plain_sgd", "adamw", "fused", "adagrad", "adadelta", "adamax", "nadam"]  # others: test_compile_step.py
 CLOSE = {"rtol": 1e-6, "atol": 1e-7}  # kernels compute the last few elements of a tensor with other instructions
 
