@@ -1,11 +1,13 @@
 """What is checked of a root, by each rank alone and among ranks (comm/comparison.py).
 
-check_root       settings of units, parameters without a unit or without values, replication around the module
+CheckedRoot      settings of units, parameters without a unit or without values, replication around the module
 compare_units    before the first forward that communicates: one line for each unit, parameter and replicated flat shard
 """
 
+import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,54 +17,66 @@ from torch import Tensor, nn
 from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists
 from fsdp_compile.comm.waits import state_of
 from fsdp_compile.core._torch import replicated_params
-from fsdp_compile.core.sharding import join_registries, sharding_of, units_gathered_below
+from fsdp_compile.core.sharding import join_registries, modules_below, original_class, sharding_of, units_gathered_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.forward_pass import Listener
 from fsdp_compile.edits.writeback import refresh, replaced_objects
 
-_SETTINGS = {"limit_all_gathers": "limit_all_gathers", "FSDP_COMPILE_FULL_PREC_IN_EVAL": "full_precision_in_eval"}
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
-def check_root(module: nn.Module) -> None:
-    """Raise ValueError if no forward of the root `module` can be right, eager or compiled."""
-    join_registries(module)
-    _check_settings(module)
-    _check_all_sharded(module)
-    _check_has_values(module)
-    _check_not_replicated(module)
+class CheckedRoot:
+    """A root of which forwards are right, eager and compiled, while its modules hold the same.
+
+    Raises:
+        ValueError: none can be right.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        join_registries(root)
+        _check_settings(root)
+        self._frozen = _check_all_sharded(root)
+        _check_has_values(root)
+        _check_not_replicated(root)
+        registries = [vars(each).get(name) for each in modules_below(root) for name in ("_modules", "_parameters")]
+        self._registries = [each for each in registries if isinstance(each, dict)]  # torch.jit has others
+        self._held = self._what_is_held()
+
+    def _what_is_held(self) -> list[Any]:
+        return [*chain.from_iterable(map(dict.values, self._registries)), *map(_REQUIRES_GRAD, self._frozen)]
+
+    def is_unchanged(self) -> bool:
+        """Whether it is as it was checked: asked at every forward, as of units (core/unit.py, ParameterLocations)."""
+        held = self._what_is_held()
+        return len(held) == len(self._held) and all(map(operator.is_, held, self._held))
 
 
 def _check_settings(module: nn.Module) -> None:
-    shardings = {path: sharding for path, each in module.named_modules() if (sharding := sharding_of(each))}
-    for setting, attribute in _SETTINGS.items():
-        of_root = getattr(shardings[""].settings, attribute)
-        for path, sharding in shardings.items():
-            value = getattr(sharding.settings, attribute)
-            if value != of_root:  # (E-STRAT-11)
-                raise ValueError(
-                    f"{setting} is {of_root} for the root {type(module).__name__} and {value} for {path}; pass one "
-                    f"value in every call of fully_shard"
-                )
+    limits = {path: of.settings.limit_all_gathers for path, each in module.named_modules() if (of := sharding_of(each))}
+    if other := next((path for path, limit in limits.items() if limit != limits[""]), None):  # (E-STRAT-11)
+        raise ValueError(
+            f"limit_all_gathers is {limits['']} for the root {type(module).__name__} and {limits[other]} for {other}; "
+            f"pass one value in every call of fully_shard"
+        )
 
 
-def _check_all_sharded(module: nn.Module) -> None:
-    shardings = filter(None, map(sharding_of, module.modules()))
-    ignored = frozenset[nn.Parameter]().union(*(sharding.ignored_params for sharding in shardings))
+def _check_all_sharded(module: nn.Module) -> list[nn.Parameter]:
+    """Refuse parameters that train without a unit; return those that are frozen."""
+    shardings = list(filter(None, map(sharding_of, module.modules())))
+    ignored = frozenset[Any]().union(*(chain(each.ignored_params, each.ignored_modules) for each in shardings))
+    frozen = []
     for path, each in module.named_modules():
         looked_up = {lookup.name for lookup in getattr(type(each), "_fsdp_lookups", ())}  # also if replaced since
         for name, param in each._parameters.items():
-            if param is None or name in looked_up or param in ignored or not (param.requires_grad and param.numel()):
+            if param is None or name in looked_up or not ignored.isdisjoint((each, param)) or not param.numel():
                 continue
-            name = f"{path}.{name}" if path else name
-            if isinstance(each, torch.jit.ScriptModule):
+            if param.requires_grad:
                 raise ValueError(
-                    f"parameter {name} is one of a module that torch.jit.script made, whose code finds no gathered "
-                    f"parameters: use that module as it was before, or name its parameters in ignored_params"
+                    f"parameter {path}{'.' * bool(path)}{name} was added after fully_shard, so its gradients would not "
+                    f"be averaged over ranks; add it before, or call fully_shard on its module before the root"
                 )
-            raise ValueError(
-                f"parameter {name} was added after fully_shard, so its gradients would not be averaged over ranks; add "
-                f"it before, or call fully_shard on its module before the root"
-            )
+            frozen.append(param)
+    return frozen
 
 
 def _check_has_values(module: nn.Module) -> None:
@@ -130,22 +144,22 @@ def compare_units(module: Any, settings: str, compiled: bool) -> bool:
     subject = Subject(
         f"{'compiled' if compiled else 'eager'} forward", "the same units and settings", "the end of the model", _ADVICE
     )
-    first = f"{_class_name(module)} with {settings}"
+    first = f"{original_class(module).__name__} with {settings}"
     texts = [(group, "\n".join([first, *_lines_to_compare(units, group)])) for group in groups]
     compare_in_groups(texts, timeout, subject)
     return True
 
 
 class RootChecks(Listener):
-    """Checks a root before its first forward, by each rank alone and among ranks."""
+    """Checks a root before its first forward, by each rank alone and among ranks, and alone where modules changed."""
 
     def check(self, module: nn.Module) -> None:
-        """As `check_root`."""
-        check_root(module)
+        """Raise ValueError where `CheckedRoot` does."""
+        sharding: Any = sharding_of(module)
+        if sharding.checked is None or not sharding.checked.is_unchanged():
+            sharding.checked = CheckedRoot(module)
 
-    def compare(self, module: nn.Module, settings: str, compiled: bool) -> bool:
-        """As `compare_units`."""
-        return compare_units(module, settings, compiled)
+    compare = staticmethod(compare_units)
 
 
 def _unit_paths(module: nn.Module) -> dict[Unit, str]:
@@ -155,7 +169,7 @@ def _unit_paths(module: nn.Module) -> dict[Unit, str]:
         sharding = sharding_of(each)
         for unit in sharding.units if sharding else ():
             strategy = sharding.settings.strategy.name  # type: ignore[union-attr]  # it has units
-            paths.setdefault(unit, f"{path or 'root'} ({_class_name(each)}, {strategy})")
+            paths.setdefault(unit, f"{path or 'root'} ({original_class(each).__name__}, {strategy})")
     return paths
 
 
@@ -178,9 +192,9 @@ def _lines_to_compare(units: dict[Unit, str], group: dist.ProcessGroup) -> Itera
         )
         for flat in unit.flats:
             yield (
-                f"{path}: {flat.layout.numel} elements with padding, {_dtype_name(flat.shard.dtype)} gathered as "
-                f"{_dtype_name(unit.compute_dtype(flat))}, "
-                + (f"reduced as {_dtype_name(unit.reduce_dtype(flat))}" if flat.trains else "not trained")
+                f"{path}: {flat.layout.numel} elements with padding, {flat.shard.dtype} gathered as "
+                f"{unit.compute_dtype(flat)}, "
+                + (f"reduced as {unit.reduce_dtype(flat)}" if flat.trains else "not trained")
                 + (f", sent as {flat.wire}" if flat.wire is not None else "")
             )
             for name, shape in zip(flat.layout.names, flat.full_shapes, strict=True):
@@ -190,14 +204,6 @@ def _lines_to_compare(units: dict[Unit, str], group: dist.ProcessGroup) -> Itera
             names = ", ".join(unit.names[:3]) + (", ..." if len(unit.names) > 3 else "")
             stored = [flat.shard.detach() for flat in unit.flats if flat.trains]
             yield f"{path}: replicated values of {names} with checksum {checksum(stored)}"
-
-
-def _class_name(module: nn.Module) -> str:
-    return type(module).__name__.removeprefix("FSDP")  # as the class was called before it was sharded
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:

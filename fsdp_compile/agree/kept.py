@@ -49,7 +49,7 @@ class Kept(Listener):
         work = [module]
         for each in work:
             attributes = vars(each)
-            if attributes["_modules"]:
+            if attributes.get("_modules"):  # torch.jit.trace makes modules without
                 work += filter(None, attributes["_modules"].values())
             for name in filterfalse(_OF_EACH_MODULE.__contains__, attributes):  # few, wherever a unit is freed
                 value = attributes[name]

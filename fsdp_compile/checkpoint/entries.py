@@ -232,7 +232,7 @@ class Value(Entry):
         saved = _without_unneeded(saved, self.value)
         if missing := [dotted(path) for path in _missing_paths(saved, self.value, (self.key,))]:
             raise self._missing_names_error(missing)
-        kept = _common_keys(saved, self.value) if partial else saved
+        kept = _pruned(saved, self.value, lambda _: True) if partial else saved  # the keys that both have
         own = dict(leaves(self.value))
         for path, stored in leaves(kept):
             stored.fill(own.get(path))
@@ -256,11 +256,6 @@ def _missing_paths(saved: Any, own: Any, path: Path) -> Iterator[Path]:
 def _without_unneeded(saved: Any, own: Any) -> Any:
     """Without tensors that some of another number of ranks have saved, where `own` does not have them."""
     return _pruned(saved, own, lambda value: isinstance(value, Stored) and value.is_of_some)
-
-
-def _common_keys(saved: Any, own: Any) -> Any:
-    """Of nested dicts the keys that both have."""
-    return _pruned(saved, own, lambda value: True)
 
 
 def _pruned(saved: Any, own: Any, is_left_out: Callable[[Any], bool]) -> Any:

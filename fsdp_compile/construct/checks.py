@@ -42,8 +42,13 @@ def check_model(model: nn.Module, of_units: Mapping[nn.Module, Settings], ignore
             )
     divided = list(divide_modules(of_units, ignored, paths))
     _check_memory((join(paths[module], name), param) for module, params, _ in divided for name, param in params)
-    for module, params, _ in divided:
+    for module, params, modules in divided:
         path, own = paths[module], of_units[module]
+        for place, each in modules:
+            is_compiled = isinstance(each, torch.jit.ScriptModule)  # by script or trace
+            if is_compiled and (each is module or not ignored.params.issuperset(each.parameters())):
+                raise ValueError(f"module {place or 'model'} is what torch.jit made, whose code finds no gathered "
+                                 f"parameters; use it as it was before, or list it in ignored_modules")  # fmt: skip
         if isinstance(module, _WITHOUT_FORWARD):
             warn_caller(
                 f"module {path or 'model'}: a {type(module).__name__} has no forward, so its own parameters are never "

@@ -45,7 +45,7 @@ def collect_ignored(
     params = states if has_params else []
     modules += [] if has_params else states
     for module in modules:
-        if sharding_of(module) or sharding_of(module._modules.get(WRAPPED) or module):
+        if sharding_of(module) or sharding_of(getattr(module, WRAPPED, module)):
             raise ValueError(f"ignored modules: {type(module).__name__} is sharded already; ignore it before")
     if model in modules:
         warn_caller(f"ignored modules: found the model itself, {type(model).__name__}; all of it is ignored")

@@ -54,6 +54,7 @@ class ModuleSharding:
     in_hooked_call: bool = False  # whether a call of the module runs that gathered around its hooks
     ignored_modules: frozenset[nn.Module] = frozenset()  # that the call of `fully_shard` on this module left alone
     ignored_params: frozenset[nn.Parameter] = frozenset()  # likewise
+    checked: Any = None  # of a root that was checked (agree/checks.py)
 
 
 def sharding_of(module: nn.Module) -> ModuleSharding | None:
@@ -416,7 +417,8 @@ def _store_parameters(module: nn.Module, stored: dict[str, nn.Parameter | None])
 def join_registries(root: nn.Module) -> None:
     """Let modules store their parameters in one dict again: torch.export restores copies of dicts that it finds."""
     for module in root.modules():
-        stored, copied = module.__dict__["_parameters"], module.__dict__.get("_fsdp_parameters")
+        stored: Any = module.__dict__.get("_parameters")  # torch.jit.trace makes modules without
+        copied = module.__dict__.get("_fsdp_parameters")
         if copied is not None and copied is not stored:
             stored.clear()
             stored.update(copied)

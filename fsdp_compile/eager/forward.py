@@ -156,7 +156,7 @@ class CheckParams:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.__call__`."""
         if is_exporting() or (not torch.compiler.is_compiling() and records_operators()):
-            self._fsdp_runtime.check_again()
+            self._fsdp.checked = None  # export copies what modules hold
             kind = original_class(self)  # type: ignore[arg-type]  # a mixin of modules
             raise RuntimeError(
                 f"{kind.__name__} is sharded: torch.export, torch.jit.trace and make_fx cannot record "

@@ -50,7 +50,7 @@ class Listener:
         self.root = root
 
     def check(self, module: nn.Module) -> None:
-        """The first forward of the root, `module`, is about to begin: raise ValueError if none can be right."""
+        """A forward of the root, `module`, is about to begin: raise ValueError if none can be right."""
 
     def compare(self, module: nn.Module, settings: str, compiled: bool) -> bool:
         """The first forward that communicates is about to begin; return whether ranks need not be compared again."""

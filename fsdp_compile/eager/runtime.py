@@ -52,7 +52,7 @@ class Runtime:
         self.converting = False
         self.listeners = tuple(listener(self) for listener in listeners)
         self.heard = heard_by(self.listeners)
-        self._is_checked = self._is_compared = False
+        self._is_compared = False
         self._warned: set[str] = set()  # methods without an effect on a compiled forward
         self._streams: dict[torch.device, Streams] = {}
         self._last_forward: weakref.ref[UnshardedUnit] | None = None
@@ -76,15 +76,9 @@ class Runtime:
         self._streams = other._streams
 
     def check(self, module: nn.Module) -> None:
-        """Before the first forward of the root `module`, raise ValueError if none can be right."""
-        if not self._is_checked:
-            for listen in self.heard.check:
-                listen(module)
-            self._is_checked = True
-
-    def check_again(self) -> None:
-        """Check before the next forward of the root as before the first one."""
-        self._is_checked = False
+        """Before a forward of the root `module`, raise ValueError if none can be right."""
+        for listen in self.heard.check:
+            listen(module)
 
     def compare(self, module: nn.Module, compiled: bool) -> None:
         """Before the first forward of the root `module` that communicates, raise RuntimeError if ranks differ."""

@@ -225,12 +225,6 @@ def _data_of_moment(side: Side, number: int) -> None:
         side.optimizer.state[side.params[1]]["exp_avg"].data = torch.ones(64)
 
 
-def _moment_of_other_dtype(side: Side, number: int) -> None:
-    if number == 2:
-        state = side.optimizer.state[side.params[0]]
-        state["exp_avg"] = state["exp_avg"].double()
-
-
 def _held_moment(side: Side, number: int) -> Any:
     """A tensor of the state that somebody holds goes on to be that of the state, also when it is joined anew."""
     state = side.optimizer.state.get(side.params[1])

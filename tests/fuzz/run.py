@@ -195,7 +195,7 @@ class Comparison:
             self.check(f"{when}: loss or gradient of inputs", found, expected)
         self.check_gradients(when, self.model, self.reference)
         if step.clip:
-            norms = [nn.utils.clip_grad_norm_(_parameters_of(m), CLIP) for m in (self.model, self.reference)]
+            norms = [nn.utils.clip_grad_norm_(list(m.parameters()), CLIP) for m in (self.model, self.reference)]
             self.check(f"{when}: norm of gradients", *norms, self.tolerance_of_sums)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -415,10 +415,6 @@ def _full(tensor: Tensor) -> Tensor:
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters())
-
-
-def _parameters_of(model: nn.Module) -> list[nn.Parameter]:
-    return list(model.parameters())
 
 
 class Nested(torch.optim.Optimizer):

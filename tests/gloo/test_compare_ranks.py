@@ -73,7 +73,7 @@ DIFFERENT: dict[str, tuple[Make, Make, str]] = {  # what rank 0 and rank 1 have,
     "precision": (
         lambda: _sharded(),
         lambda: _sharded(mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16)),
-        r"rank 0: .*reduced as float32; rank 1: .*reduced as bfloat16",
+        r"rank 0: .*reduced as torch.float32; rank 1: .*reduced as torch.bfloat16",
     ),
     "values": (
         lambda: _sharded(seed=0, sharding_strategy=Kind.NO_SHARD),

@@ -31,11 +31,6 @@ MLP = MODELS["mlp"]
 HALVES = {"reshard_after_forward": 2}
 
 
-def _named(model: nn.Module) -> dict[int, int]:
-    """How many flat parameters there are of each size of the full buffer."""
-    return Counter(flat.layout.numel for unit in units(model) for flat in unit.flats)
-
-
 def _axes(sent: list[Sent]) -> Counter[tuple[str, int, int]]:
     """Kind, size of the full buffer of what was sent, by how much more it is than a rank's part; how often.
     Without the bytes by which ranks tell each other what they use.
@@ -49,7 +44,7 @@ def test_what_is_sent_and_what_is_kept() -> None:
     """Forward: a rank's shard to its peer, a half to its neighbour. Backward: the half again; reduces in reverse. In
     between blocks keep a half, afterwards nothing."""
     model = shard(MLP, **HALVES)
-    sizes = _named(model)
+    sizes = Counter(flat.layout.numel for unit in units(model) for flat in unit.flats)
     root = model._fsdp.units[0].flats[0].layout.numel
     for step in range(2):
         with wire() as sent:

@@ -468,18 +468,30 @@ def test_parametrized_within_forward(how: str) -> None:
 
 @on_ranks(2)
 def test_refused() -> None:
-    """Trained parameters that nobody would average, compiled wrappers and the conversion of a part are refused."""
+    """Trained parameters that nobody would average are refused, whenever they were added or thawed; so are compiled
+    wrappers and the conversion of a part.
+    """
     model = fully_shard(_net())
-    model.append(nn.Linear(3, 3))
     x = torch.ones(2, 7)
-    for run in (model, torch.compile(model, backend="eager")):
-        with pytest.raises(ValueError, match=r"parameter 3.weight was added after fully_shard"):
-            run(x)
-    model[3].requires_grad_(False)  # what does not train may be there
-    model(x).sum().backward()
-    scripted = fully_shard(nn.Sequential(nn.Linear(7, 7), torch.jit.script(nn.Linear(7, 7))))
-    with pytest.raises(ValueError, match=r"parameter 1.weight is one of a module that torch.jit.script made"):
-        scripted(x)
+    edits: dict[str, Callable[[], Any]] = {
+        "3.weight": lambda: model.append(nn.Linear(3, 3)),
+        "3.bias": lambda: model[3].bias.requires_grad_(True),
+        "1.scale": lambda: model[1].register_parameter("scale", nn.Parameter(torch.ones(3))),
+    }
+    for name, edit in edits.items():
+        edit()
+        for run in (model, torch.compile(model, backend="eager")):
+            with pytest.raises(ValueError, match=rf"parameter {name} was added after fully_shard"):
+                run(x)
+        model.get_parameter(name).requires_grad_(False)
+        model[3].requires_grad_(False)  # what does not train may be there
+        model(x).sum().backward()
+    for compiled in (torch.jit.script(nn.Linear(7, 7)), torch.jit.trace(nn.Linear(7, 7), x)):
+        for whole in (compiled, nn.Sequential(nn.Linear(7, 7), compiled)):
+            with pytest.raises(ValueError, match=r"is what torch.jit made, whose code finds no gathered parameters"):
+                fully_shard(whole)
+        fully_shard(whole, ignored_modules=[compiled])(x).sum().backward()
+        assert compiled.bias.grad.eq(2).all()
     with pytest.raises(ValueError, match=r"module is what torch.compile made of"):
         fully_shard(torch.compile(_net()))
     with pytest.raises(RuntimeError, match=r"parameter weight of Linear is part of a unit"):
