@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictSettings
 
-from fsdp_compile.comm.groups import Stages
 from fsdp_compile.comm.hops import NamedGroup, hops_of
 from fsdp_compile.core._torch import while_tracing, without_torch_function
 from fsdp_compile.core.autograd import ReduceQueue
@@ -173,7 +172,10 @@ class Unit:
     ) -> None:
         self.settings = settings
         group, shards, self.is_sharded, reshard_after_forward, replicas, stages = settings.placement
-        self._take_groups(group, replicas, stages)
+        self.group, self.replicas = group, replicas  # the latter of hybrid sharding, else None
+        self.group_name, self.group_size, *_ = NamedGroup.of(group)
+        self.replica_group = None if replicas is None else NamedGroup.of(replicas)
+        self.stages = tuple(map(NamedGroup.of, stages or (group,)))  # that all-gathers go through, in order
         self.rank = dist.get_rank(group) if self.is_sharded else 0
         self.device = device
         # Whether unsharded parameters are freed between forward and backward; None: but for the last unit's, and a
@@ -340,20 +342,6 @@ class Unit:
         """Choose whether unsharded parameters are freed between forward and backward."""
         self.reshard_after_forward = reshard_after_forward and self.is_sharded
         self.update_dtypes()
-
-    def set_groups(self, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None, stages: Stages | None) -> None:
-        """Continue in other process groups of the same size, in which this rank stores the same shard.
-        Graphs hold the names of groups: the next call compiles again, unless the names are the same.
-        """
-        self._take_groups(group, replicas, stages)
-        self.ranks.set_groups(self.group_name, self._replicas_name)
-        self.update_dtypes()
-
-    def _take_groups(self, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None, stages: Stages | None) -> None:
-        self.group, self.replicas = group, replicas  # the latter of hybrid sharding, else None
-        self.group_name, self.group_size, *_ = NamedGroup.of(group)
-        self.replica_group = None if replicas is None else NamedGroup.of(replicas)
-        self.stages = tuple(map(NamedGroup.of, stages or (group,)))  # that all-gathers go through, in order
 
     @property
     def _replicas_name(self) -> str | None:  # of the group of the ranks that store the same

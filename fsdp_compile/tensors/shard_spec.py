@@ -13,9 +13,10 @@ that a range of an n-dimensional tensor needs:
 # Note [Why shards end between rows]
 # torch.distributed.checkpoint plans, writes and reads chunk by chunk, and each chunk takes an entry in `.metadata` and
 # in a file. A shard that ends within a row of a matrix leaves two chunks on either side: complete rows and a part of
-# one. So a layout pads its end by up to 1/512 (`end_between_rows` in core/layout.py) where fewer shards then end within
-# a row; of usual models the ranks together store little more chunks than there are parameters and cuts. This is a
-# matter of speed alone: any range of elements is saved and loaded correctly, by any number of ranks.
+# one. So a layout (`lay_out` in core/layout.py) pads where fewer shards then end within a row: by up to 1/512, or 1/50
+# if then none does. Parameters keep their order, and start further on where a shard then ends between rows. Stacked
+# experts count by rows of each. A block of Llama 3 8B is 72 chunks on 64 ranks, 262 on 256; with padding
+# at its end alone 106 and 764. Any range of elements is saved and loaded correctly, by any number of ranks.
 
 import math
 import operator
@@ -163,13 +164,6 @@ class ShardRanks:
 
     def __reduce__(self) -> Any:
         return ShardRanks, (self.group, self.size, self.rank, self.replicas, self.same_bits)
-
-    def set_groups(self, group: str, replicas: str | None) -> None:
-        """Replace the process groups of the same ranks: all tensors that are sharded over them follow."""
-        object.__setattr__(self, "group", group)
-        object.__setattr__(self, "replicas", replicas)
-        object.__setattr__(self, "given", None)
-        self._meshes.clear()
 
     def check_here(self) -> None:
         """Check before a collective that this process is the rank whose part this is.

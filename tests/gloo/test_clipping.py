@@ -19,7 +19,7 @@ from fsdp_compile.tensors.norms import gradient_norm
 
 from .ranks import on_ranks
 from .test_communication import _spied
-from .training import assert_same_gradients, backward, build, mine, reference_and_model, shard, units, whole
+from .training import assert_same_gradients, backward, build, mine, reference_and_model, shard, whole
 
 MLP = MODELS["mlp"]
 ORDERS = [2.0, 1.0, 3.5, math.inf, "inf"]
@@ -153,9 +153,8 @@ def _hybrid(model: nn.Module) -> Iterator[nn.Module]:
     """Pairs of ranks share a copy: ranks 0 and 1, ranks 2 and 3."""
     shards = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     copies = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    fully_shard(model, process_group=shards[dist.get_rank() // 2])
-    for unit in units(model):
-        unit.set_groups(unit.group, copies[dist.get_rank() % 2], None)
+    groups = shards[dist.get_rank() // 2], copies[dist.get_rank() % 2]
+    fully_shard(model, process_group=groups, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
     yield model
     for group in (*shards, *copies):
         if dist.get_rank() in dist.get_process_group_ranks(group):

@@ -15,7 +15,7 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
     fp16_compress_hook,
     reduce_scatter_hook,
 )
-from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from fsdp_compile import fully_shard
 
@@ -148,9 +148,8 @@ def test_hybrid() -> None:
     E-HOOK-7, E-LIM-11; torch refuses it (E-HOOK-4).
     """
     with _two_by_two() as (group, replicas):
-        reference, model = build(MLP), fully_shard(build(MLP), process_group=group)
-        for unit in units(model):
-            unit.set_groups(unit.group, replicas, None)
+        options = {"process_group": (group, replicas), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+        reference, model = build(MLP), fully_shard(build(MLP), **options)
         model.register_comm_hook(DefaultState(group), reduce_scatter_hook)
         follow(model, reference, MLP)
 

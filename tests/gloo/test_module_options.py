@@ -108,6 +108,19 @@ def _prefetch(model: Any) -> None:
 CHOICES = {choice.__name__: choice for choice in (_divide, _sum, _hook, _memory, _prefetch)}
 
 
+@on_ranks(4)
+def test_a_hook_averages_over_replicas() -> None:
+    """Gradients averaged over replicas in a hook, as torchft's manager does, are those of hybrid sharding."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    hybrid, hooked = blocks_then_root(fsdp_compile, mesh=mesh), blocks_then_root(fsdp_compile, mesh=mesh["shards"])
+    for module in _sharded(hooked):
+        module.set_all_reduce_hook(lambda grad: dist.all_reduce(grad.div_(2), group=mesh.get_group("replicas")))
+    for model in (hybrid, hooked):
+        backward(model, MLP, mine(MLP, 1))
+    for one, other in zip(hooked.parameters(), hybrid.parameters(), strict=True):
+        torch.testing.assert_close(full(one.grad), full(other.grad))
+
+
 DAILY = ("_divide", "_memory")
 
 

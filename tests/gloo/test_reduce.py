@@ -21,7 +21,7 @@ from fsdp_compile.eager.reduce import reduce_gradients
 
 from .ranks import Ranks, on_ranks
 from .test_communication import _spied
-from .training import assert_same_gradients, backward, build, executor, follow, local, mine, shard, units, whole
+from .training import assert_same_gradients, backward, build, executor, follow, local, mine, shard, whole
 
 MLP = MODELS["mlp"]
 HYBRID = ShardingStrategy.HYBRID_SHARD
@@ -139,9 +139,8 @@ def test_hybrid_reduces_shards_over_replicas(rank: int, dtype: torch.dtype) -> N
 def test_hybrid_training() -> None:
     """Gradients are means over all ranks of all copies (E-PG-13)."""
     with _two_by_two() as (group, replicas):
-        reference, model = build(MLP), fully_shard(build(MLP), process_group=group)
-        for unit in units(model):
-            unit.set_groups(unit.group, replicas, None)
+        options = {"process_group": (group, replicas), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+        reference, model = build(MLP), fully_shard(build(MLP), **options)
         follow(model, reference, MLP)
 
 

@@ -97,5 +97,3 @@ def test_ranges_of_specs() -> None:
     alike = ShardRanks("first", 2, 1, "replicas")
     ranks._meshes["asked for"] = None
     assert ranks == alike and repr(ranks) == repr(alike), "what was asked of them makes no difference"
-    ranks.set_groups("second", None)
-    assert (whole.ranks.group, whole.ranks.replicas) == ("second", None)

@@ -151,7 +151,6 @@ def test_private_names_of_torch_are_in_their_files() -> None:
 @pytest.mark.parametrize(
     ("name", "target"),
     [
-        ("core.unit", "fsdp_compile.comm.membership"),
         ("comm.collectives", "fsdp_compile.core.unit"),
         ("eager.forward", "fsdp_compile.passes.pipeline"),
         ("passes.post_grad.order", "fsdp_compile.core.unit"),
