@@ -1,7 +1,7 @@
 """How other systems place collectives, as plans for the same simulator."""
 
+from fsdp_compile.explain.fixed_prefetch import prefetch
 from fsdp_compile.passes.plan.plan import Plan
-from fsdp_compile.passes.plan.schedule import prefetch
 from fsdp_compile.passes.plan.workload import Workload
 
 

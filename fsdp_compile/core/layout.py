@@ -15,17 +15,18 @@ Ids such as E-FLAT-15 name statements of the eager runtime specification.
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import combinations
 from operator import index as as_int
 
 DEFAULT_ALIGNMENT = 16
 """Grid on which parameters start, in elements. Inductor takes a slice of a buffer as aligned for writing only at
 multiples of 16 elements, whatever the dtype; for one-byte elements this is still 16 bytes."""
 
-MOST = 512
-"""Padding that makes shards end between rows is at most one element in so many."""
+MOST, MORE = 512, 50
+"""Padding that makes shards end between rows is at most one element in so many; in `MORE` if then none ends within."""
 
 _INTEGER = "(?:0|[1-9][0-9]*)"
 _PARAMETER = f"(?:{_INTEGER}(?:x{_INTEGER})*)?@{_INTEGER}"
@@ -130,11 +131,6 @@ class FlatParamLayout:
         return tuple(math.prod(shape) for shape in self.shapes)
 
     @cached_property
-    def rows(self) -> list[int]:
-        """For each parameter the elements of one index into its first dimension."""
-        return [math.prod(shape[1:]) for shape in self.shapes]
-
-    @cached_property
     def segments(self) -> tuple[LayoutSegment, ...]:
         """Consecutive segments that cover each element of the buffer once, in order (E-FLAT-4), none of them empty."""
         segments: list[LayoutSegment] = []
@@ -213,37 +209,96 @@ def lay_out(
 ) -> FlatParamLayout:
     """The layout of `(name, shape)` pairs over `world_size` ranks whose shards end between rows, and between blocks.
 
-    Parameters and shards start at multiples of 128, 64 or 32 elements instead of 16 if that cuts no more rows and pads
-    at most one element in `MOST` more: then no two ranks share a block that has a scale. With `same_on_any` they start
-    at multiples of 64, so that the end of the buffer alone depends on `world_size`. ValueError as of `build`.
+    See Note [Why shards end between rows]. It pads at most one element in `MOST` more than `build`, or one in `MORE`
+    where then no shard ends within a row. Parameters and shards start at multiples of 128, 64 or 32 elements instead of
+    16 if that cuts no more rows: then no two ranks share a block that has a scale. With `same_on_any` they start at
+    multiples of 64, so that the end of the buffer alone depends on `world_size`. ValueError as of `build`.
     """
-    named = list(parameters)
+    names, shapes = zip(*((name, tuple(map(as_int, dims))) for name, dims in parameters), strict=True) or ((), ())
+    found = _laid_out(shapes, world_size, same_on_any)
+    return replace(found, names=names)
+
+
+@lru_cache(maxsize=1024)  # blocks of a model have the same shapes
+def _laid_out(shapes: tuple[tuple[int, ...], ...], world_size: int, same_on_any: bool) -> FlatParamLayout:
+    named = [(str(index), shape) for index, shape in enumerate(shapes)]
     if same_on_any:
-        return end_between_rows(FlatParamLayout.build(named, world_size, _VECTORS, _VECTORS), _VECTORS)
-    layouts = [end_between_rows(FlatParamLayout.build(named, world_size, grid, grid), grid) for grid in _BLOCKS]
-    return min((each for each in layouts if each.numel <= layouts[-1].numel * (1 + 1 / MOST)), key=_cut_rows)
+        least = FlatParamLayout.build(named, world_size, _VECTORS, _VECTORS)
+        return min(_padded(least, least.numel * (1 + 1 / MOST), moves=False), key=_cut_rows)
+    least = FlatParamLayout.build(named, world_size, DEFAULT_ALIGNMENT, DEFAULT_ALIGNMENT)
+    best = least
+    for part in (MOST, MORE):
+        found = best
+        for grid in _BLOCKS:
+            tight = FlatParamLayout.build(named, world_size, grid, grid)
+            found = min([found, *_padded(tight, least.numel * (1 + 1 / part))], key=_cut_rows)
+            if not any(_cut_rows(found)[:2]):
+                break
+        if part == MOST or not _cut_rows(found)[0]:
+            best = found
+        if not _cut_rows(best)[0]:
+            break
+    return best
 
 
-def end_between_rows(layout: FlatParamLayout, shard_alignment: int) -> FlatParamLayout:
-    """`layout` with more padding at its end, if fewer shards then end within a row of a parameter.
+def _padded(tight: FlatParamLayout, most: float, moves: bool = True) -> Iterator[FlatParamLayout]:
+    """`tight` with more padding, of up to `most` elements: at its end, or so that parameters start further on."""
+    for dims in (1, 2):
+        rows = [_row(shape, dims) for shape in tight.shapes]
+        longest = sorted({row for row in rows if row > 1})[-5:]
+        steps = {
+            math.lcm(tight.alignment, *chosen)
+            for count in range(len(longest) + 1)
+            for chosen in combinations(longest, count)
+        }
+        for shard in sorted({round_up(tight.shard_numel, step) + more * step for step in steps for more in range(3)}):
+            if (numel := shard * tight.world_size) > most:
+                break
+            yield replace(tight, numel=numel)
+            offsets, end = [], 0
+            for each, row in zip(tight.numels, rows, strict=True):
+                offsets.append(_start_of_rows(end, each, row, shard, tight.alignment))
+                end = offsets[-1] + each
+            if moves and end <= numel:
+                yield replace(tight, offsets=tuple(offsets), numel=numel)
 
-    See Note [Why shards end between rows]. Among sizes that are multiples of a row for each rank it takes the one with
-    the fewest such shards, then the smallest. Shards stay multiples of `shard_alignment` elements.
+
+def _start_of_rows(begin: int, numel: int, row: int, shard: int, grid: int) -> int:
+    """The first multiple of `grid` from `begin` on at which no shard ends within a row of a parameter of `numel`
+    elements, if there is one near; else the first one.
     """
-    steps = {layout.world_size * math.lcm(row, shard_alignment) for row in layout.rows if row}
-    sizes = {round_up(layout.numel, step) for step in steps}
-    wider = [replace(layout, numel=size) for size in sizes if layout.numel < size <= layout.numel * (1 + 1 / MOST)]
-    return min([layout, *wider], key=lambda each: (_cut_rows(each), each.numel)) if wider else layout
+    begin = round_up(begin, grid)
+    end = begin - begin % shard + shard if numel else begin  # of the shard in which it would start
+    if begin + numel <= end or row == 1:
+        return begin
+    found = [end] if numel <= shard else []
+    common, step = math.gcd(row, grid), math.lcm(row, grid)
+    for first in (end, end + shard):  # the first end of a shard that is within
+        if first % common == 0:  # multiples of `grid` that are whole rows before it: Chinese remainders
+            start = first // common * pow(grid // common, -1, row // common) % (row // common) * grid
+            start += max(0, round_up(begin - start, step))
+            if start < first and (shard % row == 0 or start + numel <= first + shard):
+                found.append(start)
+    return min(found, default=begin)
 
 
-def _cut_rows(layout: FlatParamLayout) -> int:
-    """How many shards end within a row of a parameter."""
-    count = 0
+def _cut_rows(layout: FlatParamLayout) -> tuple[int, int, int, int]:
+    """What decides between layouts, less is better: how many shards end within one index into the first two dimensions
+    of a parameter (of a matrix: into the first one), how many within one into the first, the grid, the size.
+    """
+    parts, rows = 0, 0
     for end in range(layout.shard_numel, layout.numel, layout.shard_numel) if layout.numel else ():
         index = bisect_right(layout.offsets, end) - 1
-        within = end - layout.offsets[index]
-        count += within < layout.numels[index] and within % layout.rows[index] > 0
-    return count
+        within, shape = end - layout.offsets[index], layout.shapes[index]
+        if within < layout.numels[index]:
+            parts += within % _row(shape, 2) > 0
+            rows += within % _row(shape, 1) > 0
+    return parts, rows, -layout.alignment, layout.numel
+
+
+def _row(shape: tuple[int, ...], dims: int) -> int:
+    """Elements of one index into the first `dims` dimensions; of a matrix and a vector, into the first one."""
+    return math.prod(shape[dims if len(shape) > 2 else 1 :])
 
 
 def _at_least_one(**values: int) -> None:

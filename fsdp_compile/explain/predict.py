@@ -18,6 +18,7 @@ from torch import nn
 
 from fsdp_compile.comm.formats import ratio
 from fsdp_compile.config import update_moves
+from fsdp_compile.explain.fixed_prefetch import prefetch
 from fsdp_compile.explain.matrices import MuonOfModel
 from fsdp_compile.explain.prediction import UPDATE, Alternative, Prediction, Setting, hardware_of, settings_of
 from fsdp_compile.explain.report import Report
@@ -28,7 +29,7 @@ from fsdp_compile.passes.cost.hardware import Hardware, Link, device, link
 from fsdp_compile.passes.cost.roofline import launch_seconds, level_of
 from fsdp_compile.passes.graph.prices import Prices, work_seconds
 from fsdp_compile.passes.plan.plan import Plan
-from fsdp_compile.passes.plan.schedule import order_of_blocks, prefetch
+from fsdp_compile.passes.plan.schedule import order_of_blocks
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 LARGEST = 1 << 20  # ranks that are tried at most to make a step fit

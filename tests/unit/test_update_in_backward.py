@@ -21,10 +21,11 @@ from fsdp_compile.compare.memory import curve
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import UPDATE_SHARD
 from fsdp_compile.core.sharding import units_gathered_below
+from fsdp_compile.explain.fixed_prefetch import prefetch
 from fsdp_compile.passes.graph.nodes import Tag, set_tag
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import PlanError, verify
-from fsdp_compile.passes.plan.schedule import order_of_blocks, prefetch, search_plan
+from fsdp_compile.passes.plan.schedule import order_of_blocks, search_plan
 from fsdp_compile.passes.plan.whole_step import UpdateCost, updating_in_backward, with_update
 from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.updates import place_updates

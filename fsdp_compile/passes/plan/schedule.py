@@ -1,18 +1,13 @@
 """The planner: where to gather, wait, free and reduce, and which units to keep unsharded, so that the step is short.
 
     search_plan       the shortest plan within a budget
-      plans_by_rules  plans by fixed rules
       _best_within    for a limit on memory: which units to keep, and preferences, one after the other
         Scheduler     a plan for them: before each task launch what is ready, gathers as early as memory allows
+    order_of_blocks   the plan of a step for which no search was asked; the search tries it too
 
 This is list scheduling of one computing stream and one link. Tasks compute in a fixed order, gathers are launched in
 the order of their first readers and reduces in the order in which they get ready. The scheduler runs the machine of
 `simulate` while it decides, so it knows the time and memory of every choice exactly.
-
-Where nobody asks for a search, and in other systems, a step follows a fixed rule:
-
-    order_of_blocks  the default: what the eager runtime does, and blocks that are compiled one by one
-    prefetch         gather so many units before they are read; FSDP2's plan is one of these
 
 Note [Why more memory is never slower]
 A greedy scheduler within more memory may find a longer plan. So it is never given the caller's budget. Plans are made
@@ -22,9 +17,8 @@ the plans of a smaller one.
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, combinations, groupby, product
+from itertools import accumulate, combinations, product
 from math import inf
 from statistics import median
 from typing import Any, NamedTuple
@@ -33,7 +27,6 @@ from fsdp_compile.passes.plan.plan import Kind, Machine, Plan, PlanError, Step, 
 from fsdp_compile.passes.plan.workload import Workload, least_memory, lower_bound, smallest_budget
 
 TOLERANCE = 1e-4  # of the shortest step known: a plan this near to it, within less memory, is as good
-_RULES = ((1, 1, True, 2), (2, 1, False, 1), (2, 2, True, 2))  # see `prefetch`: one unit, FSDP2's, two units
 
 
 @dataclass(frozen=True)
@@ -131,7 +124,10 @@ def _shortest_plan(workload: Workload, budget: int | None, coalesce: int, bound:
 
     Limits are tried from the smallest on, up to the first within which a plan is as short as within the last.
     """
-    rules = list(plans_by_rules(workload))
+    rules = list[_Candidate]()
+    if not workload.forward:  # the order of blocks knows of no updates
+        timeline = simulate(workload, plan := order_of_blocks(workload))
+        rules = [_Candidate(plan, keep_by_rule(workload), timeline.makespan, timeline.peak, None)]
     limits = limits_of(workload, {each.peak for each in rules})
     most = _sets_to_keep(workload, limits[-1])[-1]
     last = _best_within(workload, limits[-1], [most], coalesce, None, bound * (1 + TOLERANCE))
@@ -145,14 +141,6 @@ def _shortest_plan(workload: Workload, budget: int | None, coalesce: int, bound:
         best = _best_within(workload, limit, _sets_to_keep(workload, limit), coalesce, start, target)
     assert best is not None
     return best
-
-
-def plans_by_rules(workload: Workload) -> Iterator[_Candidate]:
-    """Plans by fixed rules, which know of no updates."""
-    plans = [order_of_blocks(workload), *(prefetch(workload, *rule) for rule in _RULES)] if not workload.forward else []
-    for plan in plans:
-        timeline = simulate(workload, plan)
-        yield _Candidate(plan, keep_by_rule(workload), timeline.makespan, timeline.peak, None)
 
 
 def limits_of(workload: Workload, peaks: set[int]) -> list[int]:
@@ -214,7 +202,7 @@ def _sets_to_keep(workload: Workload, limit: int) -> list[frozenset[int]]:
 # --- the scheduler ----------------------------------------------------------------------------------------------------
 
 
-_Gather = tuple[int, int, int]  # unit, first and last task that read it
+Gather = tuple[int, int, int]  # unit, first and last task that read it
 
 
 class Scheduler:
@@ -253,7 +241,7 @@ class Scheduler:
         self.arrived = sum(units[unit].arrives is not None for unit, _, _ in gathers)  # launched before the step
         self.opens, self.alone = self._launch_windows(gathers)
 
-    def _launch_windows(self, gathers: list[_Gather]) -> tuple[list[int], list[int]]:
+    def _launch_windows(self, gathers: list[Gather]) -> tuple[list[int], list[int]]:
         """From which task on each gather may be launched; and the task behind an update before which it may be, alone.
 
         Each task in between must have room for its own buffers and for the gathers that are launched early.
@@ -395,29 +383,7 @@ def _sums_from_each(numbers: list[float]) -> list[float]:
 
 # --- plans by rules ---------------------------------------------------------------------------------------------------
 
-_Position = tuple[int, int, int]  # before which task; 0: frees, 1: reduces, 2: gathers, 3: the end; order among these
-
-
-def prefetch(workload: Workload, forward: int, backward: int, before_wait: bool, in_flight: int) -> Plan:
-    """The plan with a fixed prefetch distance. Reduces are issued as they get ready.
-
-    The last unit of forward stays gathered for backward, which reads it first, if the step leaves that open.
-
-    Args:
-        workload: the step.
-        forward: how many units ahead of the one that is waited for a gather is issued in forward.
-        backward: the same in backward.
-        before_wait: whether that gather is issued before the wait.
-        in_flight: reduces that may be under way at once, the one that is issued included.
-    """
-    gathers, reduces = workload.gathers(keep_by_rule(workload)), workload.reduces()
-    split = sum(first < workload.backward for _, first, _ in gathers)
-    issued = _issue_positions(workload, gathers[:split], 0, 0, forward, before_wait)
-    issued += _issue_positions(workload, gathers[split:], split, workload.backward, backward, before_wait)
-    # Each reduce is waited for before there would be more than `in_flight` under way, the rest at the end.
-    waited: list[_Position] = [(ready + 1, 1, 2 * each) for each, (_, _, ready) in enumerate(reduces)][in_flight:]
-    waited += [_at_the_end(workload, each) for each in range(len(waited), len(reduces))]
-    return _plan_of(workload, gathers, issued, waited)
+Position = tuple[int, int, int]  # before which task; 0: frees, 1: reduces, 2: gathers, 3: the end; order among these
 
 
 # Note [Half a module ahead]
@@ -437,23 +403,23 @@ def order_of_blocks(workload: Workload, in_flight: int | None = None) -> Plan:
     half = Counter[str]()  # bytes of half a module
     for each in units:
         half[each.of_module] += max(each.gathered, each.packed) / 2  # type: ignore[assignment]  # a float
-    issued, split = list[_Position](), sum(first < workload.backward for _, first, _ in gathers)
+    issued, split = list[Position](), sum(first < workload.backward for _, first, _ in gathers)
     for begin, end, start in ((0, split, 0), (split, len(gathers), workload.backward)):
         sums = [*accumulate((units[unit].gathered for unit, _, _ in gathers[begin:end]), initial=0)]
         for index in range(begin, end):  # what is read next: before the one before it is waited for
-            place = _beside_wait(gathers[index - 1][1], index - 1, True) if index > begin else None
+            place = (gathers[index - 1][1], 2, 4 * index - 5) if index > begin else None
             most = sums[index - begin] + half[units[gathers[index][0]].of_module]
             while len(issued) <= index or (len(issued) < end and sums[len(issued) - begin] < most):
                 issued.append(place or (start, 2, len(issued) - end))
-    waited, under_way = list[_Position](), deque[int]()  # bytes
+    waited, under_way = list[Position](), deque[int]()  # bytes
     for at, (unit, _, ready) in enumerate(reduces):
         most = half[units[unit].of_module]
         while under_way and (sum(under_way) > most if in_flight is None else len(under_way) >= in_flight):
             waited.append((ready + 1, 1, 2 * at + 2))  # behind the launch: its buffer is there already
             under_way.popleft()
         under_way.append(units[unit].packed)
-    waited += [_at_the_end(workload, each) for each in range(len(waited), len(reduces))]
-    return _plan_of(workload, gathers, issued, waited)
+    waited += [at_the_end(workload, each) for each in range(len(waited), len(reduces))]
+    return plan_of(workload, gathers, issued, waited)
 
 
 def keep_by_rule(workload: Workload) -> frozenset[int]:
@@ -467,35 +433,12 @@ def keep_by_rule(workload: Workload) -> frozenset[int]:
     return workload.must_keep | {unit for unit in units if workload.units[unit].of_module in kept}
 
 
-def _issue_positions(
-    workload: Workload, gathers: list[_Gather], offset: int, start: int, distance: int, before_wait: bool
-) -> list[_Position]:
-    """Where `gathers`, the first of which is number `offset`, are issued.
-
-    The first `distance` modules are gathered before task `start`, others beside the first wait of the module that is so
-    many before.
-    """
-    names, positions = [workload.units[unit].of_module for unit, _, _ in gathers], list[_Position]()
-    modules = [list(group) for _, group in groupby(range(len(gathers)), key=names.__getitem__)]
-    for index, module in enumerate(modules):
-        if index < distance:
-            positions += [(start, 2, each - len(gathers)) for each in module]
-        else:
-            beside = modules[index - distance][0]
-            positions += [_beside_wait(gathers[beside][1], offset + beside, before_wait)] * len(module)
-    return positions
-
-
-def _beside_wait(at: int, index: int, before_wait: bool) -> _Position:
-    """Before task `at`, right before or after the wait for gather `index`."""
-    return at, 2, 4 * index - 1 if before_wait else 4 * index + 1
-
-
-def _at_the_end(workload: Workload, index: int) -> _Position:
+def at_the_end(workload: Workload, index: int) -> Position:
+    """Behind all tasks, for reduce `index`."""
     return len(workload.tasks), 3, index
 
 
-def _plan_of(workload: Workload, gathers: list[_Gather], issued: list[_Position], waited: list[_Position]) -> Plan:
+def plan_of(workload: Workload, gathers: list[Gather], issued: list[Position], waited: list[Position]) -> Plan:
     """Wait for gathers at their first reader, free them after the last, issue reduces when they are ready.
 
     Args:
@@ -504,7 +447,7 @@ def _plan_of(workload: Workload, gathers: list[_Gather], issued: list[_Position]
         issued: where each of them is issued.
         waited: where each reduce is waited for.
     """
-    steps: list[tuple[_Position, Kind, int]] = []
+    steps: list[tuple[Position, Kind, int]] = []
     for index, ((unit, first, last), position) in enumerate(zip(gathers, issued, strict=True)):
         if workload.units[unit].arrives is not None:
             position = 0, 2, index - 2 * len(gathers)  # before all others, for it was launched before them
