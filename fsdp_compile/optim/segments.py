@@ -25,7 +25,6 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.unit import unit_of
-from fsdp_compile.tensors.shard_spec import ShardSpec
 from fsdp_compile.tensors.sharded_tensor import FlatGradient, ShardedTensor, moves, set_local
 
 State = dict[str, Any]
@@ -324,9 +323,7 @@ class Segments:
         self._params: list[list[nn.Parameter]] = []  # of each group, when the segments were made
         self._moves = self._sharded = 0  # `moves()` when last looked at, and how many parameters were sharded
         self._joined: list[nn.Parameter] = []  # those of the segments
-        self._specs: list[ShardSpec] = []  # of `_joined`
         self._flats: list[FlatParam] = []  # that the segments are of, by first appearance
-        self._positions: list[int] = []  # for each segment its flat parameter's among these
         self.known: KnownStep | None = None
         self.is_off = False  # whether a step on each parameter by itself was asked for
         self.hook: RemovableHandle | None = None  # of the step that begins (flat.py)
@@ -364,9 +361,7 @@ class Segments:
                 for start, stop in zip([0, *ends], [*ends, len(indices)], strict=True):
                     self.all.append(Segment(flat, indices[start:stop], group))
         self._joined = [param for segment in self.all for param in segment.params]
-        self._specs = [spec for segment in self.all for spec in segment.specs]
         self._flats = list(dict.fromkeys(segment.flat for segment in self.all))
-        self._positions = [self._flats.index(segment.flat) for segment in self.all]
         self.known = None
 
     def others(self, ready: Ready, chosen: Sequence[Segment] | None = None) -> list[list[nn.Parameter]]:
@@ -390,14 +385,16 @@ class Segments:
         if self.is_off or any(group.get("differentiable") for group in optimizer.param_groups):
             return []
         if chosen is None and self.known is not None and self.known.holds(optimizer):
-            grads = list(map(kept_gradient, self._flats))
-            if any(grad is None for grad in grads):
-                flats = FlatGradient.behind(self._joined, self._specs)
-                # of one flat parameter each, as each spec is of one
-                grads = [flat.grad for flat in flats] if len(flats) == len(self._flats) else []
-            if grads:
-                pairs = zip(self.all, self._positions, strict=True)
-                return [(segment, segment.part_of(grads[at])) for segment, at in pairs]  # type: ignore[arg-type]  # none is None
+            grads = {flat: kept_gradient(flat) for flat in self._flats}
+            if missing := [segment for segment in self.all if grads[segment.flat] is None]:
+                params = [param for segment in missing for param in segment.params]
+                behind = FlatGradient.behind(params, [spec for segment in missing for spec in segment.specs])
+                flats = dict.fromkeys(segment.flat for segment in missing)
+                if len(behind) == len(flats):  # one of each, as each spec is of one
+                    grads.update((flat, each.grad) for flat, each in zip(flats, behind, strict=True))
+            whole = [(each, each.part_of(grad)) for each in self.all if (grad := grads[each.flat]) is not None]
+            if len(whole) == len(self.all):
+                return whole
         ready: list[tuple[Segment, Tensor]] = []
         shared: list[Segment] = []
         wanted = self.all if chosen is None else chosen
