@@ -1,18 +1,14 @@
 """What the benchmark computes from what it measures."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench import parts, report
+from bench import parts
 from bench.copies import copied, element_counts, moved_in
-from bench.memory import thinned
 from bench.models import WORKLOADS
 from bench.systems import SYSTEMS
-from fsdp_compile.compare.memory import curve, resident
-from fsdp_compile.compare.rounds import rotated
 
 
 def call(kind: str, begin: float, end: float, waits: Any = ()) -> dict[str, Any]:
@@ -66,13 +62,6 @@ def test_medians_are_of_rounds() -> None:
     assert (found["step"], found["spread"], len(found["losses"])) == (4, [2, 10], 6)
 
 
-def test_turns() -> None:
-    """Everyone is in every round, and nobody is always first."""
-    rounds = [rotated("abcd", index) for index in range(8)]
-    assert all(sorted(each) == list("abcd") for each in rounds)
-    assert {each[0] for each in rounds} == set("abcd")
-
-
 def test_copies_of_library_calls() -> None:
     """Bytes that are written count, once; computing does not."""
     x = torch.ones(6)
@@ -110,53 +99,6 @@ def test_copies_in_generated_code() -> None:
     assert (
         moved_in(GENERATED.replace("loadu(in_ptr0", "loadu(in_ptr0").replace("tmp0.store", "(tmp0 + tmp0).store")) == 0
     )
-
-
-def test_memory_of_a_run() -> None:
-    """The curve's highest point is what lived at once; storages count once, however many views there are."""
-
-    def run() -> None:
-        a = torch.empty(1_000_000)
-        del a
-        b = [torch.empty(1_000_000) for _ in range(3)]
-        del b
-
-    points = curve(run, torch.device("cpu"))
-    assert max(size for _, size in points) == 12_000_000 and points[-1][1] == 0
-    assert max(size for _, size in thinned(points * 500)) == 12_000_000 and len(thinned(points * 500)) <= 400
-    whole = torch.empty(100)
-    assert resident([whole, whole[:50], torch.empty(10)]) == 440
-
-
-def test_lanes_of_a_step() -> None:
-    """Computation is what lies between waits; every call is on the link's lane."""
-    assert report.computing(SEEN) == [(1, 6), (8, 10), (11, 12.0)]
-    events = report.trace(SEEN)
-    assert len([event for event in events if event["tid"] == "link"]) == 5
-    assert sum(event["dur"] for event in events if event["name"] == "compute") == pytest.approx(8e6)
-
-
-def test_results_are_kept_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring one part leaves the others in the file, and the report takes the newest of each."""
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    old = {"parts": {"link": {"about": "old"}}, "machine": "then", "versions": {}}
-    (tmp_path / "2020-01-01-cpu.json").write_text(report.json.dumps(old))
-    report.save("gloo", {"about": "first"})
-    report.save("link", {"about": "new"})
-    loaded = report.load()
-    assert {name: part["about"] for name, part in loaded.items()} == {"gloo": "first", "link": "new"}
-
-
-def test_a_page_without_its_lines_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what stands between the two lines is replaced; without them nothing is."""
-    page = tmp_path / "measurements.md"
-    monkeypatch.setattr(report, "PAGE", page)
-    page.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
-    report.write_page("new")
-    assert page.read_text() == f"above\n{report.BEGIN}\n\nnew\n\n{report.END}\nbelow\n"
-    page.write_text("nothing")
-    with pytest.raises(RuntimeError, match="expected a line"):
-        report.write_page("new")
 
 
 def test_parts_name_what_exists() -> None:
