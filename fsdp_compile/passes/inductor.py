@@ -84,7 +84,7 @@ EXTRA_PASSES = (
     Pass("await_gathers", "post_grad", blocks.await_gathers, after="all_gather_into_buffer"),
 )
 PASSES = placed(CORE_PASSES, EXTRA_PASSES)
-"""What is done to a graph, in order, which docs/compiling.md explains."""
+"""What is done to a graph, in order, which docs/passes.md explains."""
 
 register_lowering(PACK_GRADS, type_promotion_kind=None)(lower_pack_grads)  # of `reuse_gathered`, in place of the core's
 

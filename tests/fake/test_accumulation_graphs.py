@@ -20,9 +20,9 @@ from torch.distributed.fsdp import ShardingStrategy
 from fsdp_compile import fully_shard
 
 
-def _backward(no_sync: bool) -> str:
+def _backward(no_sync: bool, layers: nn.Module | None = None) -> str:
     """The last backward graph before order is pinned, under no_sync or after it."""
-    model = fully_shard(small(), reshard_after_forward=True)
+    model = fully_shard(layers or small(), auto_wrap_policy={nn.Linear}, reshard_after_forward=True)
     with model.no_sync():
         pass
     with (
@@ -73,6 +73,13 @@ pack_0: f32[64] = fsdp_flat.pack_grads([mm_2, sum_2], '5x3@0,5@16|64/4%16')  # p
 defer_reduce_0: f32[] = fsdp_flat.defer_reduce(pack_0, primals_2, '5x3@0,5@16|64/4%16', True)  # defer_reduce 0
 return [None, None, defer_reduce_0, None, None, None, defer_reduce_2]""",
     )
+
+
+def test_gradients_are_handed_over_at_once() -> None:
+    """Under no_sync a unit's gradients are handed over before backward goes on, so that their buffer is free early."""
+    layers = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    events = re.findall(r"= (?:fsdp_flat\.)?(mm|defer_reduce)\(", _backward(no_sync=True, layers=layers))
+    assert events == ["mm", "defer_reduce", "mm", "mm", "defer_reduce"]
 
 
 def test_after_no_sync() -> None:

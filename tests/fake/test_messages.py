@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_compile import Wire, fully_shard
+from fsdp_compile.comm.formats import message_numel
 from fsdp_compile.core.unit import unit_of
 from fsdp_compile.passes import Pass, backend
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
@@ -137,6 +138,24 @@ def test_hybrid_formats() -> None:
     assert {format for kind, format in found if kind == "gather"} == {""}
     reduces = [format for kind, format in found if kind == "reduce"]
     assert reduces.count("bf16") == reduces.count("") == len(reduces) / 2
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8", "int8"])
+def test_a_message_for_each_rank(format: str) -> None:
+    """A gather sends the message of this rank's part of a unit, and a reduce one of each rank's part."""
+    sent: list[tuple[str, int]] = []
+
+    def look(context: GraphContext) -> None:
+        for start in tagged(context.graph, "gather", "reduce"):
+            sent.append((tag_of(start).kind, start.all_input_nodes[0].meta["val"].numel()))
+
+    at = [each.name for each in PASSES].index("send_messages") + 1
+    passes = (*PASSES[:at], Pass("look", "post_grad", look, version="1"), *PASSES[at:])
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model = fully_shard(model, auto_wrap_policy={nn.Linear}, wire=format, reshard_after_forward=True)
+    torch.compile(model, fullgraph=True, backend=backend(passes))(torch.rand(8, 64)).sum().backward()
+    part = message_numel(unit_of(model[0].weight)[0].flats[0].layout.numel // 4, format)
+    assert sent == [("gather", part)] * 2 + [("gather", part), ("reduce", 4 * part), ("reduce", 4 * part)]
 
 
 def _programs(wire: Any, on_cuda: bool) -> tuple[Program, Program]:

@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdp_compile import CompileConfig, MixedPrecision, ShardingStrategy, compile_step, explain_plan, fully_shard
 from fsdp_compile.comm.collectives import ALL_GATHER, WAIT
+from fsdp_compile.config import StepUpdate, update_moves
 from fsdp_compile.core.ops import SUM_IN_PAIRS, UNSHARD
 from fsdp_compile.passes import PASSES, inductor
 from fsdp_compile.passes._torch import saved_for_backward, switched_off
@@ -599,6 +600,40 @@ def test_gradients_in_float16_are_divided_before_and_behind_the_sum(width: int, 
         torch.compile(model, backend=fsdp_compile_backend)(torch.ones(2, 8)).sum().backward()
     (graph,) = (each for each in graphs if each.startswith("--- joint graph after insert_collectives"))
     assert graph.count("= div.Scalar(") == scales and graph.count(", 2.0)  # scale root") == scales
+
+
+class _Side(nn.Module):
+    """Two layers beside each other, whose gradients are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) + self.right(x)
+
+
+def test_units_with_equal_gradients_have_a_reduce_each() -> None:
+    """The partitioner merges equal nodes; a shared result would be changed twice by clipping or an update in place."""
+    model = fully_shard(_Side(), auto_wrap_policy={nn.Linear}, reshard_after_forward=True)
+    with printed_graphs() as graphs:
+        step(torch.compile(model, backend=fsdp_compile_backend), torch.ones(2, 4))
+    (graph,) = [text for text in graphs if text.startswith("--- backward graph after separate_reduces")]
+    waited = re.findall(r"wait_tensor\((\w+)\)  # wait_reduce (\w+)", graph)
+    assert {unit for _, unit in waited} == {"left", "right"} and len({reduce for reduce, _ in waited}) == 2
+
+
+def test_a_planned_step_names_what_its_next_forward_gathers_first() -> None:
+    """The shards that are gathered before anything computes, and not those that the plan gathers later."""
+    model = fully_shard(mlp(blocks=3), reshard_after_forward=True)
+    options = {"link": "custom:1e-3,1e9", "update": StepUpdate(update_moves(0))}
+    with printed_graphs() as graphs:
+        step(torch.compile(model, backend=fsdp_compile_backend, options=options), MODELS["mlp"].batch(1, 4)[0])
+    (graph,) = [text for text in graphs if text.startswith("--- forward graph after name_prefetched")]
+    named = re.findall(r"prefetch_next\(\[(.*)\], cpu\)", graph)
+    gathered = re.compile(r"all_gather_into_tensor\((\w+),")
+    first = gathered.findall(graph.partition("addmm(")[0])
+    assert named == [", ".join(first)] and 0 < len(first) < len(gathered.findall(graph)) == 4
 
 
 class _GathersRows(nn.Module):

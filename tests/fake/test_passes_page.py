@@ -7,29 +7,20 @@ import difflib
 import os
 import re
 import textwrap
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import pytest
 import torch
 from compiling import printed_graphs
 from generated import kernels_not_built
-from simple_fsdp import simple_fsdp
-from tiers import NIGHTLY
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compile import CompileConfig, MixedPrecision, ShardingStrategy, compile_step, fully_shard
-from fsdp_compile.comm import collectives
-from fsdp_compile.config import StepUpdate, update_moves
-from fsdp_compile.construct import units
+from fsdp_compile import CompileConfig, compile_step, fully_shard
 from fsdp_compile.passes import PASSES, GraphContext, Pass, Plan, backend, tagged
 from fsdp_compile.passes.hooks import CORE_PASSES, Pipeline
 from fsdp_compile.passes.plan.workload import Workload
@@ -37,9 +28,10 @@ from fsdp_compile.passes.post_grad.plan_by_rule import plan_log
 
 PAGE = Path(__file__).parents[2] / "docs" / "passes.md"
 SHOWN = re.compile(
-    r"<!-- (graph|added|plan|tasks|error): (\w+)(?:, (\w+))?(?:, (\w+))? -->\n```(?:diff|text)\n(.*?)```", re.DOTALL
+    r"<!-- (graph|plan|tasks|error): (\w+)(?:, (\w+))?(?:, (\w+))? -->\n```(?:diff|text)\n(.*?)```", re.DOTALL
 )
 SECTION = re.compile(r"^### `(\w+)`\n", re.MULTILINE)
+ROW = re.compile(r"^\| \[?`(\w+)`(?:\]\(#(\w+)\))? \| (\w+) \| \w", re.MULTILINE)
 
 
 class Linears(nn.Module):
@@ -68,46 +60,11 @@ def _layer(index: int) -> nn.Module:
     return nn.ReLU() if index % 2 else nn.Linear(4, 4, bias=False)
 
 
-class Autocast(nn.Module):
-    """A linear layer that computes in bfloat16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 16, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.layer(x)
-
-
-class Side(nn.Module):
-    """Two layers beside each other, whose gradients are equal."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.left(x) + self.right(x)
-
-
-def _simple_fsdp() -> nn.Module:
-    return simple_fsdp(Linears(1, 1, 1), init_device_mesh("cpu", (4,)))
-
-
 class Case(NamedTuple):
-    """What is compiled: a model of units, with options of the backend, and a pass of a user's behind one of ours."""
+    """What is compiled: a model whose blocks are units, without some passes, with a user's pass behind one of ours."""
 
     build: Callable[[], nn.Module]
-    unit: type[nn.Module]
-    options: Mapping[str, Any] = MappingProxyType({})
-    sharding: Mapping[str, Any] = MappingProxyType({"reshard_after_forward": True})
-    synchronizes: tuple[bool, ...] = (True,)  # of each backward
-    updates_in_backward: bool = False
-    launches_several: bool = False
-    width: int = 4
-    foreign: bool = False
-    by_block: bool = False
+    disable: tuple[str, ...] = ()
     behind: tuple[str, Callable[[GraphContext], None]] | None = None
 
 
@@ -116,54 +73,19 @@ def _reduce_too_early(context: GraphContext) -> None:
     context.plan = Plan(tuple(step._replace(at=1) if step.kind == "reduce" else step for step in steps))
 
 
-def _wait_at_once(context: GraphContext) -> None:
-    steps = [step for step in context.plan.steps if step.kind != "wait_reduce"]
-    pairs = ([step, step._replace(kind="wait_reduce")] if step.kind == "reduce" else [step] for step in steps)
-    context.plan = Plan(tuple(step for pair in pairs for step in pair))
-
-
 def _wait_too_late(context: GraphContext) -> None:
     for wait in tagged(context.graph, "wait_reduce"):
         context.graph.output_node().prepend(wait)
 
 
-THREE = Case(lambda: Linears(1, 1, 1), nn.Sequential)
 CASES = {
-    "one": Case(lambda: Linears(1), nn.Sequential),
-    "three": THREE,
-    "two": Case(lambda: Checkpointed(2, 2), nn.Sequential),
-    "auto": Case(lambda: Linears(1, 1), nn.Sequential, sharding={"reshard_after_forward": "auto"}),
-    "side": Case(Side, nn.Linear),
-    "accumulating": Case(lambda: Linears(1, 1), nn.Sequential, synchronizes=(False,)),
-    "accumulated": Case(lambda: Linears(1), nn.Sequential, synchronizes=(False, True)),
-    "autocast": Case(Autocast, nn.Linear, width=16),
-    "block": Case(lambda: Linears(2), nn.Sequential, by_block=True),
-    "far": THREE._replace(options={"link": "custom:1e-3,1e9"}, launches_several=True),
-    "simple_fsdp": Case(_simple_fsdp, nn.Sequential, foreign=True),
-    "hybrid": Case(
-        lambda: Linears(1),
-        nn.Sequential,
-        sharding={"mesh": (2, 2), "sharding_strategy": ShardingStrategy.HYBRID_SHARD},
-    ),
-    "by_two": Case(lambda: Linears(1), nn.Sequential, sharding={"reshard_after_forward": 2}),
-    "stages": Case(lambda: Linears(1, 1), nn.Sequential, sharding={"reshard_after_forward": 2}),
-    "mixed": Case(
-        lambda: Linears(1),
-        nn.Sequential,
-        sharding={"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
-    ),
-    "wired": Case(lambda: Linears(1), nn.Sequential, sharding={"reshard_after_forward": True, "wire": "bf16"}),
-    "updating": THREE._replace(updates_in_backward=True, behind=("choose_plan", _wait_at_once)),
-    "repeated": THREE._replace(options={"link": "custom:1e-3,1e9", "update": StepUpdate(update_moves(0))}),
-    "unsaved": Case(lambda: Linears(1, 1), nn.Sequential, {"disable": ("reshard",)}),
-    "hasty": Case(lambda: Linears(1), nn.Sequential, behind=("choose_plan", _reduce_too_early)),
-    "moved": THREE._replace(behind=("order", _wait_too_late)),
+    "one": Case(lambda: Linears(1)),
+    "three": Case(lambda: Linears(1, 1, 1)),
+    "two": Case(lambda: Checkpointed(2, 2)),
+    "unsaved": Case(lambda: Linears(1, 1), ("reshard",)),
+    "hasty": Case(lambda: Linears(1), behind=("choose_plan", _reduce_too_early)),
+    "moved": Case(lambda: Linears(1, 1, 1), behind=("order", _wait_too_late)),
 }
-
-
-# Second examples of a pass, and graphs of another sharding.
-LATE = ("accumulated", "hybrid", "by_two", "mixed", "stages", "simple_fsdp")
-EVERY = NIGHTLY or "EXPECTTEST_ACCEPT" in os.environ
 
 
 def _nothing(context: GraphContext) -> None:
@@ -188,9 +110,6 @@ def compiled(name: str) -> Compiled:
         plans[direction], tasks[direction] = str(plan), _tasks(extra["workload"])
 
     monkeypatch = pytest.MonkeyPatch()
-    if case.launches_several:  # the fake group stands for NCCL, not for gloo
-        monkeypatch.setattr(collectives, "_COPYING_BACKENDS", ("gloo",))
-        monkeypatch.setattr(collectives, "_senders", lambda *_: ())
     monkeypatch.setattr(plan_log, "debug", note)
     with printed_graphs() as printed, inductor_config.patch(force_disable_caches=True), kernels_not_built():
         try:
@@ -211,33 +130,13 @@ def compiled(name: str) -> Compiled:
 
 def _run(case: Case) -> None:
     torch._dynamo.reset()
-    model: Any = case.build()
-    if not case.foreign:
-        sharding = dict(case.sharding)
-        if "mesh" in sharding:
-            sharding["mesh"] = init_device_mesh("cpu", sharding["mesh"], mesh_dim_names=("replicas", "shards"))
-        with patch.object(units, "_worth_a_collective", return_value=1 if case.by_block else 1 << 18):
-            fully_shard(model, auto_wrap_policy={case.unit}, **sharding)
+    model = fully_shard(case.build(), auto_wrap_policy={nn.Sequential}, reshard_after_forward=True)
     passes = [Pass("begin", "joint", _nothing), Pass("begin_post_grad", "post_grad", _nothing), *PASSES]
     if case.behind is not None:
         at = [each.name for each in passes].index(case.behind[0])
         passes.insert(at + 1, Pass("users", "post_grad", case.behind[1]))
-    compiles = backend(passes=passes, **case.options)
-    x = torch.ones(2, case.width)
-    if case.updates_in_backward:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        compile_step(model, optimizer, lambda out: out.sum(), update_in_backward=True, backend=compiles)(x)
-        return
-    if case.by_block:
-        for block in model.blocks:
-            block.compile(fullgraph=True, backend=compiles)
-    run = model if case.by_block else torch.compile(model, fullgraph=True, backend=compiles)
-    for synchronizes in case.synchronizes:
-        with nullcontext() if synchronizes else model.no_sync():
-            with torch.set_grad_enabled(not case.foreign):  # kernels that are not built return no meshes for a backward
-                out = run(x)
-            if not case.foreign:
-                out.sum().backward()
+    compiles = backend(passes=passes, disable=case.disable)
+    torch.compile(model, fullgraph=True, backend=compiles)(torch.ones(2, 4)).sum().backward()
 
 
 def _tasks(workload: Workload) -> str:
@@ -258,42 +157,26 @@ def _diff(before: list[str], after: list[str]) -> str:
 
 
 def _shown_now(shown: re.Match[str]) -> str:
-    kind, case, first, direction, text = shown.groups()
-    if case in LATE and not EVERY:
-        return text
+    kind, case, first, direction, _ = shown.groups()
     now = compiled(case)
     if kind == "error":
         return "".join(f"{line}\n" for line in textwrap.wrap(now.error, 120))
     missing = f"nothing, but {now.error}" if now.error else ""
     if kind in ("plan", "tasks"):
         return {"plan": now.plans, "tasks": now.tasks}[kind].get(first, missing)
-    change = now.changes.get((first, direction), missing)
-    return change if kind == "graph" else "".join(re.findall(r"^\+(.*\n)", change, flags=re.MULTILINE))
-
-
-def _numbered(text: str) -> str:
-    """With inputs of graphs numbered as they appear: torch 2.11 passes no meshes, which count on later versions.
-
-    Groups of equal ranks count too, by how many the tests before have made.
-    """
-    names, text = dict[str, str](), re.sub(r"\b(fsdp\.\d+x\d+)\.\d+", r"\1", text)
-    return re.sub(r"\barg\d+_1\b", lambda found: names.setdefault(found[0], f"arg{len(names)}_1"), text)
+    return now.changes.get((first, direction), missing)
 
 
 def test_the_graphs_are_those_of_today() -> None:
-    """Each difference, plan and error on the page is what compiling its model gives; sections that differ are named.
-
-    By day one of each pass, without those of `LATE`.
-    """
+    """Each difference, plan and error on the page is what compiling its model gives; sections that differ are named."""
     text = PAGE.read_text()
     new = SHOWN.sub(lambda shown: shown[0].removesuffix(f"{shown[5]}```") + f"{_shown_now(shown)}```", text)
     if os.environ.get("EXPECTTEST_ACCEPT"):
         PAGE.write_text(new)
     else:
-        shown, found = _numbered(text), _numbered(new)
-        differ = [name for name, section in _sections(found).items() if section != _sections(shown)[name]]
-        diff = difflib.unified_diff(shown.split("\n"), found.split("\n"), lineterm="", n=2)
-        assert shown == found, f"sections that differ: {' '.join(differ)}\n" + "\n".join(diff)
+        differ = [name for name, section in _sections(new).items() if section != _sections(text)[name]]
+        diff = difflib.unified_diff(text.split("\n"), new.split("\n"), lineterm="", n=2)
+        assert text == new, f"sections that differ: {' '.join(differ)}\n" + "\n".join(diff)
 
 
 def _sections(text: str) -> dict[str, str]:
@@ -302,10 +185,12 @@ def _sections(text: str) -> dict[str, str]:
     return {"elsewhere": before, **dict(zip(parts[::2], parts[1::2], strict=True))}
 
 
-def test_each_pass_has_its_section() -> None:
-    """In the order of `PASSES`, with what the pass does: a change, a plan, tasks, or an error that it raises."""
-    sections = _sections(PAGE.read_text())
-    assert list(sections)[1:] == [each.name for each in PASSES]
+def test_each_pass_has_its_row() -> None:
+    """In the order of `PASSES`, with its stage; the sections are those that rows link to, and each shows something."""
+    rows, sections = ROW.findall(PAGE.read_text()), _sections(PAGE.read_text())
+    assert [(name, stage) for name, _, stage in rows] == [(each.name, each.stage) for each in PASSES]
+    assert [section for _, section, _ in rows if section] == list(sections)[1:]
+    assert all(section in ("", name) for name, section, _ in rows)
     for name in list(sections)[1:]:
         shown = [each[5] for each in SHOWN.finditer(sections[name])]
         assert shown and all(each.strip() for each in shown), name
