@@ -20,7 +20,6 @@ torch.distributed.checkpoint.load(state, ...)    every rank reads its chunks, st
 # ever in a script that looks at one rank alone, which FSDP1's values allow. DCP's functions and
 # `fsdp_compile.checkpoint` ask for the state themselves, and get a `ShardedValue` whatever is set.
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -84,8 +83,9 @@ class ShardedValue(DTensor):
         if local.shape != (spec.numel,):
             raise ValueError(f"local: expected shape ({spec.numel},) for {spec.sharding}, found {tuple(local.shape)}")
         shape, strides, _ = geometry or (spec.shape, None, 0)
-        described = _dtensor_spec(
-            spec.mesh(local.device.type), shape, local.dtype, strides
+        described: Any = spec.ranks.once(  # a state dict of a large model has thousands of values
+            (mesh := spec.mesh(local.device.type), shape, local.dtype, strides),
+            lambda: _dtensor_spec(mesh, shape, local.dtype, strides),
         )  # `placements` says what holds
         value: Any = DTensor.__new__(cls, local, described, requires_grad=False)
         value.spec, value.geometry = spec, geometry
@@ -174,10 +174,7 @@ class ShardedValue(DTensor):
         return f"ShardedValue(shape={self.shape}, local={self.local}, chunks={self.chunks})"
 
 
-@functools.lru_cache(maxsize=4096)  # a state dict of a large model has thousands of values
-def _dtensor_spec(
-    mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype, strides: tuple[int, ...] | None = None
-) -> DTensorSpec:
+def _dtensor_spec(mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype, strides: Any = None) -> DTensorSpec:
     strides = torch.empty(shape, device="meta").stride() if strides is None else strides
     return DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=TensorMeta(shape, strides, dtype))
 

@@ -160,7 +160,7 @@ class ShardRanks:
     replicas: str | None = None  # hybrid sharding: the name of the group of the ranks that store the same shard
     same_bits: bool = False  # whether sums over elements do not depend on the number of ranks
     given: DeviceMesh | None = field(default=None, compare=False)  # that the user gave: its last dimension is `group`
-    _meshes: dict[Any, DeviceMesh | None] = field(default_factory=dict, compare=False, repr=False)
+    _made: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __reduce__(self) -> Any:
         return ShardRanks, (self.group, self.size, self.rank, self.replicas, self.same_bits)
@@ -182,17 +182,18 @@ class ShardRanks:
         """The mesh that was given; or the ranks as a 1-D mesh of devices of that type, or of one that they can use."""
         if self.given is not None:
             return self.given
-        return self._mesh_once(device_type, lambda: mesh_of(self.group, self.size, self.rank, device_type))  # type: ignore[return-value]  # made
+        return self.once(device_type, lambda: mesh_of(self.group, self.size, self.rank, device_type))
 
     def mesh_with(self, inner: DeviceMesh) -> DeviceMesh | None:
         """The mesh that was given and `inner` as one; None if none was given, or the two are not parts of one mesh."""
         given = self.given
-        return None if given is None else self._mesh_once(inner, lambda: joined_mesh(given, inner))
+        return None if given is None else self.once(inner, lambda: joined_mesh(given, inner))
 
-    def _mesh_once(self, key: object, make: Callable[[], DeviceMesh | None]) -> DeviceMesh | None:
-        if key not in self._meshes:
-            self._meshes[key] = make()
-        return self._meshes[key]
+    def once(self, key: object, make: Callable[[], Any]) -> Any:
+        """What `make` returns, made once: it holds a mesh, hence process groups, and goes with these ranks."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     def listed(self) -> str:
         """These ranks, as they count in the whole job, for errors."""

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import MODELS, Case, checkpointed, squared_error, vectors
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -233,8 +234,11 @@ def test_gradients_are_not_copied(how: str) -> None:
 @both_ways
 @on_ranks(2)
 def test_a_dropped_model_is_freed(how: str, strategy: str) -> None:
-    """When the last reference to a trained model goes, so do its units and shards."""
-    model = shard(MLP, strategy)
+    """When the last reference to a trained model goes, so do its units and shards. A process group goes, which ends its
+    threads, when it is destroyed too: threads that Python's end meets at work abort it.
+    """
+    group = dist.new_group()
+    model = shard(MLP, strategy, process_group=group)
     run, optimizer = executor(model, how), OPTIMIZERS["momentum"](model.parameters())
     for seed in range(2):
         backward(run, MLP, mine(MLP, seed))
@@ -242,12 +246,14 @@ def test_a_dropped_model_is_freed(how: str, strategy: str) -> None:
     backward(run, MLP, mine(MLP, 2))
     with torch.no_grad():
         run(mine(MLP, 3)[0])
-    left = [weakref.ref(unit) for unit in units(model)]
+    model.state_dict()
+    dist.destroy_process_group(group)
+    left = [weakref.ref(group), *(weakref.ref(unit) for unit in units(model))]
     shards = [StorageWeakRef(flat.shard.untyped_storage()) for unit in units(model) for flat in unit.flats]
-    del model, run, optimizer
+    del model, run, optimizer, group
     torch._dynamo.reset()
     gc.collect()
-    assert not any(unit() for unit in left), "units are left"
+    assert not any(each() for each in left), "units or the group are left"
     assert _soon(lambda: all(shard.expired() for shard in shards)), "shards are left"
 
 

@@ -95,5 +95,5 @@ def test_ranges_of_specs() -> None:
     rows = ShardSpec(FlatSharding((4, 3), 0, 6), ranks).rows_of(local, 0.0)
     assert rows.shape == (2, 3) and rows.data_ptr() == local.data_ptr()
     alike = ShardRanks("first", 2, 1, "replicas")
-    ranks._meshes["asked for"] = None
+    ranks._made["asked for"] = None
     assert ranks == alike and repr(ranks) == repr(alike), "what was asked of them makes no difference"
