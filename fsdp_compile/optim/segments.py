@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.unit import unit_of
+from fsdp_compile.tensors.shard_spec import ShardSpec
 from fsdp_compile.tensors.sharded_tensor import FlatGradient, ShardedTensor, moves, set_local
 
 State = dict[str, Any]
@@ -323,6 +324,7 @@ class Segments:
         self._params: list[list[nn.Parameter]] = []  # of each group, when the segments were made
         self._moves = self._sharded = 0  # `moves()` when last looked at, and how many parameters were sharded
         self._joined: list[nn.Parameter] = []  # those of the segments
+        self._specs: list[ShardSpec] = []  # of `_joined`
         self._flats: list[FlatParam] = []  # that the segments are of, by first appearance
         self.known: KnownStep | None = None
         self.is_off = False  # whether a step on each parameter by itself was asked for
@@ -361,6 +363,7 @@ class Segments:
                 for start, stop in zip([0, *ends], [*ends, len(indices)], strict=True):
                     self.all.append(Segment(flat, indices[start:stop], group))
         self._joined = [param for segment in self.all for param in segment.params]
+        self._specs = [spec for segment in self.all for spec in segment.specs]
         self._flats = list(dict.fromkeys(segment.flat for segment in self.all))
         self.known = None
 
@@ -385,11 +388,16 @@ class Segments:
         if self.is_off or any(group.get("differentiable") for group in optimizer.param_groups):
             return []
         if chosen is None and self.known is not None and self.known.holds(optimizer):
-            grads = {flat: kept_gradient(flat) for flat in self._flats}
+            grads: dict[FlatParam, Tensor | None] = dict.fromkeys(self._flats)
+            if any(flat.reduction.flat_gradient is not None for flat in grads):
+                grads = {flat: kept_gradient(flat) for flat in grads}
             if missing := [segment for segment in self.all if grads[segment.flat] is None]:
-                params = [param for segment in missing for param in segment.params]
-                behind = FlatGradient.behind(params, [spec for segment in missing for spec in segment.specs])
-                flats = dict.fromkeys(segment.flat for segment in missing)
+                flats, params, specs = dict.fromkeys(self._flats), self._joined, self._specs
+                if len(missing) < len(self.all):
+                    flats = dict.fromkeys(segment.flat for segment in missing)
+                    params = [param for segment in missing for param in segment.params]
+                    specs = [spec for segment in missing for spec in segment.specs]
+                behind = FlatGradient.behind(params, specs)
                 if len(behind) == len(flats):  # one of each, as each spec is of one
                     grads.update((flat, each.grad) for flat, each in zip(flats, behind, strict=True))
             whole = [(each, each.part_of(grad)) for each in self.all if (grad := grads[each.flat]) is not None]
@@ -428,7 +436,7 @@ class Segments:
         else:
             self.known = None
             self._end_each(optimizer, segments, shown, len(shown) > size)
-        written = [param for segment in segments for param in segment.params]
+        written = self._joined if len(ready) == len(self.all) else [each for some in segments for each in some.params]
         torch.autograd.graph.increment_version([*written, *map(_SHARD, segments)])
 
     @torch.no_grad()
