@@ -106,7 +106,13 @@ class AsDTensor:
 
     @__class__.setter
     def __class__(self, kind: type) -> None:
-        object.__dict__["__class__"].__set__(self, kind)
+        try:
+            object.__dict__["__class__"].__set__(self, kind)
+        except TypeError as error:  # of torch.utils.swap_tensors, by which parametrizations take a parameter's place
+            raise TypeError(
+                f"a sharded parameter of shape {tuple(self.spec.shape)} cannot be parametrized outside of the forward "
+                f"of its unit; do so before fully_shard, or shard the module whose forward does so"
+            ) from error
 
     @property
     def device_mesh(self) -> DeviceMesh:

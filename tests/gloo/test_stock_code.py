@@ -486,6 +486,8 @@ def test_refused() -> None:
         model.get_parameter(name).requires_grad_(False)
         model[3].requires_grad_(False)  # what does not train may be there
         model(x).sum().backward()
+    with pytest.raises(TypeError, match=r"sharded parameter of shape \(5, 7\) cannot be parametrized outside"):
+        parametrize.register_parametrization(fully_shard(_net())[0], "weight", nn.Identity())
     for compiled in (torch.jit.script(nn.Linear(7, 7)), torch.jit.trace(nn.Linear(7, 7), x)):
         for whole in (compiled, nn.Sequential(nn.Linear(7, 7), compiled)):
             with pytest.raises(ValueError, match=r"is what torch.jit made, whose code finds no gathered parameters"):
