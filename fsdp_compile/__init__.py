@@ -6,6 +6,7 @@ FullyShardedDataParallel     the same as a wrapper, for scripts written for torc
 summon_full_params           a context in which parameters have all elements on this rank
 compile_step                 a whole training step as one call: forward, backward, clipping, update
 state_dict_type              a context in which `state_dict()` gives full, sharded or local values
+offload, load                parameters and optimizer state to pinned host memory, and back
 optim_state_dict             an optimizer's state by original names and shapes; and back: optim_state_dict_to_load
 explain                      what a step takes on any cluster: seconds, tokens/s, memory; needs no GPU, no other rank
 explain_plan                 the plan of a compiled step: each collective, what of it is hidden and what limits the rest
@@ -53,6 +54,8 @@ if TYPE_CHECKING:  # each name `as` itself: for type checkers it is exported
     from fsdp_compile.config import CompileConfig as CompileConfig
     from fsdp_compile.construct.arguments import DataParallelMeshDims as DataParallelMeshDims
     from fsdp_compile.eager.unsharded import UnshardHandle as UnshardHandle
+    from fsdp_compile.edits.convert import load as load
+    from fsdp_compile.edits.convert import offload as offload
     from fsdp_compile.edits.summon import summon_full_params as summon_full_params
     from fsdp_compile.fsdp_module import FSDPModule as FSDPModule
     from fsdp_compile.fsdp_module import register_fsdp_forward_method as register_fsdp_forward_method
@@ -81,6 +84,7 @@ _NAMES = {
     "fsdp_compile.comm.hops": "Wire",
     "fsdp_compile.config": "CompileConfig",
     "fsdp_compile.construct.arguments": "DataParallelMeshDims",
+    "fsdp_compile.edits.convert": "load offload",
     "fsdp_compile.edits.summon": "summon_full_params",
     "fsdp_compile.eager.unsharded": "UnshardHandle",
     "fsdp_compile.fsdp_module": "FSDPModule register_fsdp_forward_method share_comm_ctx",

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp_compile.core.layout import ShardRecord
-from fsdp_compile.core.sharding import units_used_below
+from fsdp_compile.core.sharding import sharding_of, units_used_below
 from fsdp_compile.core.unit import Unit, check_idle
 from fsdp_compile.eager.accumulate import drop_cleared
 from fsdp_compile.eager.unsharded import free_for_next_forward
@@ -33,12 +33,6 @@ def convert(module: Any, function: Convert, transform: Callable[[], T]) -> T:
         return transform()
     units = units_used_below(module)
     check_idle(units, "Module._apply")
-
-    def converted(grad: Tensor) -> Tensor:
-        if isinstance(grad, ShardedTensor):
-            return ShardedTensor(function(grad.local), grad.spec)
-        return function(grad)
-
     for unit in units:
         for flat in unit.flats:
             drop_cleared(flat)
@@ -51,7 +45,7 @@ def convert(module: Any, function: Convert, transform: Callable[[], T]) -> T:
         shards = [[function(flat.shard) for flat in unit.flats] for unit in units]
         for unit, new in zip(units, shards, strict=True):
             _check_shards(unit, new)
-        grads = [[None if p.grad is None else converted(p.grad) for p in unit.params] for unit in units]
+        grads = [[None if p.grad is None else _converted(p.grad, function) for p in unit.params] for unit in units]
     locations = [location for unit in units for of_param in unit.locations.of for location in of_param]
     held = [(parameters, name, parameters[name]) for parameters, name in locations if parameters.get(name) is not None]
     runtime.converting = True
@@ -76,6 +70,10 @@ def convert(module: Any, function: Convert, transform: Callable[[], T]) -> T:
             unit.device = unit.flats[0].shard.device
         unit.update_dtypes()
     return result
+
+
+def _converted(tensor: Tensor, function: Convert) -> Tensor:
+    return ShardedTensor(function(tensor.local), tensor.spec) if isinstance(tensor, ShardedTensor) else function(tensor)
 
 
 def _clear_padding(shard: Tensor, records: Sequence[ShardRecord | None]) -> None:
@@ -111,3 +109,58 @@ def _check_shards(unit: Unit, shards: Sequence[Tensor]) -> None:
                 f"parameter {name}: expected a conversion that leaves the {flat.shard.numel()} elements of its shard, "
                 f"found shape {tuple(shard.shape)}; change dtype or device only"
             )
+
+
+def offload(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, parameters: bool = True) -> None:
+    """Move parameters, their gradients and buffers of `model`, and the state of `optimizer`, to pinned host memory.
+
+    Values can be read and saved there; parameters stay the objects they are, and compiled code stays valid. Call `load`
+    before the next forward, or step. torch's allocator keeps the memory until `torch.cuda.empty_cache()`. No rank waits
+    for another one.
+
+    Args:
+        model: sharded, eager or compiled, between steps.
+        optimizer: whose state moves too; None: none. Numbers in it, such as counts of steps, stay where they are.
+        parameters: False moves the state alone.
+
+    Raises:
+        ValueError: a forward or backward is under way, parameters are summoned, or `model` is not sharded, or always in
+            host memory.
+        RuntimeError: gradients from `no_sync` are not reduced.
+    """
+    device = _move(model, optimizer, parameters, to_host=True)
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)  # who reads host memory waits for no stream
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, parameters: bool = True) -> None:
+    """Move what `offload` has moved, of these arguments, back to the device that `model` computes on."""
+    _move(model, optimizer, parameters, to_host=False)
+
+
+def _move(model: nn.Module, optimizer: Any, parameters: bool, to_host: bool) -> torch.device:
+    sharding = next(filter(None, map(sharding_of, model.modules())), None)
+    if sharding is None:
+        raise ValueError(f"model: expected one that fully_shard was called on, found a {type(model).__name__}")
+    if sharding.settings.offload:
+        raise ValueError("model: expected one without CPUOffload or CPUOffloadPolicy, whose shards stay in host memory")
+    device, moved = sharding.device, dict[int, Tensor]()
+
+    def move(tensor: Tensor) -> Tensor:
+        """The tensor in new memory; views that share memory share it there: pinned, each part takes a power of two."""
+        memory = tensor.untyped_storage()
+        if (key := memory.data_ptr()) not in moved:
+            whole = tensor.new_empty(0, dtype=torch.uint8).set_(memory)
+            host = torch.empty_like(whole, device="cpu", pin_memory=to_host and device.type != "cpu")
+            moved[key] = host.copy_(whole, non_blocking=True) if to_host else whole.to(device, non_blocking=True)
+        there = moved[key]
+        view = there.new_empty(0, dtype=tensor.dtype)
+        return view.set_(there.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    if parameters:
+        model._apply(move)
+    for state in optimizer.state.values() if optimizer is not None else ():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                state[name] = _converted(value, move)
+    return device

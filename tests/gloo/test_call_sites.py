@@ -296,6 +296,17 @@ def full_state_dict(model: nn.Module) -> Any:
     return [*state.values()]
 
 
+def offload_and_load(model: nn.Module) -> Any:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer.step()
+    for device in ("cpu", model[0].weight.device):
+        model.to(device)
+        for state in optimizer.state.values():
+            state.update({key: value.to(device, non_blocking=True) for key, value in state.items()})
+    optimizer.step()
+    return stream_weights(model)
+
+
 def sum_of_gradients(model: nn.Module) -> Any:
     weight = model[0].weight
     weight.grad = None
@@ -397,6 +408,7 @@ SITES = [
     Site(stream_weights, "TRL, verl: each parameter in full"),
     Site(gather_state_dict, "VeOmni, verl: each value of a state dict in full"),
     Site(full_state_dict, "torch, verl: a full state dict"),
+    Site(offload_and_load, "verl, SkyRL: a model and its optimizer's state to the CPU and back, then a step"),
     Site(sum_of_gradients, "Automodel: full_tensor(grad_placements=[Partial()]) for a head"),
     Site(is_sharded_at_all, "Automodel, accelerate: whether a model is sharded"),
     Site(groups_by_mesh, "VeOmni, transformers: groups of parameters by mesh"),
