@@ -5,6 +5,7 @@ FSDPModule                   what `fully_shard` returns: the model, with methods
 FullyShardedDataParallel     the same as a wrapper, for scripts written for torch.distributed.fsdp
 summon_full_params           a context in which parameters have all elements on this rank
 compile_step                 a whole training step as one call: forward, backward, clipping, update
+export                       full weights unit by unit, cast on the shard, for an engine that generates; metadata: names
 state_dict_type              a context in which `state_dict()` gives full, sharded or local values
 offload, load                parameters and optimizer state to pinned host memory, and back
 optim_state_dict             an optimizer's state by original names and shapes; and back: optim_state_dict_to_load
@@ -69,6 +70,8 @@ if TYPE_CHECKING:  # each name `as` itself: for type checkers it is exported
     from fsdp_compile.state_dict.optimizer import optim_state_dict_to_load as optim_state_dict_to_load
     from fsdp_compile.state_dict.optimizer import rekey_optim_state_dict as rekey_optim_state_dict
     from fsdp_compile.step import compile_step as compile_step
+    from fsdp_compile.weights import export as export
+    from fsdp_compile.weights import metadata as metadata
     from fsdp_compile.wrapper import FullyShardedDataParallel as FullyShardedDataParallel
 
     __version__: str
@@ -87,6 +90,7 @@ _NAMES = {
     "fsdp_compile.edits.convert": "load offload",
     "fsdp_compile.edits.summon": "summon_full_params",
     "fsdp_compile.eager.unsharded": "UnshardHandle",
+    "fsdp_compile.weights": "export metadata",
     "fsdp_compile.fsdp_module": "FSDPModule register_fsdp_forward_method share_comm_ctx",
     "fsdp_compile.reproducibility": "mean_over_ranks microbatch_seed",
     "fsdp_compile.state_dict.model": "get_state_dict_type set_state_dict_type state_dict_type",

@@ -412,15 +412,15 @@ class Unit:
         """Gather `local`, 1-D `[shard_numel]`, to 1-D `[layout.numel]`; itself if each rank stores all of it."""
         return all_gather_flat(local.to(self.device), self.stages) if self.is_sharded else local
 
-    def compute_dtype(self, flat: FlatParam, full_precision: bool = False) -> torch.dtype:
-        """The dtype of unsharded parameters; with `full_precision`, that of the shard (E-MP-2).
+    def compute_dtype(self, flat: FlatParam, full_precision: bool = False, given: Any = None) -> torch.dtype:
+        """The dtype of unsharded parameters, or one that is given; with `full_precision`, that of the shard (E-MP-2).
         Quantized ones (integers and one-byte dtypes) and inner tensors of subclasses are never cast: their values mean
         something only together with what the module stores beside them.
         """
         stored = flat.shard.dtype
         is_quantized = not stored.is_floating_point or stored.itemsize == 1
         never_cast = full_precision or is_quantized or flat.is_inner
-        return stored if never_cast else self.settings.precision.param_dtype or stored
+        return stored if never_cast else given or self.settings.precision.param_dtype or stored
 
     def reduce_dtype(self, flat: FlatParam) -> torch.dtype:
         """The dtype in which gradients are reduced (E-MP-2)."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import StateDictType
 
-from fsdp_compile import FullyShardedDataParallel, fully_shard
+from fsdp_compile import FullyShardedDataParallel, export, fully_shard
 
 from .ranks import Ranks, RanksFailed
 
@@ -43,6 +43,7 @@ NAMES = {
     "full state dict": "all-gather of 0.weight",
     "full optimizer state": "all-gather of 0.weight",
     "sharded state dict": "exchange of rows of 0.weight",
+    "export": "all-gather of 0.weight",
 }
 OPERATORS = {
     "norm": "linalg_vector_norm",
@@ -92,6 +93,7 @@ def _cases(model: Any, optimizer: Any) -> dict[str, Callable[[], object]]:
         "full state dict": lambda: get_model_state_dict(model, options=options),
         "full optimizer state": lambda: get_optimizer_state_dict(model, optimizer, options=options),
         "sharded state dict": sharded,
+        "export": lambda: list(export(model)),
     }
 
 

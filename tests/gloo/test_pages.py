@@ -14,10 +14,10 @@ import fsdp_compile
 
 ROOT = Path(__file__).parents[2]
 RUN = ("quick_start", "debugging", "sharded_tensors", "whole_step", "optimizers", "checkpoints", "explain",
-       "from_fsdp2")  # fmt: skip
+       "from_fsdp2", "rl")  # fmt: skip
 ALONE = ("explain",)  # its script needs one process
 # Each of their blocks runs or says why it does not.
-COMPLETE = ("reproducibility", "quick_start", "whole_step", "checkpoints", "explain", "debugging", "frameworks")
+COMPLETE = ("reproducibility", "quick_start", "whole_step", "checkpoints", "explain", "debugging", "frameworks", "rl")
 
 
 def page_of(name: str) -> Path:
