@@ -44,12 +44,6 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(file), f"{page.name}: expected a heading for {target}"
 
 
-def test_pictures_are_shown() -> None:
-    """Every committed picture is shown by some document."""
-    texts = "".join(page.read_text() for page in [*OUTSIDE, *(ROOT / "docs").glob("*.md")])
-    assert [picture.name for picture in (ROOT / "docs" / "images").iterdir() if picture.name not in texts] == []
-
-
 def test_no_path_of_a_machine() -> None:
     """Documents name no absolute path and no host of a package registry."""
     for page in [*OUTSIDE, *(ROOT / "docs").glob("*.md")]:
@@ -64,16 +58,6 @@ def test_files_that_are_named_exist() -> None:
             if not (ROOT / name).exists() and not (ROOT / "fsdp_compile" / name).exists():
                 missing.append(f"{page.name}: {name}")
     assert missing == []
-
-
-def test_a_strangers_questions_are_answered() -> None:
-    """Each question at the end of docs/architecture.md is answered by three files of the package, which exist."""
-    text = (ROOT / "docs" / "architecture.md").read_text().partition("## Where to look")[2]
-    answers = re.findall(r"^\*\*(?s:.*?)(?=^\*\*|\Z)", text, re.MULTILINE)
-    assert len(answers) >= 3
-    for answer in answers:
-        named = set(re.findall(r"`(\w+(?:/\w+)*\.py)`", answer))
-        assert len(named) >= 3 and all((ROOT / "fsdp_compile" / name).exists() for name in named), answer
 
 
 def test_the_list_of_private_names_is_complete() -> None:

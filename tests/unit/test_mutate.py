@@ -2,9 +2,7 @@
 
 import ast
 import runpy
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import fsdp_compile
 
@@ -61,35 +59,3 @@ def test_each_file_of_the_runtime_and_the_passes_has_tests() -> None:
 
 def _has_code(path: Path) -> bool:
     return any(isinstance(each, ast.FunctionDef | ast.ClassDef) for each in ast.parse(path.read_text()).body)
-
-
-class _Bench:
-    """The first mutant is killed, the second out of time unless it gets more, the third survives."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.failing: list[str] = []
-        self.kills: Counter[str] = Counter()
-        self.asked: list[tuple[int, float]] = []
-
-    def measure(self, tests: str) -> str:
-        self.seconds[f"{tests}::test"] = 1.0
-        return ""
-
-    def verdict(self, mutant: Any, _tests: str, patience: float) -> tuple[str, str]:
-        self.asked.append((mutant.line, patience))
-        return {1: ("killed", "test_x"), 2: ("out of time" if patience == 1 else "killed", "test_x")}.get(
-            mutant.line, ("SURVIVED", "")
-        )
-
-
-def test_a_run_goes_on_and_asks_again_where_time_was_up(tmp_path: Path) -> None:
-    """What was out of time runs again with more of it; verdicts in the record are not asked for again."""
-    path, record = Path(__file__), tmp_path / "record"
-    drawn = [TOOL["Mutant"](path, line, 0, 1, "a", "b") for line in (1, 2, 3)]
-    for stopped_after in (2, 3):
-        bench = _Bench()
-        verdicts = TOOL["_judge"](drawn[:stopped_after], {path: "tests/unit/test_x.py"}, bench, record)
-        assert list(verdicts.values()) == ["killed", "killed", "SURVIVED"][:stopped_after]
-        assert bench.asked == ([(1, 1.0), (2, 1.0), (2, 5.0)] if stopped_after == 2 else [(3, 1.0)])
-        assert bench.seconds == {"tests/unit/test_x.py::test": 1.0}

@@ -45,11 +45,3 @@ def test_each_line_of_the_table_has_a_limit(size: ModuleType, path: str, exceede
         text = "# Change log\n\n## Unreleased\n\n## 0.2.0\n" * (path == "CHANGELOG.md") + "\n" * lines
         found = size.excesses(texts | {path: text})
         assert [each.partition(":")[0] for each in found] == over
-
-
-def test_places(size: ModuleType) -> None:
-    """A folder counts with what lies below it; `*.py` counts what lies in the folder itself."""
-    texts = {"fsdp_compile/api.py": "1\n", "fsdp_compile/passes/plan/plan.py": "1\n2\n", "bench/a.py": ""}
-    assert size.measure(texts, "fsdp_compile") == (3, 2)
-    assert size.measure(texts, "fsdp_compile/*.py") == (1, 1)
-    assert size.measure(texts, "fsdp_compile/passes") == (2, 1)
