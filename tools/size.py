@@ -21,12 +21,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 10_621,
-    "the story and what it imports": 15_566,
-    PACKAGE: 40_228,
-    "tests": 54_428,
+    "the story": 10_601,
+    "the story and what it imports": 15_553,
+    PACKAGE: 40_024,
+    "tests": 54_245,
     "bench": 5_917,
-    "docs, README, change log": 5_928,
+    "docs, README, change log": 5_532,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""
 
