@@ -79,29 +79,29 @@ def test_uneven():
     assert_expected_inline(
         _printed(blocks(9, rng=random.Random(3)), budget=500),
         """\
- 0  gather root, gather 0, wait root, gather 1
- 1  wait 0, gather 2
- 2  free 0, wait 1, gather 3
- 3  free 1, wait 2, gather 4
- 4  free 2, wait 3, gather 5
- 5  free 3, wait 4, gather 6
- 6  free 4, wait 5, gather 7
- 7  free 5, wait 6, gather 8
+ 0  gather root, gather 0, wait root
+ 1  gather 1, gather 2, wait 0
+ 2  free 0, gather 3, wait 1
+ 3  free 1, gather 4, wait 2
+ 4  free 2, gather 5, wait 3
+ 5  free 3, gather 6, wait 4
+ 6  free 4, gather 7, wait 5
+ 7  free 5, gather 8, wait 6
  8  free 6, wait 7
  9  free 7, wait 8
 10  free 8
-11  free root, gather root, wait root, gather 8
-12  free root, wait 8, gather 7
-13  free 8, reduce 8, wait 7, gather 6
-14  free 7, wait_reduce 8, reduce 7, wait 6, gather 5
-15  free 6, wait_reduce 7, reduce 6, wait 5, gather 4
-16  free 5, wait_reduce 6, reduce 5, wait 4, gather 3
-17  free 4, wait_reduce 5, reduce 4, wait 3, gather 2
-18  free 3, wait_reduce 4, reduce 3, wait 2, gather 1
-19  free 2, wait_reduce 3, reduce 2, wait 1, gather 0
+11  free root, gather root, gather 8, wait root
+12  free root, gather 7, wait 8
+13  free 8, reduce 8, gather 6, wait 7
+14  free 7, wait_reduce 8, reduce 7, gather 5, wait 6
+15  free 6, wait_reduce 7, reduce 6, gather 4, wait 5
+16  free 5, wait_reduce 6, reduce 5, gather 3, wait 4
+17  free 4, wait_reduce 5, reduce 4, gather 2, wait 3
+18  free 3, wait_reduce 4, reduce 3, gather 1, wait 2
+19  free 2, wait_reduce 3, reduce 2, gather 0, wait 1
 20  free 1, wait_reduce 2, reduce 1, wait 0
 21  free 0, wait_reduce 1, reduce 0
-22  wait_reduce 0, reduce root, wait_reduce root
+22  reduce root, wait_reduce 0, wait_reduce root
 41.55 s, gap 0.24%, peak 477, 0 kept
 """,
     )
