@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 10_601,
-    "the story and what it imports": 15_553,
-    PACKAGE: 40_024,
+    "the story": 10_599,
+    "the story and what it imports": 15_551,
+    PACKAGE: 40_022,
     "tests": 54_030,
     "bench": 5_917,
     "docs, README, change log": 5_532,

@@ -214,9 +214,8 @@ def lay_out(
     16 if that cuts no more rows: then no two ranks share a block that has a scale. With `same_on_any` they start at
     multiples of 64, so that the end of the buffer alone depends on `world_size`. ValueError as of `build`.
     """
-    names, shapes = zip(*((name, tuple(map(as_int, dims))) for name, dims in parameters), strict=True) or ((), ())
-    found = _laid_out(shapes, world_size, same_on_any)
-    return replace(found, names=names)
+    checked = FlatParamLayout.build(parameters, world_size)  # errors name parameters
+    return replace(_laid_out(checked.shapes, world_size, same_on_any), names=checked.names)
 
 
 @lru_cache(maxsize=1024)  # blocks of a model have the same shapes
@@ -243,8 +242,7 @@ def _laid_out(shapes: tuple[tuple[int, ...], ...], world_size: int, same_on_any:
 
 def _padded(tight: FlatParamLayout, most: float, moves: bool = True) -> Iterator[FlatParamLayout]:
     """`tight` with more padding, of up to `most` elements: at its end, or so that parameters start further on."""
-    for dims in (1, 2):
-        rows = [_row(shape, dims) for shape in tight.shapes]
+    for rows in dict.fromkeys(tuple(_row(shape, dims) for shape in tight.shapes) for dims in (1, 2)):
         longest = sorted({row for row in rows if row > 1})[-5:]
         steps = {
             math.lcm(tight.alignment, *chosen)

@@ -79,7 +79,7 @@ class FlatShard(Shard):
     __str__ = __repr__
 
     def __reduce__(self) -> Any:
-        return type(self), (self.ranges, self.row)
+        return FlatShard, (self.ranges, self.row)
 
     def _local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: int, rank: Any) -> tuple[Any, int]:
         """How many rows a rank stores, and the first of them."""

@@ -76,7 +76,7 @@ return [None, None, defer_reduce_0, None, None, None, defer_reduce_2]""",
 
 
 def test_gradients_are_handed_over_at_once() -> None:
-    """Under no_sync a unit's gradients are handed over before backward goes on, so that their buffer is free early."""
+    """Under no_sync a graph passes a unit's gradients to the eager runtime as soon as they are packed."""
     layers = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     events = re.findall(r"= (?:fsdp_flat\.)?(mm|defer_reduce)\(", _backward(no_sync=True, layers=layers))
     assert events == ["mm", "defer_reduce", "mm", "mm", "defer_reduce"]

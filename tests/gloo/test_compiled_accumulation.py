@@ -131,7 +131,7 @@ TWICE = Case(_Twice, vectors, squared_error)
 @pytest.mark.nightly
 @on_ranks(2)
 def test_inductor() -> None:
-    """Generated code leaves what it has handed over alone, and a hook finds it until it has reduced it (E-HOOK-2).
+    """Generated code does not write into gradients that a hook has not reduced yet (E-HOOK-2).
 
     Units that are called twice are reduced once, as the sum.
     """

@@ -136,9 +136,9 @@ def test_values(rank: int, name: str, how: str) -> None:
     names in order and sends nothing. Training goes on as without.
     """
     case, options = CASES[name]
-    model, twin = shard(case, **options), shard(case, **options)
-    run = executor(model, how), executor(twin, how)
-    both = [OPTIMIZERS["adamw"](p for p in each.parameters() if p.requires_grad) for each in (model, twin)]
+    model, reference = shard(case, **options), shard(case, **options)
+    run = executor(model, how), executor(reference, how)
+    both = [OPTIMIZERS["adamw"](p for p in each.parameters() if p.requires_grad) for each in (model, reference)]
     for step in range(3):
         for dtype in (None, BF16):
             expected = gathered(model, dtype)
@@ -158,7 +158,7 @@ def test_values(rank: int, name: str, how: str) -> None:
             backward(each, case, mine(case, step))
             optimizer.step()
             optimizer.zero_grad()
-        assert_bitwise(model, twin, f"step {step}")
+        assert_bitwise(model, reference, f"step {step}")
 
 
 @on_ranks(2)
@@ -231,8 +231,8 @@ def test_interrupted(rank: int, name: str) -> None:
     a model that was not exported, and the next export has their values.
     """
     case, raised = MODELS["gpt"], INTERRUPTIONS[name][rank]
-    model, twin = shard(case), shard(case)
-    both = [(each, OPTIMIZERS["adamw"](each.parameters())) for each in (model, twin)]
+    model, reference = shard(case), shard(case)
+    both = [(each, OPTIMIZERS["adamw"](each.parameters())) for each in (model, reference)]
 
     def step(seed: int, of: Any) -> None:
         for each, optimizer in of:
@@ -245,7 +245,7 @@ def test_interrupted(rank: int, name: str) -> None:
         _interrupt(name, rank, model, partial(step, 1, both))
     gc.collect()
     step(2, both)
-    assert_bitwise(model, twin, name)
+    assert_bitwise(model, reference, name)
     assert_same(taken(export(model)), gathered(model))
 
 

@@ -37,12 +37,6 @@ def test_results_come_by_rank(two: Ranks) -> None:
 
 
 @on_ranks(2)
-def test_a_test_runs_on_each_rank(rank: int, tmp_path: Path) -> None:
-    """It is told which rank it is on, and what fixtures gave."""
-    assert rank == dist.get_rank() and dist.get_world_size() == 2 and tmp_path.exists()
-
-
-@on_ranks(2)
 def _fails_on_one(rank: int) -> None:
     assert rank == 0, "only here"
 

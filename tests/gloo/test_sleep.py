@@ -46,15 +46,15 @@ def test_sleep_and_wake(how: str, parameters: bool, states: bool) -> None:
     asleep its values can be read, parameters stay the objects they were, nothing is compiled again, and no more memory
     is alive after each. On the CPU host memory is other memory of the same device.
     """
-    model, twin = shard(GPT), shard(GPT)
+    model, reference = shard(GPT), shard(GPT)
     run = executor(model, how)
-    optimizers = [OPTIMIZERS["adamw"](each.parameters()) for each in (model, twin)]
+    optimizers = [OPTIMIZERS["adamw"](each.parameters()) for each in (model, reference)]
     params, sleeper = list(model.parameters()), optimizers[0] if states else None
     alive: list[int] = []
     for step in range(TIMES):
         with torch._dynamo.config.patch(error_on_recompile=step > 0):
             backward(run, GPT, mine(GPT, step % 3))
-        backward(twin, GPT, mine(GPT, step % 3))
+        backward(reference, GPT, mine(GPT, step % 3))
         for moment in ("with gradients", "after the step"):
             before, of_states = _memory(params), _memory(_tensors_of(optimizers[0]))
             offload(run, sleeper, parameters=parameters)
@@ -62,7 +62,7 @@ def test_sleep_and_wake(how: str, parameters: bool, states: bool) -> None:
             assert (before.keys().isdisjoint(asleep), len(before)) == (parameters, len(asleep))
             assert not of_states or of_states.keys().isdisjoint(states_asleep) == states
             assert len(of_states) == len(states_asleep)  # what shares memory shares it there
-            assert_bitwise(model, twin, f"{step}, asleep {moment}")
+            assert_bitwise(model, reference, f"{step}, asleep {moment}")
             load(run, sleeper, parameters=parameters)
             if moment == "with gradients":
                 for optimizer in optimizers:
@@ -71,7 +71,7 @@ def test_sleep_and_wake(how: str, parameters: bool, states: bool) -> None:
             optimizer.zero_grad()
         assert all(map(operator.is_, params, model.parameters()))
         alive.append(_bytes_alive() if step in (TIMES // 5, TIMES - 1) else 0)
-    assert_bitwise(model, twin, "at the end")
+    assert_bitwise(model, reference, "at the end")
     found = [[value for state in each.state.values() for value in state.values()] for each in optimizers]
     for one, other in zip(*found, strict=True):
         assert type(one) is type(other) and torch.equal(*(getattr(each, "local", each) for each in (one, other)))

@@ -116,5 +116,11 @@ def test_every_unit_is_laid_out(shapes: tuple[tuple[int, ...], ...], world_size:
 def test_a_layout_that_is_the_same_on_any(shapes: tuple[tuple[int, ...], ...]) -> None:
     """Parameters start where they do on one rank: the end alone depends on how many there are."""
     named = [(str(i), shape) for i, shape in enumerate(shapes)]
-    starts = {lay_out(named, world_size, same_on_any=True).offsets for world_size in (1, 2, 4, 8)}
-    assert len(starts) == 1
+    assert len({lay_out(named, world_size, same_on_any=True).offsets for world_size in (1, 2, 4, 8)}) == 1
+
+
+def test_errors_name_parameters() -> None:
+    """Parameters that cannot be laid out are refused by their names."""
+    for shape, message in (((), "at least one parameter"), ((3, -1), "parameter 'head.weight' has a negative")):
+        with pytest.raises(ValueError, match=message):
+            lay_out([("head.weight", shape)] if shape else [], 2)
