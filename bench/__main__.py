@@ -4,10 +4,8 @@ import importlib
 import sys
 
 COMMANDS = {
-    **{name: f"bench.{name}" for name in ("host_overhead", "compile_time", "planner",
-                                          "foresight", "checkpoint", "links", "convergence",
-                                          "second_opinion", "first_plan", "muon",
-                                          "titan_link", "wire")},
+    **{name: f"bench.{name}" for name in ("host_overhead", "compile_time", "planner", "foresight", "links",
+                                          "first_plan", "muon", "titan_link", "wire")},
     "runs": "bench.runs.__main__",
     "fit": "bench.runs.fit",
 }  # fmt: skip

@@ -12,7 +12,7 @@ not matter. Systems take turns, in an order that changes; figures are medians ov
 
 `--memory` prints the bytes of parameters, of the optimizers' state and of what they keep, and the most that lives
 beside these and the gradients while Muon steps. `--host-time`: CPU time of the optimizer's part
-(muon_host_time.py). `--newton-schulz`: whether it pays to compile that (newton_schulz.py).
+(muon_host_time.py).
 """
 
 import argparse
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.optim import AdamW, Muon, Optimizer
 
-from bench import link, muon_host_time, newton_schulz
+from bench import link, muon_host_time
 from bench.link import FREE, LINK
 from bench.models import WORKLOADS, blocks_of
 from bench.parts import link_for
@@ -206,12 +206,9 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--host-time", action="store_true")
-    parser.add_argument("--newton-schulz", action="store_true")
     args = parser.parse_args()
     if args.host_time:
         return muon_host_time.report(halves)
-    if args.newton_schulz:
-        return newton_schulz.report()
     bench = Bench(args.world, args.model)
     for kind in ("by_owner", "eager") if args.memory else ():
         there, above = bench.memory(kind)

@@ -23,10 +23,10 @@ FUNCTION_LINES = 90
 LIMITS = {
     "the story": 10_599,
     "the story and what it imports": 15_551,
-    PACKAGE: 40_022,
+    PACKAGE: 40_021,
     "tests": 54_030,
-    "bench": 5_917,
-    "docs, README, change log": 5_532,
+    "bench": 5_333,
+    "docs, README, change log": 5_499,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""
 

@@ -15,8 +15,7 @@ A ring through all ranks enters each node once and leaves it once. Inside a node
 nodes the adapters: there are as many rings as ranks of a node, so that all adapters carry one. What the ranks of a node
 have passes the adapters of all others on its way, so each ring moves `full x (world - 1) / world` over every one of its
 links. Fast links and adapters work at the same time, so the slower ones count. A launch takes a hop for each step of
-the ring, most of which stay inside of nodes. SimGrid says the same, message by message (`python -m bench
-second_opinion`).
+the ring, most of which stay inside of nodes.
 
 NCCL has protocols that wait less at each step and reach less bandwidth, and takes the one that is fastest for the size
 of the message. Between nodes a ring reaches only a part of the bandwidth (`Link.ramp`) unless each rank has much to
