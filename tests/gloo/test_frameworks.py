@@ -89,7 +89,7 @@ def run_code(code: str, framework: str, ranks: int, *arguments: str) -> Any:
             [*launcher, str(path), *arguments], env=environment, capture_output=True, text=True, timeout=250
         )
     assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads([line for line in run.stdout.splitlines() if line.startswith("[")][-1])
+    return json.JSONDecoder().raw_decode([line for line in run.stdout.splitlines() if line.startswith("[")][-1])[0]
 
 
 LIGHTNING = """
