@@ -4,7 +4,7 @@ import importlib
 import sys
 
 COMMANDS = {
-    **{name: f"bench.{name}" for name in ("host_overhead", "compile_time", "planner", "foresight", "links",
+    **{name: f"bench.{name}" for name in ("host_overhead", "compile_time", "planner", "links", "export",
                                           "first_plan", "muon", "titan_link", "wire")},
     "runs": "bench.runs.__main__",
     "fit": "bench.runs.fit",

@@ -54,20 +54,6 @@ def gpt(batch: int = 4, context: int = 128, **shape: int) -> Workload:
     return Workload(lambda: GPT(config), blocks_of, draw, "tokens", batch * config.context)
 
 
-class Adapter(nn.Module):
-    """A frozen linear layer and a trained product of rank 8 beside it."""
-
-    def __init__(self, base: nn.Linear, rank: int = 8) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
 class Float8(torch.autograd.Function):
     """x @ w.T with `w` rounded to float8 with one scale, as in float8 training; backward uses the rounded one too."""
 
@@ -97,22 +83,6 @@ def in_float8(blocks: Sequence[nn.Module]) -> None:
     for layer in (module for block in blocks for module in block.modules()):
         if type(layer) is nn.Linear:
             layer.__class__ = Float8Linear
-
-
-def lora() -> Workload:
-    """The same GPT, frozen, with adapters at every linear layer of its blocks."""
-    plain = gpt()
-
-    def build() -> nn.Module:
-        model = plain.build().requires_grad_(False)
-        for block in blocks_of(model):
-            for parent in list(block.children()):
-                for name, layer in list(parent.named_children()):
-                    if isinstance(layer, nn.Linear):
-                        setattr(parent, name, Adapter(layer))
-        return model
-
-    return replace(plain, build=build)
 
 
 class Layers(nn.Module):
@@ -222,7 +192,6 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "gpt": gpt,
     "gpt_few_tokens": lambda: gpt(batch=1, context=8),  # activations are nothing beside parameters
     "gpt_small": lambda: gpt(batch=2, context=32, layers=2, heads=2, dim=64),
-    "lora": lora,
     "many_small": many_small,
     "ten": lambda: many_small(10, 256, 1024),  # equal blocks, and nothing around them has parameters
     "llama": llama,

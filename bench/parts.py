@@ -4,8 +4,7 @@ python -m bench                      all parts for this machine, then the report
 python -m bench link many_small      some of them (`--list` names them)
 python -m bench report               tables and pictures of the newest results, those of docs/measurements.md too
 python -m bench runs CSV             a table of training runs beside predictions; `fit` fits constants to reported ones
-python -m bench NAME --help          foresight, planner, host_overhead, compile_time or checkpoint, with options of
-                                     their own
+python -m bench NAME --help          planner, host_overhead, compile_time or another command with options of its own
 
 Each part is a model, a link and the systems that run side by side on it.
 """
@@ -30,12 +29,6 @@ CHECKED = 20  # the step at which losses are compared
 TOLERANCE = {False: 1e-3, True: 1e-2}  # relative, by bf16: systems cast at different places
 
 CPU_SYSTEMS = ("unsharded", "ddp", "fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_blocks", "ours_compiled")
-# Passes that are left out, one measurement each. check_saved refuses what reshard would have prevented. The other
-# passes are needed, or do nothing on the benchmark's link.
-ABLATED = (
-    *("reshard+check_saved", "check_saved", "pack_in_place", "reuse_gathered", "order+check_order"),
-    *("all_gather_into_buffer", "check_ranks", "pin_order"),
-)
 
 
 @dataclass(frozen=True)
@@ -63,15 +56,12 @@ ON_CUDA = (
     *("unsharded", "fsdp1", "fsdp2", "fsdp2_compile", "fsdp2_compile:ends", "simple_fsdp"),
     *("ours", "ours_blocks", "ours_compiled"),
 )
-WITHOUT = tuple(f"ours_compiled:{names}" for names in ABLATED)
 LOW_PRECISION = tuple(
     f"ours_compiled:{kind}{off}" for kind in ("autocast", "float8") for off in ("", "+smallest_gather")
 )
 
 PARTS = {
     "gloo": Part("GPT, two gloo ranks of one core each, fp32", "gloo", "gpt", looks=("copies",)),
-    "gloo_bf16": Part("the same in bf16", "gloo", "gpt", PEERS, bf16=True),
-    "gloo_lora": Part("the same, frozen with adapters, fp32", "gloo", "lora", PEERS),
     "many_small": Part("2,000 parameters in 100 units, two gloo ranks, fp32", "gloo", "many_small", EAGER, steps=2),
     "link": Part(
         "GPT, emulated link, 8 ranks, fp32", "link", "gpt", (*PEERS, *FINE), 8, ratios=(0.3, 0.6, 0.9),
@@ -83,13 +73,11 @@ PARTS = {
          "ours_planned", "ours_planned:layers", "ours_step", "ours_step:layers", "ours_step:first"),
         8, ratios=(0.3, 0.6, 0.9), rounds=5,
     ),
-    "link_64": Part("the same, 64 ranks", "link", "gpt", PEERS, 64, ratios=(0.6,), looks=("calls",)),
     "link_1024": Part("the same, 1024 ranks", "link", "gpt", PEERS, 1024, ratios=(0.6,), looks=("calls",)),
     "link_autocast": Part(
         "the same, 8 ranks, bf16: by param_dtype, by autocast and in float8, with and without smallest_gather", "link",
         "gpt", (*PEERS, *LOW_PRECISION), 8, bf16=True, ratios=(0.3, 0.6, 0.9), looks=("calls", "memory"),
     ),
-    "link_lora": Part("the same, 8 ranks, frozen with adapters", "link", "lora", PEERS, 8, ratios=(0.6,)),
     "link_foreign": Part(
         "GPT, emulated link, 8 ranks, fp32: SimpleFSDP's graph, ordered by its authors' passes, Inductor's and ours",
         "link", "gpt",
@@ -104,10 +92,6 @@ PARTS = {
     "memory_step": Part(
         "the same, 8 ranks: the loop's forward and backward, and whole steps with the optimizer", "link",
         "gpt_few_tokens", ("ours_compiled", "ours_step", "ours_step:in_backward"), 8, rounds=0, looks=("memory",),
-    ),
-    "ablation": Part(
-        "GPT, emulated link, 8 ranks, ours with one pass left out", "link", "gpt",
-        ("unsharded", "ours_compiled", *WITHOUT), 8, ratios=(0.6,), looks=("calls", "copies", "memory"),
     ),
     "cuda_link": Part(
         "Llama 3 8B blocks, four of them, 4,096 tokens, emulated link, 64 ranks, bf16", "link", "llama", ON_CUDA, 64,

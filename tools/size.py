@@ -24,9 +24,9 @@ LIMITS = {
     "the story": 10_599,
     "the story and what it imports": 15_551,
     PACKAGE: 40_021,
-    "tests": 53_877,
-    "bench": 5_333,
-    "docs, README, change log": 5_497,
+    "tests": 53_866,
+    "bench": 5_176,
+    "docs, README, change log": 5_491,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""
 

@@ -54,9 +54,9 @@ def by_block(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Pre
 def compiled(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
     """The whole model is one graph, in the order of blocks.
 
-    The option names passes to leave out, for the ablation; `named` searches a plan for each link. It may begin
-    with `autocast`: bf16 then comes from autocast, as in DDP, and not from `param_dtype`; or with `float8`: linear
-    layers of blocks multiply in float8 beside it.
+    The option names passes to leave out; `named` searches a plan for each link. It may begin with `autocast`: bf16 then
+    comes from autocast, as in DDP, and not from `param_dtype`; or with `float8`: linear layers of blocks multiply in
+    float8 beside it.
     """
     names = setup.option.split("+") if setup.option else []
     by_autocast = names[:1] in (["autocast"], ["float8"])

@@ -1,5 +1,6 @@
 """What an accelerator would be told: stream waits, memory hand-overs, events. Nothing here needs one."""
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_compile import fully_shard, summon_full_params
+from fsdp_compile import fully_shard, load, offload, summon_full_params
+from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.eager.streams import Device, Streams
 from fsdp_compile.edits import writeback
 
@@ -300,3 +302,42 @@ def test_accelerator_speaks_to_its_torch_module() -> None:
     streams.unshard.wait_event.assert_called_once_with("event")
     streams.begin_iteration()
     streams.unshard.wait_stream.assert_called_once_with(compute)
+
+
+class _Copies(TorchDispatchMode):
+    """Writes down what moves between an accelerator, which is played by host memory, and pinned memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asked = dict(kwargs or {})
+        if asked.pop("pin_memory", False):
+            self.lines.append("pin")
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
+            is_async = asked.get("non_blocking", args[-1] is True)
+            where = asked.pop("device", "host")
+            self.lines.append(f"copy to {where}{'' if is_async else ', waiting'}")
+        return func(*args, **asked)
+
+
+def test_sleep_and_wake() -> None:
+    """Each memory is copied once, without waiting, into pinned memory, and the host waits once, before values can be
+    read there; on the way back nothing waits, as the next forward's gathers come after it in the same stream.
+    """
+    model = fully_shard(unlike_blocks())
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, torch.randn(3, 7))
+    optimizer.step()
+    sharding, copies = sharding_of(model), _Copies()
+    waits = SimpleNamespace(synchronize=lambda device: copies.lines.append(f"host waits for {device}"))
+    named = mock.patch.object(sharding, "device", torch.device("meta"))  # whose name torch takes without a driver
+    with named, mock.patch.object(torch, "get_device_module", lambda device: waits), copies:
+        offload(model, optimizer)
+        asleep, copies.lines = copies.lines, []
+        load(model, optimizer)
+    tensors = 4 * len(NAMES)  # shard, gradient and two moments of each unit
+    assert asleep == [*["pin", "copy to host"] * tensors, "host waits for meta"]
+    assert copies.lines == ["copy to meta"] * tensors
+    assert _step(model).lines[0] == "unshard waits for compute"

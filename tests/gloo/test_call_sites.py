@@ -296,6 +296,12 @@ def full_state_dict(model: nn.Module) -> Any:
     return [*state.values()]
 
 
+def replicate_ahead(model: nn.Module) -> Any:
+    begun = [value.redistribute(placements=[Replicate()] * value.device_mesh.ndim, async_op=True).to_local()
+             if isinstance(value, DTensor) else value for value in model.state_dict().values()]  # fmt: skip
+    return [each.wait() if hasattr(each, "wait") else each for each in begun]
+
+
 def offload_and_load(model: nn.Module) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     optimizer.step()
@@ -407,6 +413,7 @@ SITES = [
     Site(addresses, "accelerate, TRL: parameters by the addresses of local values"),
     Site(stream_weights, "TRL, verl: each parameter in full"),
     Site(gather_state_dict, "VeOmni, verl: each value of a state dict in full"),
+    Site(replicate_ahead, "slime, Miles: the same by redistribute, several under way"),
     Site(full_state_dict, "torch, verl: a full state dict"),
     Site(offload_and_load, "verl, SkyRL: a model and its optimizer's state to the CPU and back, then a step"),
     Site(sum_of_gradients, "Automodel: full_tensor(grad_placements=[Partial()]) for a head"),
