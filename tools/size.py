@@ -26,7 +26,7 @@ LIMITS = {
     PACKAGE: 40_021,
     "tests": 53_866,
     "bench": 5_176,
-    "docs, README, change log": 5_491,
+    "docs, README, change log": 5_370,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""
 
