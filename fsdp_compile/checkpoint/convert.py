@@ -1,4 +1,4 @@
-"""`fsdp-compile checkpoint`: convert any format to any other, with one tensor in memory at a time.
+"""`fsdp-compile checkpoint`: convert any format to any other, with one tensor and one of its chunks in memory.
 
     format          read                                    written
     dcp             a folder that DCP wrote                 a folder, as N ranks would write it
@@ -10,18 +10,16 @@ A name is the keys that lead to a tensor or value, joined by dots, as in DCP.
 
 # Note [Why not torch's converters]
 # `dcp_to_torch_save` and `torch_save_to_dcp` of torch.distributed.checkpoint.format_utils (torch 2.13) load the whole
-# state into memory, unpickle whatever they find, know no checksums, and leave half a file behind when they fail. Here a
-# source reads one tensor at a time, a target reserves space for every tensor before it writes the first, and the result
-# gets its name by one rename at the end. Metadata, files and pickles are DCP's and torch.save's.
+# state into memory, unpickle whatever they find, know no checksums, and leave half a file behind when they fail. Here
+# DCP's readers read one tensor at a time, a target reserves space for every tensor before it writes the first, and the
+# result gets its name by one rename at the end. Metadata, files and pickles are DCP's and torch.save's.
 
-import io
-import math
 import os
 import shutil
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,9 +30,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fsdp_compile.checkpoint import directory, hugging_face
-from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, SafeReader, load_item
+from fsdp_compile.checkpoint import directory, hugging_face, untrusted
+from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, SafeReader
 from fsdp_compile.state_dict import _torch
+from fsdp_compile.state_dict.sharded_value import with_own_storage
 
 Keys = tuple[str | int, ...]
 
@@ -95,12 +94,15 @@ def convert(
         raise FileExistsError(f"{path}: expected a path that does not exist yet; remove it or choose another")
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+
+    def tensors() -> Tensors:
+        for name, tensor in source.tensors.items():
+            if name not in source.tied:
+                yield name, source.read(name)
+                progress(tensor.nbytes)
+
     try:
-        with TARGETS[to](source, staged / path.name, files) as write:
-            for name, tensor in source.tensors.items():
-                if name not in source.tied:
-                    write(name, source.read(name))
-                    progress(tensor.nbytes)
+        TARGETS[to](source, staged / path.name, files, tensors())
         os.rename(staged / path.name, path)
         directory.sync_folder(path.parent)
     finally:
@@ -115,77 +117,47 @@ def open_source(path: Path, trust: bool = False) -> Source:
 
     With `trust` values may be of any type, and loading can run code.
     """
+    reader: SafeReader | hugging_face.SafetensorsReader
     if path.is_file() and zipfile.is_zipfile(path):
         return _torch_source(path)
-    if path.is_file() or any(path.glob("*.safetensors*")):
-        return _safetensors_source(path)
-    if (path / METADATA).is_file():
-        return _dcp_source(path, trust)
-    if checkpoint := directory.open_checkpoint(path):
-        return _dcp_source(checkpoint[0], trust)
-    what = "no such file" if not path.exists() else "none of these"
-    raise FileNotFoundError(
-        f"{path}: expected a folder that torch.distributed.checkpoint wrote, a folder of checkpoints, a folder or file "
-        f"of safetensors, or a file of torch.save; found {what}"
-    )
-
-
-def _dcp_source(path: Path, trust: bool) -> Source:
-    """A folder that DCP wrote, with checksums compared if there is a manifest. A tensor and one chunk are in memory."""
-    checked = directory.DirectoryReader(path) if (path / directory.MANIFEST).is_file() else None
-    reader = checked or SafeReader(path)
+    if is_safetensors := path.is_file() or any(path.glob("*.safetensors*")):
+        reader = hugging_face.SafetensorsReader(path)
+    elif (path / METADATA).is_file() and not (path / directory.MANIFEST).is_file():
+        reader = SafeReader(path)
+    elif checkpoint := directory.open_checkpoint(path):
+        reader = directory.DirectoryReader(*checkpoint)
+    else:
+        what = "no such file" if not path.exists() else "none of these"
+        raise FileNotFoundError(
+            f"{path}: expected a folder that torch.distributed.checkpoint wrote, a folder of checkpoints, a folder or "
+            f"file of safetensors, or a file of torch.save; found {what}"
+        )
     metadata = reader.read_metadata()
-    described, locations = metadata.state_dict_metadata, metadata.storage_data
-
-    def load(index: MetadataIndex, **options: bool) -> Any:
-        location = locations[index]
-        with open(path / location.relative_path, "rb") as file:  # which `read_metadata` has checked
-            return load_item(reader._slice_file(file, location), index.fqn, **options)
+    described, places = metadata.state_dict_metadata, metadata.storage_data
+    tensors = {
+        name: torch.empty(each.size, dtype=each.properties.dtype, device="meta")
+        for name, each in described.items()
+        if isinstance(each, dcp.TensorStorageMetadata)
+    }
 
     def read(name: str) -> Any:
-        stored = described[name]
-        if not isinstance(stored, dcp.TensorStorageMetadata):
-            return load(MetadataIndex(name), is_value=True, trust=trust)
-        if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
-            raise CheckpointError(f"{path}, with {name}: expected chunks of all of the tensor, found some missing; "
-                                  f"the tensor was not saved completely")  # fmt: skip
-        if len(stored.chunks) == 1:
-            return directory.in_order(load(MetadataIndex(name, stored.chunks[0].offsets)).detach())
-        full = torch.empty(stored.size, dtype=stored.properties.dtype)
-        for chunk in stored.chunks:
-            box = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            full[box] = load(MetadataIndex(name, chunk.offsets))
-        return full
+        target = torch.empty_like(tensors[name], device="cpu") if name in tensors else None
+        return untrusted.read(reader, {name: target}, trust)[name]
 
-    tensors = {name: each for name, each in described.items() if isinstance(each, dcp.TensorStorageMetadata)}
-
-    def places(name: str) -> Any:
+    def memory(name: str) -> Any:
         """Where the chunks of a tensor are, and what is in each file; None if it has none."""
-        found = [(chunk, locations[MetadataIndex(name, chunk.offsets)]) for chunk in tensors[name].chunks]
+        found = [(chunk, places[MetadataIndex(name, chunk.offsets)]) for chunk in described[name].chunks]
         return tuple((*chunk.offsets, *chunk.sizes, at.relative_path, at.offset) for chunk, at in found) or None
 
     return Source(
-        "torch.distributed.checkpoint",
-        sorted({path / location.relative_path for location in locations.values()}),
-        {n: torch.empty(each.size, dtype=each.properties.dtype, device="meta") for n, each in tensors.items()},
+        "safetensors" if is_safetensors else "torch.distributed.checkpoint",
+        sorted({reader.path / place.relative_path for place in places.values()}),
+        tensors,
         {name: tuple((metadata.planner_data or {}).get(name, (name,))) for name in described},
         read,
-        checked.manifest.step if checked else None,
-        directory.first_names({name: places(name) for name in tensors}),
+        reader.manifest.step if isinstance(reader, directory.DirectoryReader) else None,
+        {} if is_safetensors else directory.first_names({name: memory(name) for name in tensors}),
     )
-
-
-def _safetensors_source(path: Path) -> Source:
-    stored = hugging_face.stored_tensors(path)
-
-    def read(name: str) -> Tensor:
-        tensor = torch.empty(stored[name].shape, dtype=stored[name].dtype)
-        hugging_face.read_range(name, stored[name], tensor.view(-1))
-        return tensor
-
-    files = sorted({each.file for each in stored.values()})
-    tensors = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in stored.items()}
-    return Source("safetensors", files, tensors, {name: (name,) for name in stored}, read)
 
 
 def _torch_source(path: Path) -> Source:
@@ -199,65 +171,68 @@ def _torch_source(path: Path) -> Source:
     leaves, keys = _torch.flatten_state_dict(loaded)
 
     def read(name: str) -> Any:
-        return directory.in_order(leaves[name].detach()) if isinstance(leaves[name], Tensor) else leaves[name]
+        leaf = leaves[name]
+        return leaf.detach().contiguous().resolve_conj().resolve_neg() if name in tensors else leaf
 
     tensors = {name: torch.empty_like(t, device="meta") for name, t in leaves.items() if isinstance(t, Tensor)}
     memory = {name: directory.memory_read_by(leaves[name]) for name in tensors}
     return Source("torch.save", [path], tensors, keys, read, None, directory.first_names(memory))
 
 
-# --- targets: context managers that yield a function, called once for each tensor, contiguous and on the CPU ----------
+# --- targets ----------------------------------------------------------------------------------------------------------
 
-WriteTensor = Callable[[str, Tensor], None]
+Tensors = Iterator[tuple[str, Tensor]]  # names and values, contiguous, on the CPU; delete one before the next
 
 
-@contextmanager
-def _dcp_target(source: Source, path: Path, files: int) -> Iterator[WriteTensor]:
+def _write_dcp(source: Source, path: Path, files: int, tensors: Tensors) -> None:
     """A folder of DCP; each tensor is split along its first dimension into one chunk per file."""
     path.mkdir()
-    metadata = dcp.Metadata({}, planner_data=source.keys)
+    writer, metadata = directory.FolderWriter(path, source.step), dcp.Metadata({}, planner_data=source.keys)
     results: list[list[WriteResult]] = [[] for _ in range(files)]
     with ExitStack() as stack:
-        outputs = [stack.enter_context(directory.ItemFile(path / directory.rank_file(rank))) for rank in range(files)]
-        for name in source.values:
-            pickled = io.BytesIO()
-            torch.save(source.read(name), pickled)
-            results[0].append(outputs[0].write_item(MetadataIndex(name), pickled))
-            metadata.state_dict_metadata[name] = dcp.BytesStorageMetadata()
+        names = [f"__{rank}_0.distcp" for rank in range(files)]
+        streams = [stack.enter_context(writer.fs.create_stream(path / name, "wb")) for name in names]
 
-        def write(name: str, tensor: Tensor) -> None:
+        def put(rank: int, index: MetadataIndex, value: Any) -> None:
+            start = streams[rank].tell()
+            torch.save(value, streams[rank])
+            size = streams[rank].tell() - start
+            results[rank].append(WriteResult(index, size, _torch.StorageInfo(names[rank], start, size)))
+
+        for name in source.values:
+            put(0, MetadataIndex(name), source.read(name))
+            metadata.state_dict_metadata[name] = dcp.BytesStorageMetadata()
+        for name, tensor in tensors:
             chunks, first = [], 0
             for rank, chunk in enumerate(tensor.chunk(files) if tensor.numel() and tensor.ndim else [tensor]):
                 offsets = torch.Size([first, *[0] * tensor.ndim][: tensor.ndim])
                 chunks.append(dcp.ChunkStorageMetadata(offsets, chunk.shape))
-                results[rank].append(outputs[rank].write_item(MetadataIndex(name, offsets), chunk))
+                put(rank, MetadataIndex(name, offsets), with_own_storage(chunk))
                 first += len(chunk) if tensor.ndim else 0
-            properties = TensorProperties(dtype=tensor.dtype)
-            metadata.state_dict_metadata[name] = dcp.TensorStorageMetadata(properties, tensor.shape, chunks)
-
-        yield write
+            described = dcp.TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, chunks)
+            metadata.state_dict_metadata[name] = described
+            del tensor, chunk
+        for stream in streams:
+            os.fsync(stream.fileno())
     for name, first in source.tied.items():
         metadata.state_dict_metadata[name] = metadata.state_dict_metadata[first]
         for written in results:
             written += [
                 replace(each, index=replace(each.index, fqn=name)) for each in written if each.index.fqn == first
             ]
-    directory.describe(path, source.step, metadata, results, dcp.FileSystemWriter(path).finish)
+    writer.finish(metadata, [list(map(writer.with_checksum, written)) for written in results])
     directory.sync_folder(path)
 
 
-@contextmanager
-def _safetensors_target(source: Source, path: Path, files: int) -> Iterator[WriteTensor]:
-    tensors = {name: tensor for name, tensor in source.tensors.items() if name not in source.tied}
-    export = hugging_face.Export(hugging_face.spread(tensors, files), path, source.tied)
+def _write_safetensors(source: Source, path: Path, files: int, tensors: Tensors) -> None:
+    outlines = {name: tensor for name, tensor in source.tensors.items() if name not in source.tied}
+    export = hugging_face.Export(hugging_face.spread(outlines, files), path, source.tied)
     export.stage()
-    with export.writing() as write:
-        yield lambda name, tensor: write(name, tensor.view(-1), 0)
+    export.write(tensors, {})
     export.commit()
 
 
-@contextmanager
-def _torch_target(source: Source, path: Path, files: int) -> Iterator[WriteTensor]:
+def _write_torch(source: Source, path: Path, files: int, tensors: Tensors) -> None:
     """A file of torch.save with the nesting of the keys: saved without values, which are then filled in one by one."""
     with _torch.no_memory():
         holes = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in source.tensors.items()}
@@ -267,14 +242,16 @@ def _torch_target(source: Source, path: Path, files: int) -> Iterator[WriteTenso
         torch.save(_torch.unflatten_state_dict(leaves, source.keys), path)
     with _torch.no_memory():
         loaded, _ = _torch.flatten_state_dict(torch.load(path, weights_only=False))
-    starts = {name: _torch.offset_in_file(loaded[name]) for name in holes}
     with open(path, "r+b") as file:  # the zip file's checksums do not cover the values; torch ignores them
-        yield lambda name, tensor: hugging_face.write_all(file.fileno(), hugging_face.memory_of(tensor), starts[name])
-        os.fsync(file.fileno())
+        for name, tensor in tensors:
+            file.seek(_torch.offset_in_file(loaded[name]))
+            file.write(hugging_face.bytes_of(tensor))
+            del tensor
+        directory.sync(file)
 
 
-TARGETS: dict[str, Callable[[Source, Path, int], AbstractContextManager[WriteTensor]]] = {
-    "dcp": _dcp_target,
-    "safetensors": _safetensors_target,
-    "torch": _torch_target,
+TARGETS: dict[str, Callable[[Source, Path, int, Tensors], None]] = {
+    "dcp": _write_dcp,
+    "safetensors": _write_safetensors,
+    "torch": _write_torch,
 }

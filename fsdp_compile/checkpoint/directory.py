@@ -35,17 +35,18 @@ import secrets
 import shutil
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -53,7 +54,7 @@ from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, SafeRea
 from fsdp_compile.config import read_json
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.state_dict._torch import StorageInfo
-from fsdp_compile.state_dict.sharded_value import with_own_storage
+from fsdp_compile.state_dict.sharded_value import ShardedValue
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # of the manifest
@@ -98,7 +99,7 @@ def open_checkpoint(root: str | os.PathLike[str], step: int | None = None) -> tu
     """
     if (Path(root) / MANIFEST).is_file() and step is None:
         return Path(root), Manifest.read(Path(root))
-    with _one_at_a_time(Path(root)):  # nobody removes the newest meanwhile
+    with _locked(Path(root)):  # nobody removes the newest meanwhile
         for path in reversed(committed(root)):
             if step is None:
                 try:
@@ -110,114 +111,40 @@ def open_checkpoint(root: str | os.PathLike[str], step: int | None = None) -> tu
     return None
 
 
-def prune(root: Path, keep: int, last: Path) -> None:
-    """Remove all but `keep` checkpoints: `last`, whatever its step, if it exists, and the newest of the others."""
-    with _one_at_a_time(root):  # or two jobs might each remove the last one of the other
-        existing = committed(root)
-        others = [path for path in existing if path != last]
-        for path in others[: max(0, len(existing) - keep)]:
-            _remove_checkpoint(path)
-
-
-def _remove_checkpoint(path: Path) -> None:
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, or a link to one, as far as that is possible."""
     hidden = path.with_name(f".{path.name}.removed")
     try:
-        path.rename(hidden)
+        _delete(path.rename(hidden))
     except OSError as error:  # the new checkpoint is complete all the same
         warn_caller(f"could not remove an old checkpoint: {error}")
-        return
-    _delete(hidden)
 
 
 def _delete(path: Path) -> None:
-    """Remove a folder, or a link to one, as far as that is possible."""
     if path.is_symlink():
-        with suppress(OSError):
-            path.unlink()
+        path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)
 
 
-# --- staged checkpoints -----------------------------------------------------------------------------------------------
-
-
-class StagedCheckpoint(NamedTuple):
-    """A checkpoint that is being written."""
-
-    path: Path
-    lock: IO[bytes]  # held until this is closed or the process dies
-
-
-def stage(root: Path, step: int) -> StagedCheckpoint:
-    """Make a hidden folder for a checkpoint, after removing the leftovers of killed saves."""
-    for folder in reversed([path for path in (root, *root.parents) if not path.is_dir()]):
-        folder.mkdir(exist_ok=True)
-        sync_folder(folder.parent)
-    with _one_at_a_time(root):  # to another save the folder, before it is locked, would be a leftover
-        for path in root.iterdir():
-            if _HIDDEN.fullmatch(path.name) and (path.is_symlink() or not _is_locked(path)):
-                _delete(path)
-        path = root / f".step-{step:08d}.{secrets.token_hex(4)}"
-        path.mkdir()
-        lock = open(path / _LOCK, "wb")  # noqa: SIM115  (its lock is held until the save ends)
-        _try_lock(lock)
-    return StagedCheckpoint(path, lock)
-
-
-def commit(staged: StagedCheckpoint, root: Path, step: int) -> Path:
-    """Make a checkpoint whose files are on the disk visible, and return its path."""
-    sync_folder(staged.path)
-    same = [path for path in committed(root) if step_of(path) == step]
-    take = 1 + max((_step_and_take(path)[1] for path in root.iterdir() if step_of(path) == step), default=-1)
-    while True:
-        path = root / (f"step-{step:08d}.{take}" if take else f"step-{step:08d}")
-        try:
-            staged.path.rename(path)
-            break
-        except OSError:
-            if not path.exists():
-                raise
-            take += 1  # another job has committed the same step meanwhile
-    sync_folder(root)
-    (path / _LOCK).unlink(missing_ok=True)  # another job may have removed the checkpoint already
-    staged.lock.close()
-    with _one_at_a_time(root):
-        for old in same if path.is_dir() else ():  # unless another job has removed this one to make room
-            _remove_checkpoint(old)
-    return path
-
-
-def discard(staged: StagedCheckpoint) -> None:
-    """Remove a checkpoint that was not committed."""
-    shutil.rmtree(staged.path, ignore_errors=True)
-    staged.lock.close()
-
-
 @contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Lock a folder, if it exists, against other processes."""
+def _locked(path: Path, flags: int = fcntl.LOCK_EX) -> Iterator[bool]:
+    """Lock a file or folder, if it exists, against other processes. Yields whether that was possible."""
     with ExitStack() as stack:
-        with suppress(OSError):  # no such folder, or a file system without locks
-            file = os.open(folder, os.O_RDONLY)
+        try:
+            file = os.open(path, os.O_RDWR if path.name == _LOCK else os.O_RDONLY)
             stack.callback(os.close, file)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            fcntl.flock(file, flags)
+            is_ours = True
+        except OSError:  # no such file, somebody else's lock, or a file system without locks
+            is_ours = False
+        yield is_ours
 
 
-def _try_lock(file: IO[bytes]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # another process holds it, or the file system has no locks
-        return False
-    return True
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        with open(path / _LOCK, "rb+") as lock:
-            return not _try_lock(lock)
-    except FileNotFoundError:
-        return False
+def _is_left(path: Path) -> bool:
+    """Whether the save that has staged a folder was killed."""
+    with _locked(path / _LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_free:
+        return is_free or not (path / _LOCK).exists()
 
 
 def write_synced(path: Path, content: bytes) -> None:
@@ -255,8 +182,7 @@ class FileSegment(NamedTuple):
     crc32: int
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(NamedTuple):
     """The files of a checkpoint, the segments that fill each, and the step at which it was saved, if known."""
 
     step: int | None
@@ -264,44 +190,34 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write `manifest.json`; it carries its own checksum."""
-        body = {"format": FORMAT, "step": self.step, "files": self.files}
+        body = {"format": FORMAT, **self._asdict()}
         write_synced(folder / MANIFEST, json.dumps({"crc32": _crc_of_json(body), "manifest": body}).encode())
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
         """Read a manifest, and check the size of each file and the bytes of `.metadata`; CheckpointError if wrong."""
-        manifest = cls._parse(file_in(folder, MANIFEST))
-        for name, segments in manifest.files.items():
-            path, expected = file_in(folder, name), sum(segment.bytes for segment in segments)
-            size = path.stat().st_size if path.is_file() else None
-            if size != expected:
-                ends = ((segment.name, segment.start + segment.bytes) for segment in segments)
-                lost = next((tensor for tensor, end in ends if end > (size or 0)), segments[-1].name)
-                raise _damage_error(
-                    path, lost, f"expected {expected} bytes, found {'no file' if size is None else size}"
-                )
+        path = file_in(folder, MANIFEST)
         try:
-            with open(file_in(folder, METADATA), "rb") as stream:
-                manifest.check(folder, METADATA, stream, 0)
-        except OSError as error:  # it was there just now
-            raise _damage_error(folder / METADATA, "all tensors", f"could not be read: {error}") from None
-        return manifest
-
-    @classmethod
-    def _parse(cls, path: Path) -> "Manifest":
-        try:
-            read = read_json(path)
-            body, crc = read["manifest"], read["crc32"]
-            if _crc_of_json(body) != crc:
-                raise _damage_error(path, "all tensors", "its text is not what was written")
-            if body["format"] != FORMAT:
-                raise _damage_error(path, "all tensors", f"expected format {FORMAT}, found {body['format']}")
-            files = {name: list(map(_parsed_segment, segments)) for name, segments in body["files"].items()}
-            if METADATA not in files or not all(files.values()) or type(body["step"]) not in (int, type(None)):
-                raise ValueError("no list of tensors, a file without bytes, or no step")
+            body = (read := read_json(path))["manifest"]
+            if (_crc_of_json(body), body["format"]) != (read["crc32"], FORMAT):
+                raise ValueError(f"another text than was written, or format {body['format']}")
+            files = {name: [FileSegment(*each) for each in segments] for name, segments in body["files"].items()}
+            numbers = [number for segments in files.values() for each in segments for number in each[1:]]
+            if not all(type(each) is int and each >= 0 for each in numbers) or not all(files.values()):
+                raise ValueError("a file without bytes, or segments without places")
+            if METADATA not in files or type(body["step"]) not in (int, type(None)):
+                raise ValueError("no list of tensors, or no step")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _damage_error(path, "all tensors", f"expected a manifest, found {error!r}") from None
-        return cls(body["step"], files)
+        manifest = cls(body["step"], files)
+        for name, segments in files.items():
+            size = path.stat().st_size if (path := file_in(folder, name)).is_file() else -1
+            if size != (expected := sum(segment.bytes for segment in segments)):
+                lost = next((each.name for each in segments if each.start + each.bytes > size), segments[-1].name)
+                raise _damage_error(path, lost, f"expected {expected} bytes, found {'no file' if size < 0 else size}")
+        with open(file_in(folder, METADATA), "rb") as stream:
+            manifest.check(folder, METADATA, stream, 0)
+        return manifest
 
     def check(self, folder: Path, file: str, stream: IO[bytes], start: int) -> None:
         """Check the segment at byte `start` of `file`, open as `stream`; CheckpointError if wrong or not listed."""
@@ -317,14 +233,6 @@ class Manifest:
             raise _damage_error(folder / file, segments[at].name, "its bytes are not those that were written")
 
 
-def _parsed_segment(fields: Any) -> FileSegment:
-    segment = FileSegment(*fields)
-    numbers = (segment.start, segment.bytes, segment.crc32)
-    if type(segment.name) is not str or not all(type(each) is int and each >= 0 for each in numbers):
-        raise ValueError(f"{segment}")
-    return segment
-
-
 def _damage_error(path: Path, name: str, what: str) -> CheckpointError:
     return CheckpointError(f"{path}, with {name}: {what}; load an older checkpoint")
 
@@ -336,7 +244,103 @@ def _crc_of_json(body: Any) -> int:
 # --- writing and reading one checkpoint -------------------------------------------------------------------------------
 
 
-class DirectoryWriter(FileSystemWriter):
+class _SummedFile(io.BufferedWriter):
+    """A new file, with the checksums of what was written from each `tell` to the next one."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(io.FileIO(path, "x"))
+        self.sums: dict[int, int] = {}  # by the first byte
+        self._start = self._crc32 = 0
+
+    def write(self, data: Any) -> int:
+        """Write anything with a buffer of bytes."""
+        self._crc32 = zlib.crc32(data, self._crc32)
+        return super().write(data)
+
+    def tell(self) -> int:
+        """The end of what was written."""
+        if (here := super().tell()) != self._start:
+            self.sums[self._start] = self._crc32
+            self._start, self._crc32 = here, 0
+        return here
+
+    def fileno(self) -> int:
+        """For os.fsync, before which torch 2.13 does not flush."""
+        self.flush()
+        return super().fileno()
+
+
+class _SummedFiles(FileSystem):
+    """torch's files, of which `sums` has checksums by name and first byte."""
+
+    def __init__(self) -> None:
+        self.sums: dict[tuple[str, int], int] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """A new file."""
+        with _SummedFile(path) as stream:
+            yield stream
+        self.sums |= {(Path(path).name, start): crc32 for start, crc32 in stream.sums.items()}
+
+
+class FolderWriter(FileSystemWriter):
+    """DCP's writer, into a folder without files, with a manifest. What shares its memory is written once.
+
+    Args:
+        path: the folder, made by somebody else.
+        step: at which the state is saved, if known.
+    """
+
+    keeps_chunks = True  # see Note [Writers that keep one item]
+
+    def __init__(self, path: str | os.PathLike[str], step: int | None) -> None:
+        super().__init__(path)
+        self.step, self.fs = step, _SummedFiles()
+
+    def storage_meta(self) -> StorageMeta:
+        """The id of the save, without a path: the folder will be renamed."""
+        return StorageMeta(save_id=self.save_id)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items into one file and wait until it is on the disk; results have checksums too.
+
+        A tensor that shares its memory with an earlier one, as tied parameters do under each of their names, is not
+        written again: both have one place, which any reader of DCP follows.
+        """
+        done: Future[list[WriteResult]] = Future()
+        tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
+        data = [planner.resolve_data(item) for item in tensors]  # all alive, so that no memory is used twice
+        firsts: dict[Any, WriteItem] = {}
+        same = {item.index: firsts.setdefault(memory_read_by(each) or item.index, item)
+                for item, each in zip(tensors, data, strict=True)}  # fmt: skip
+        items = [item for item in plan.items if same.get(item.index, item) is item]
+        written = super().write_data(replace(plan, items=items), planner).value() if items else []
+        found = {each.index: self.with_checksum(each) for each in written}
+        firsts_of = ((item.index, same.get(item.index, item).index) for item in plan.items)
+        done.set_result([replace(found[first], index=index) for index, first in firsts_of])
+        return done
+
+    def with_checksum(self, written: WriteResult) -> WriteResult:
+        """What `finish` takes: a place with the checksum of what was written there."""
+        place = written.storage_data
+        return replace(written, storage_data=(place, self.fs.sums[place.relative_path, place.offset]))
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """When all ranks have written: write `.metadata` and the manifest."""
+        super().finish(metadata, [[replace(each, storage_data=each.storage_data[0]) for each in r] for r in results])
+        files: dict[str, dict[int, FileSegment]] = {}
+        for result in (each for rank in results for each in rank):
+            place, crc32 = result.storage_data
+            segment = FileSegment(result.index.fqn, place.offset, place.length, crc32)
+            files.setdefault(place.relative_path, {}).setdefault(place.offset, segment)  # tied tensors share one
+        listed = (Path(self.path) / METADATA).read_bytes()
+        found = {name: [segments[start] for start in sorted(segments)] for name, segments in files.items()}
+        found[METADATA] = [FileSegment("the list of all tensors", 0, len(listed), zlib.crc32(listed))]
+        Manifest(self.step, found).write(Path(self.path))
+
+
+class DirectoryWriter(FolderWriter):
     """Writes one checkpoint into the folder `root`; make a new writer for each.
 
         dcp.save(state_dict, storage_writer=DirectoryWriter("checkpoints", step=10))
@@ -350,65 +354,60 @@ class DirectoryWriter(FileSystemWriter):
         ValueError: `step` is below 0 or `keep` below 1.
     """
 
-    keeps_chunks = True  # see Note [Writers that keep one item]
-
     def __init__(self, root: str | os.PathLike[str], step: int, keep: int | None = None) -> None:
         if step < 0 or (keep is not None and keep < 1):
             raise ValueError(f"expected step of at least 0 and keep of at least 1 or None, found {step} and {keep}")
-        super().__init__(root)
-        self.root, self.step, self.keep = Path(root), step, keep
-        self._staged: StagedCheckpoint | None = None
-
-    def storage_meta(self) -> StorageMeta:
-        """The id of the save, without a path: the folder will be renamed."""
-        return StorageMeta(save_id=self.save_id)
+        super().__init__(root, step)
+        self.root, self.keep = Path(root), keep
+        self._staged = ExitStack()  # at whose end the staged folder is removed, unless it was committed
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged: rank 0 makes the folder."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0: make the folder and tell the others where it is."""
-        self._staged = stage(self.root, self.step)
-        folder = self._staged.path
-        return [replace(plan, storage_data=folder / rank_file(rank)) for rank, plan in enumerate(plans)]
+        """On rank 0: remove the leftovers of killed saves, stage a folder, and tell the others where it is."""
+        for folder in reversed([path for path in (self.root, *self.root.parents) if not path.is_dir()]):
+            folder.mkdir(exist_ok=True)
+            sync_folder(folder.parent)
+        with _locked(self.root):  # to another save the folder, before it is locked, would be a leftover
+            for path in self.root.iterdir():
+                if _HIDDEN.fullmatch(path.name) and (path.is_symlink() or _is_left(path)):
+                    _delete(path)
+            self.path = self.root / f".step-{self.step:08d}.{secrets.token_hex(4)}"
+            self.path.mkdir()
+            (self.path / _LOCK).touch()
+            self._staged.enter_context(_locked(self.path / _LOCK))
+            self._staged.callback(shutil.rmtree, self.path, ignore_errors=True)
+        return [
+            replace(plan, storage_data=(self.path, plan.storage_data)) for plan in super().prepare_global_plan(plans)
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items into one file and wait until it is on the disk.
-
-        A tensor that shares its memory with an earlier one, as tied parameters do under each of their names, is not
-        written again: both have one place, which any reader of DCP follows. FileNotFoundError if this rank does not see
-        the folder that rank 0 made.
-        """
-        done: Future[list[WriteResult]] = Future()
-        if not plan.items:
-            done.set_result([])
-            return done
-        data = [planner.resolve_data(item) for item in plan.items]  # all alive, so that no memory is used twice
-        results: dict[Any, WriteResult] = {}
-        keys = [memory_read_by(each) or item.index for item, each in zip(plan.items, data, strict=True)]
-        with ItemFile(plan.storage_data) as file:
-            for key, item, each in zip(keys, plan.items, data, strict=True):
-                if key not in results:
-                    results[key] = file.write_item(item.index, each)
-        done.set_result([replace(results[key], index=item.index) for key, item in zip(keys, plan.items, strict=True)])
-        return done
+        """As above; FileNotFoundError if this rank does not see the folder that rank 0 made."""
+        self.path, of_rank = plan.storage_data
+        return super().write_data(replace(plan, storage_data=of_rank), planner)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when all have written: write metadata and manifest, then commit."""
-        assert self._staged is not None, "finish: expected prepare_global_plan before"
-        self.path = self._staged.path
-        describe(self.path, self.step, metadata, results, super().finish)
-        self.path = commit(self._staged, self.root, self.step)
-        self._staged = None
-        if self.keep is not None:
-            prune(self.root, self.keep, self.path)
+        """On rank 0, when all have written: write metadata and manifest, commit, and remove what is to go."""
+        super().finish(metadata, results)
+        sync_folder(self.path)
+        with _locked(self.root):  # or two jobs might each remove the last checkpoint of the other
+            others = committed(self.root)
+            takes = [take for step, take in map(_step_and_take, self.root.iterdir()) if step == self.step]
+            take = 1 + max(takes, default=-1)
+            self.path = self.path.rename(self.root / f"step-{self.step:08d}{f'.{take}' if take else ''}")
+            sync_folder(self.root)
+            (self.path / _LOCK).unlink()
+            self.discard()
+            same = [path for path in others if step_of(path) == self.step]
+            older = [path for path in others if step_of(path) != self.step]
+            for path in same + (older[: max(0, len(older) + 1 - self.keep)] if self.keep else []):
+                _remove(path)
 
     def discard(self) -> None:
         """Remove what a failed save has written; does nothing after success."""
-        if self._staged is not None:
-            discard(self._staged)
-            self._staged = None
+        self._staged.close()
 
 
 class DirectoryReader(SafeReader):
@@ -435,61 +434,16 @@ class DirectoryReader(SafeReader):
         return super()._slice_file(file, sinfo)
 
 
-def rank_file(rank: int) -> str:
-    """The name that DCP gives to a rank's file."""
-    return f"__{rank}_0.distcp"
-
-
-def describe(
-    folder: Path,
-    step: int | None,
-    metadata: Metadata,
-    results: list[list[WriteResult]],
-    finish: Callable[[Metadata, list[list[WriteResult]]], None],
-) -> None:
-    """Write `.metadata`, by `finish` of a `FileSystemWriter`, and the manifest of files that are on the disk."""
-    finish(metadata, [[replace(each, storage_data=each.storage_data[0]) for each in rank] for rank in results])
-    files: dict[str, dict[int, FileSegment]] = {}
-    for result in (each for rank in results for each in rank):
-        info, crc32 = result.storage_data
-        segment = FileSegment(result.index.fqn, info.offset, info.length, crc32)
-        files.setdefault(info.relative_path, {}).setdefault(info.offset, segment)  # tied tensors share one
-    listed = (folder / METADATA).read_bytes()
-    found = {name: [segments[start] for start in sorted(segments)] for name, segments in files.items()}
-    found[METADATA] = [FileSegment("the list of all tensors", 0, len(listed), zlib.crc32(listed))]
-    Manifest(step, found).write(folder)
-
-
-class ItemFile(io.RawIOBase):
-    """A new file of items; at the end of `with` it is on the disk."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "xb")  # noqa: SIM115  (closed at the end of `with`)
-        self._name, self._crc32 = path.name, 0
-
-    def write_item(self, index: MetadataIndex, data: Tensor | io.BytesIO) -> WriteResult:
-        """Write a tensor or pickled bytes; the result has place and checksum."""
-        start, self._crc32 = self._file.tell(), 0
-        if isinstance(data, io.BytesIO):
-            self.write(data.getbuffer())
-        else:
-            torch.save(_tensor_to_write(data.detach().cpu()), self)  # type: ignore[arg-type]  # an IO[bytes] by its type
-        size = self._file.tell() - start
-        return WriteResult(index, size, (StorageInfo(self._name, start, size), self._crc32))
-
-    def write(self, data: Any) -> int:
-        """Write anything with a buffer of bytes."""
-        self._crc32 = zlib.crc32(data, self._crc32)
-        return self._file.write(data)
-
-    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
-        with self._file:
-            if error is None:
-                sync(self._file)
+# --- tensors that share their memory ----------------------------------------------------------------------------------
 
 
 def memory_read_by(tensor: Any) -> Any:
-    """Equal for two tensors that are alive and read the same memory in the same way; None if that is not known."""
+    """Equal for two tensors that are alive and read the same memory in the same way; None if that is not known.
+
+    Of a value over a shard, it is the object that has its elements: some ranks have none, and all find the same.
+    """
+    if isinstance(tensor, ShardedValue):
+        return id(tensor.local), tensor.geometry
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or not tensor.numel():
         return None
     lazy = tensor.is_conj(), tensor.is_neg()
@@ -501,14 +455,3 @@ def first_names(memory: Mapping[str, Any]) -> dict[str, str]:
     firsts: dict[Any, str] = {}
     found = {name: firsts.setdefault(each, name) for name, each in memory.items() if each is not None}
     return {name: first for name, first in found.items() if name != first}
-
-
-def in_order(tensor: Tensor) -> Tensor:
-    """`tensor` with its values in order in memory: not transposed, no lazy conjugate or negative."""
-    return tensor.contiguous().resolve_conj().resolve_neg()
-
-
-def _tensor_to_write(tensor: Tensor) -> Tensor:
-    """A CPU tensor over a storage of its own, as torch.save writes whole storages; subclasses stay as they are."""
-    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-    return with_own_storage(in_order(tensor)) if is_plain else tensor

@@ -6,8 +6,9 @@ entry.put(loaded)             the same with values in the place of each `Stored`
 """
 
 import copy
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +17,14 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from fsdp_compile.checkpoint.by_rank import PerRank
+from fsdp_compile.checkpoint.directory import first_names, memory_read_by
 from fsdp_compile.checkpoint.structure import Stored
 from fsdp_compile.checkpoint.untrusted import CheckpointError
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharding import clean_names
 from fsdp_compile.state_dict.model import load_model_state, model_state, unwrapped
 from fsdp_compile.state_dict.saved_optimizer import load_saved_state, state_to_fill, state_to_save
-from fsdp_compile.tensors.nested import Path, dotted, is_container, leaves, map_leaves
+from fsdp_compile.tensors.nested import Path, dotted, is_container, items, leaves, map_items, map_leaves
 
 _EXTRA = "_extra_state"  # the last part of its names in a model's state dict
 
@@ -56,9 +58,6 @@ class Entry(ABC):
         """Whether the value at `path` is saved as the first rank has it that has one, though others may differ."""
         return False
 
-    def _missing_names_error(self, names: list[str]) -> CheckpointError:
-        return CheckpointError(f"state[{self.key!r}] has names that the checkpoint does not have: {listed(names)}")
-
 
 def listed(names: Sequence[str], most: int = 8) -> str:
     """Names for a message."""
@@ -72,9 +71,9 @@ def listed(names: Sequence[str], most: int = 8) -> str:
 class Model(Entry):
     """A model, sharded or not, under original names."""
 
-    def __init__(self, key: str, model: nn.Module, only_trained: bool = False) -> None:
+    def __init__(self, key: str, model: nn.Module, only_trained: bool = False, strict: bool = True) -> None:
         super().__init__(key)
-        self.model, self.only_trained = model, only_trained
+        self.model, self.only_trained, self.strict = model, only_trained, strict and not only_trained
 
     def collect(self) -> dict[str, Any]:
         """Values over memory of the model."""
@@ -101,12 +100,17 @@ class Model(Entry):
     def fill(self, saved: Any, partial: bool) -> tuple[Any, list[str]]:
         """The model says what it has; extra state is read as it was saved."""
         own = self.collect()
-        if missing := [name for name, value in own.items() if name not in saved and _has_leaves(value)]:
-            raise self._missing_names_error(missing)
+        tied = first_names({name: memory_read_by(value) for name, value in own.items()})  # one name is enough
+        saved |= {first: saved[name] for name, first in tied.items() if name in saved and first not in saved}
+        saved |= {name: saved[first] for name, first in tied.items() if first in saved and name not in saved}
+        missing = [name for name, value in own.items() if name not in saved and _has_leaves(value)]
+        if missing and (self.strict or self.only_trained):
+            raise _missing_names_error(self.key, missing)
+        own = {name: value for name, value in own.items() if name not in missing}
         for name, value in own.items():
             here = saved.get(name)
             if name.rpartition(".")[2] == _EXTRA or not isinstance(value, Tensor):
-                _fill_as_saved(here, value)
+                _choose(here, value)
             elif not isinstance(here, Stored) or here.tensor is None:
                 raise CheckpointError(f"{self.key}.{name}: expected a tensor in the checkpoint, as the model has one, "
                                       f"found another value; load a checkpoint of this model")  # fmt: skip
@@ -117,7 +121,7 @@ class Model(Entry):
 
     def put(self, loaded: Any) -> nn.Module:
         """Load into the model."""
-        load_model_state(self.model, loaded, strict=not self.only_trained)
+        load_model_state(self.model, loaded, self.strict)
         return self.model
 
 
@@ -199,16 +203,8 @@ class Object(Entry):
         return self.value.state_dict()
 
     def fill(self, saved: Any, partial: bool) -> tuple[Any, list[str]]:
-        """All that was saved; with `partial` what its state dict has now. Tensors of it are filled in place."""
-        own = self.collect()
-        saved = _without_unneeded(saved, own)
-        if isinstance(own, dict) and isinstance(saved, dict):
-            if missing := [f"{self.key}.{key}" for key in own if key not in saved and _has_leaves(own[key])]:
-                raise self._missing_names_error(missing)
-            empty = {key: value for key, value in own.items() if key not in saved}  # an older checkpoint has no name
-            saved = empty | {key: value for key, value in saved.items() if key in own or not partial}
-        _fill_as_saved(saved, own)
-        return saved, []
+        """All that was saved; with `partial` what its state dict has now. Tensors that fit are filled in place."""
+        return _choose(saved, self.collect(), (self.key,), partial, depth=1), []
 
     def put(self, loaded: Any) -> Stateful:
         """Call its `load_state_dict`."""
@@ -229,46 +225,44 @@ class Value(Entry):
 
     def fill(self, saved: Any, partial: bool) -> tuple[Any, list[str]]:
         """All that was saved; with `partial` what the value has."""
-        saved = _without_unneeded(saved, self.value)
-        if missing := [dotted(path) for path in _missing_paths(saved, self.value, (self.key,))]:
-            raise self._missing_names_error(missing)
-        kept = _pruned(saved, self.value, lambda _: True) if partial else saved  # the keys that both have
-        own = dict(leaves(self.value))
-        for path, stored in leaves(kept):
-            stored.fill(own.get(path))
-        return kept, []
+        return _choose(saved, self.value, (self.key,), partial, math.inf, exact=True), []
 
     def put(self, loaded: Any) -> Any:
         """The value itself if it can be changed, else what was loaded."""
         return _merge_into(self.value, loaded)
 
 
-def _missing_paths(saved: Any, own: Any, path: Path) -> Iterator[Path]:
-    """Paths of `own` that `saved` does not have; of another type it may be."""
-    if isinstance(own, dict) and isinstance(saved, dict):
-        for key, value in own.items():
-            if key in saved:
-                yield from _missing_paths(saved[key], value, (*path, key))
-            elif _has_leaves(value):
-                yield (*path, key)
+def _choose(saved: Any, own: Any, path: Path = (), partial: bool = False, depth: float = 0, exact: bool = False) -> Any:
+    """What is read of `saved`, each `Stored` with what it fills of `own`, what `state` has at `path`.
 
-
-def _without_unneeded(saved: Any, own: Any) -> Any:
-    """Without tensors that some of another number of ranks have saved, where `own` does not have them."""
-    return _pruned(saved, own, lambda value: isinstance(value, Stored) and value.is_of_some)
-
-
-def _pruned(saved: Any, own: Any, is_left_out: Callable[[Any], bool]) -> Any:
-    """Nested dicts without those keys that `own` does not have and whose values `is_left_out`."""
-    if not isinstance(saved, dict):
+    Args:
+        saved: containers of `Stored`.
+        own: nested likewise, as far as it has something.
+        path: for errors.
+        partial: whether names are left out that dicts of `own` do not have.
+        depth: how many levels of dicts, from here, are compared by names: CheckpointError if `saved` lacks some.
+        exact: whether a tensor of another shape is an error; otherwise another one takes its place.
+    """
+    if isinstance(saved, Stored):
+        fits = isinstance(own, Tensor) and saved.tensor is not None and own.shape == saved.tensor.size
+        is_kept = fits or exact or isinstance(own, PerRank) or saved.of_ranks
+        saved.fill(own if is_kept and not is_container(own) else None)
         return saved
-    mine, kept = own if isinstance(own, dict) else {}, copy.copy(saved)
-    for key, value in saved.items():
-        if key not in mine and is_left_out(value):
-            del kept[key]
-        else:
-            kept[key] = _pruned(value, mine.get(key), is_left_out)
-    return kept
+    mine = dict(items(own)) if is_container(own) else {}
+    if isinstance(saved, dict):
+        compares = depth > 0 and isinstance(own, dict)
+        lost = {key: value for key, value in mine.items() if compares and key not in saved}
+        if missing := [dotted((*path, key)) for key, value in lost.items() if _has_leaves(value)]:
+            raise _missing_names_error(path[0], missing)
+        kept = copy.copy(saved)
+        for key, value in saved.items():
+            is_of_others = isinstance(value, Stored) and value.is_of_some  # and there are more ranks now, or fewer
+            if key not in mine and (is_of_others or (partial and compares)):
+                del kept[key]
+        for key, value in lost.items():  # empty dicts, of which an older checkpoint has no name
+            kept.setdefault(key, value)
+        saved = kept
+    return map_items(lambda key, item: _choose(item, mine.get(key), (*path, key), partial, depth - 1, exact), saved)
 
 
 def _merge_into(own: Any, new: Any) -> Any:
@@ -286,14 +280,8 @@ def _has_leaves(value: Any) -> bool:
     return not is_container(value) or any(True for _ in leaves(value))
 
 
-def _fill_as_saved(saved: Any, own: Any) -> None:
-    """Choose what to fill for each `Stored` in `saved`: tensors of `own` that fit, and new ones."""
-    here = dict(leaves(own))
-    for path, stored in leaves(saved):
-        if isinstance(stored, Stored):
-            value = here.get(path)
-            fits = isinstance(value, Tensor) and stored.tensor is not None and value.shape == stored.tensor.size
-            stored.fill(value if fits or isinstance(value, PerRank) or stored.of_ranks else None)
+def _missing_names_error(key: str, names: list[str]) -> CheckpointError:
+    return CheckpointError(f"state[{key!r}] has names that the checkpoint does not have: {listed(names)}")
 
 
 def entries_of(state: dict[str, Any]) -> dict[str, Entry]:

@@ -4,60 +4,49 @@ model.safetensors                      8 bytes: n; n bytes of JSON: dtype, shape
 model-00001-of-00002.safetensors ...   several files, and model.safetensors.index.json says which tensor is where
 """
 
-# Note [Why not torch's writer and reader of safetensors]
-# A sharded parameter is one range of bytes in its file, and so is what a rank stores of it. So every rank writes its
-# bytes once, in place, and reads only its bytes; no rank gathers anything. torch's HuggingFaceStorageWriter (torch
-# 2.13) cannot do this. A rank's file holds one chunk per name, but a range of a flattened tensor is up to 2 * dims - 1
-# chunks: the last one replaces the others. Merging the ranks' files raises TypeError for integers (the counters of
-# BatchNorm) and writes zeros for tensors of shape (). It copies every byte once more on one rank, into the final names,
-# so that an interrupted export leaves neither the old files nor the new ones. Its reader takes all *.safetensors of a
-# folder whatever the index says: links to other folders, leftovers of an interrupted export, a second copy of the same
-# model. The format is small enough to read and write here without a further dependency; tests compare with the
-# safetensors package in both directions.
+# Note [Why not torch's writer of safetensors]
+# torch's reader reads these files here, too. Its HuggingFaceStorageWriter (torch 2.11 to 2.14) does not write what is
+# promised. A rank's file has one item of each name, so that ranks exchange rows first. One rank merges these files, and
+# so writes every byte once more: TypeError for integers, such as the counters of BatchNorm; zeros, without an error, in
+# the place of a tensor of shape (); and the merged file has its final name from the beginning, so that an interrupted
+# export leaves neither the old files nor the new ones. Here, what a rank stores of a parameter is one range of bytes of
+# a file whose size is known before: every rank writes its bytes once, in place, and nothing is gathered.
 
-import ctypes
 import json
-import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystem
 
-from fsdp_compile.checkpoint.directory import (
-    first_names,
-    in_order,
-    memory_read_by,
-    sync,
-    sync_folder,
-    write_synced,
-)
-from fsdp_compile.checkpoint.save_load import all_succeed
-from fsdp_compile.checkpoint.untrusted import CheckpointError, check_shape, file_in
+from fsdp_compile.checkpoint.directory import first_names, memory_read_by, sync, sync_folder, write_synced
+from fsdp_compile.checkpoint.entries import Model
+from fsdp_compile.checkpoint.save_load import all_succeed, load_entries
+from fsdp_compile.checkpoint.untrusted import CheckpointError, file_in
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import is_first, on_first_rank
 from fsdp_compile.config import read_json
 from fsdp_compile.core.sharding import units_used_below
-from fsdp_compile.state_dict.model import load_model_state, model_state
+from fsdp_compile.state_dict.model import model_state
 from fsdp_compile.state_dict.sharded_value import ShardedValue, full_tensor
 
 INDEX = "model.safetensors.index.json"
-MOST_HEADER = 100_000_000  # bytes, the limit of the safetensors package
-BUFFER = 1 << 24  # bytes that are copied at a time between devices or dtypes
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
-    "BOOL": torch.bool, "C64": torch.complex64,
+BUFFER = 1 << 24  # elements that are copied at a time from another device
+NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.complex64: "C64",
 }  # fmt: skip
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 # --- a model ----------------------------------------------------------------------------------------------------------
@@ -87,21 +76,16 @@ def save_safetensors(
         OSError: on all ranks, if the first one could not make the files or rename them.
         ValueError: parameters are summoned; or safetensors does not have a dtype, or values other than tensors.
     """
-    tensors, tied = _tensors_of(model, "save_safetensors")
-    for name in tied:
-        del tensors[name]
+    tensors = _tensors_of(model, "save_safetensors")
+    tied = first_names({name: memory_read_by(value) for name, value in tensors.items()})
+    tensors = {name: value for name, value in tensors.items() if name not in tied}
     export = Export(fill_up(tensors, max_shard_size), Path(folder), tied)
-    parts = {name: _part_to_write(each, process_group) for name, each in tensors.items()}
-
-    def write_own() -> None:
-        with export.writing() as write:
-            for name, (local, first) in parts.items():
-                if local.numel():
-                    write(name, local, first)
-
+    parts, firsts = {}, {}
+    for name, tensor in tensors.items():
+        parts[name], firsts[name] = _part_to_write(tensor, process_group)
     try:
         on_first_rank(export.stage, process_group)
-        all_succeed(write_own, f"writing {folder}", process_group)
+        all_succeed(lambda: export.write(parts.items(), firsts), f"writing {folder}", process_group)
         on_first_rank(export.commit, process_group)
     except Exception:
         if is_first(process_group):
@@ -132,30 +116,21 @@ def load_safetensors(
             anything is changed.
         ValueError: parameters are summoned, or the state dict has values other than tensors.
     """
-    tensors, tied = _tensors_of(model, "load_safetensors", strict)
-    stored = on_first_rank(lambda: stored_tensors(Path(folder)), process_group)
-    called: dict[str, list[str]] = {}  # all names of each tensor, by the first
-    for name in tensors:
-        called.setdefault(tied.get(name, name), []).append(name)
-    all_succeed(lambda: _check_names_and_shapes(stored, tensors, called, strict), f"loading {folder}", process_group)
-
-    def read() -> None:
-        state: dict[str, Any] = {}
-        for first, names in called.items():
-            if source := next((name for name in names if name in stored), None):
-                state |= dict.fromkeys(names, _read(source, stored[source], tensors[first]))
-        load_model_state(model, state, strict)
-
-    all_succeed(read, f"loading {folder}", process_group)
+    _tensors_of(model, "load_safetensors", strict)
+    path = Path(folder)
+    metadata = on_first_rank(lambda: SafetensorsReader(path).metadata, process_group)
+    metadata.planner_data = {name: ("model", name) for name in metadata.state_dict_metadata}
+    reader, entry = SafetensorsReader(path, metadata), Model("model", model, strict=strict)
+    load_entries({"model": entry}, reader, f"loading {folder}", not strict, False, process_group)
 
 
-def _tensors_of(model: nn.Module, caller: str, strict: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of `model.state_dict()`, over memory of the model, and for further names of one its first name."""
+def _tensors_of(model: nn.Module, caller: str, strict: bool = True) -> dict[str, Tensor]:
+    """The tensors of `model.state_dict()`, over memory of the model."""
     for unit in units_used_below(model):
         if unit.summoned is not None:
             raise ValueError(f"{caller}: parameters of {unit} are summoned; leave summon_full_params first")
-    tensors = model_state(model)
-    for name, value in tensors.items():
+    state = model_state(model)
+    for name, value in state.items():
         if strict and not isinstance(value, Tensor):
             raise ValueError(
                 f"{caller}: files of safetensors have tensors alone, and {name} of the model's state_dict() is a "
@@ -166,25 +141,12 @@ def _tensors_of(model: nn.Module, caller: str, strict: bool = True) -> tuple[dic
                 f"{name} is sharded by tensor parallelism too, which safetensors are not written from or read into; "
                 f"use torch.distributed.checkpoint, then `fsdp-compile checkpoint convert`"
             )
-    tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
-    return tensors, first_names({name: _memory(value) for name, value in tensors.items()})
-
-
-def _memory(value: Tensor) -> Any:
-    """Equal for two names of one tensor. Of a value, it is the object that has its elements, of which some ranks have
-    none, and all ranks must find the same names.
-    """
-    return (id(value.local), value.geometry) if isinstance(value, ShardedValue) else memory_read_by(value)
-
-
-def _has_range(value: Tensor) -> TypeGuard[ShardedValue]:
-    """Whether what each rank stores of `value` is one range of bytes in the file."""
-    return isinstance(value, ShardedValue) and value.geometry is None
+    return state
 
 
 def _part_to_write(value: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, int]:
     """What this rank writes of a tensor, 1-D, and the index of its first element in the flattened full one."""
-    if _has_range(value):
+    if isinstance(value, ShardedValue) and value.geometry is None:
         replicas = value.spec.ranks.replicas
         part, first, writes = value.local, value.spec.first, replicas is None or is_first(group_named(replicas))
     else:
@@ -192,141 +154,67 @@ def _part_to_write(value: Tensor, group: dist.ProcessGroup | None) -> tuple[Tens
     return part if writes else part[:0], first
 
 
-def _check_names_and_shapes(
-    stored: dict[str, "StoredTensor"], tensors: dict[str, Tensor], called: dict[str, list[str]], strict: bool
-) -> None:
-    shapes = [
-        f"{name} of shape {stored[name].shape}, expected {tuple(each.shape)}"
-        for name, each in tensors.items()
-        if name in stored and stored[name].shape != tuple(each.shape)
-    ]
-    wrong = [f"no {' or '.join(names)}" for names in called.values() if stored.keys().isdisjoint(names)]
-    if unknown := [name for name in stored if name not in tensors]:
-        wrong.append(f"{', '.join(unknown)}, which the model does not have")
-    if shapes:
-        raise ValueError(f"found {'; '.join(shapes + wrong * strict)}; make the model that the files are of")
-    if wrong and strict:
-        raise ValueError(f"found {'; '.join(wrong)}; pass strict=False to load what fits by name")
-
-
-def _read(name: str, source: "StoredTensor", value: Tensor) -> Tensor:
-    """Fill `value`, or a new tensor where its memory is not one range of the file, with what this rank stores of it."""
-    if _has_range(value):
-        read_range(name, source, value.local, value.spec.first)
-        return value
-    is_range = type(value) is Tensor and value.is_contiguous() and not value.is_conj() and not value.is_neg()
-    target = value if is_range else torch.empty(value.shape, dtype=value.dtype)
-    read_range(name, source, target.view(-1))
-    return target
-
-
 # --- reading files ----------------------------------------------------------------------------------------------------
 
 
-class StoredTensor(NamedTuple):
-    """A tensor in a file; no values."""
+class _OneFile(FileSystem):
+    """A folder with one file."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    file: Path
-    start: int  # of its first byte in the file
+    def __init__(self, file: Path) -> None:
+        self.file = str(file)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its values."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    def ls(self, _: Any) -> list[str]:
+        return [self.file]
 
 
-def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors, by name, of a file or of a folder with an index or one file; FileNotFoundError if there is none.
+class SafetensorsReader(dcp.HuggingFaceStorageReader):
+    """torch's reader, of a file or of a folder with one file or an index, which says what is read of its files.
 
-    CheckpointError if a file is not what its header says, or the index and the files disagree.
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: a file is not what its header says, or the index and the files disagree.
     """
-    index = path / INDEX
-    if not index.is_file():
-        if path.is_file():
-            return _read_header(path)
-        files = sorted(path.glob("*.safetensors"))
-        if len(files) != 1:
-            raise FileNotFoundError(f"{path}: expected {INDEX} or one file *.safetensors, found {len(files)} files")
-        return _read_header(file_in(path, files[0].name))
-    try:
-        file_of = dict(read_json(file_in(path, INDEX))["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{index}: expected JSON with a weight_map, found {error!r}") from None
-    if not all(isinstance(file, str) for file in file_of.values()):
-        raise CheckpointError(f"{index}: expected names of files in the folder, found {set(file_of.values())}")
-    headers = {file: _read_header(file_in(path, file)) for file in dict.fromkeys(file_of.values())}
-    for name, file in file_of.items():
-        if name not in headers[file]:
-            raise CheckpointError(f"{index}: {name} is not in {file}")
-    return {name: headers[file][name] for name, file in file_of.items()}
 
+    def __init__(self, path: Path, metadata: dcp.Metadata | None = None) -> None:
+        super().__init__(str(path))
+        self.metadata = metadata or self._metadata_of(path)
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: expected a regular file, found another kind, or none")
-    size = path.stat().st_size
-    try:
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > MOST_HEADER:
-                raise ValueError(f"a header of {length} bytes, and {MOST_HEADER} are the most that is read")
-            tensors = _tensors_of_header(json.loads(file.read(min(length, size))), path, 8 + length)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
-        raise CheckpointError(f"{path}: expected a header of safetensors, found {error!r}") from None
-    for name, tensor in tensors.items():
-        if (needed := tensor.start + tensor.nbytes) > size:
-            raise CheckpointError(f"{path}, with {name}: expected {needed} bytes at least, found {size}; "
-                                  f"it was truncated")  # fmt: skip
-    return tensors
+    def read_metadata(self) -> dcp.Metadata:
+        """What `__init__` has read."""
+        return self.metadata
 
-
-def _tensors_of_header(entries: dict[str, Any], path: Path, values: int) -> dict[str, StoredTensor]:
-    """The tensors of a header, whose values begin at byte `values`; raises if the numbers make no sense."""
-    tensors = {}
-    for name, entry in entries.items():
-        if name == "__metadata__":
-            continue
-        (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
-        if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{name} of dtype {entry['dtype']}, which is none of {', '.join(DTYPES)}")
-        if not all(type(count) is int and count >= 0 for count in (begin, end)):
-            raise ValueError(f"{name} at bytes {begin} to {end}")
-        check_shape(name, shape, DTYPES[entry["dtype"]])
-        tensor = tensors[name] = StoredTensor(DTYPES[entry["dtype"]], shape, path, values + begin)
-        if end - begin != tensor.nbytes:
-            raise ValueError(f"{name} at bytes {begin} to {end}, but its shape and dtype say {tensor.nbytes} bytes")
-    return tensors
-
-
-def read_range(name: str, source: StoredTensor, target: Tensor, first: int = 0) -> None:
-    """Fill `target`, 1-D, contiguous, of any dtype, with a stored tensor's elements from `first` on; read no others."""
-    is_lazy = target.is_conj() or target.is_neg()  # then its memory is not its values
-    is_direct = target.device.type == "cpu" and target.dtype == source.dtype and not is_lazy
-    at = source.start + first * source.dtype.itemsize
-    with open(source.file, "rb") as file:
-        for part in target.split(BUFFER // source.dtype.itemsize):
-            buffer = part if is_direct else torch.empty(part.shape, dtype=source.dtype)
-            left = memory_of(buffer)
-            while left:
-                count = os.preadv(file.fileno(), [left], at)
-                if not count:
-                    raise CheckpointError(f"{source.file}, with {name}: expected {len(left)} more bytes at {at}, "
-                                          f"found the end of the file; it was truncated")  # fmt: skip
-                left, at = left[count:], at + count
-            if not is_direct:
-                part.copy_(buffer)
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, readable and writable, without numpy."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() or 0)).cast("B")
+    def _metadata_of(self, path: Path) -> dcp.Metadata:
+        index, file_of = path / INDEX, {}
+        files: dict[str | None, Path] = {None: path}
+        if index.is_file():
+            try:
+                file_of = dict(read_json(file_in(path, INDEX))["weight_map"])
+                files = {name: file_in(path, name) for name in file_of.values()}
+            except (ValueError, KeyError, TypeError) as error:
+                raise CheckpointError(f"{index}: expected JSON with a weight_map, found {error!r}") from None
+        elif not path.is_file():
+            found = list(path.glob("*.safetensors"))
+            if len(found) != 1:
+                raise FileNotFoundError(f"{path}: expected {INDEX} or one file *.safetensors, found {len(found)} files")
+            files = {None: file_in(path, found[0].name)}
+        metadata = dcp.Metadata({}, {}, {})
+        for listed, file in files.items():
+            if file.suffix != ".safetensors":
+                raise CheckpointError(f"{file}: expected a file of safetensors, found no name that ends so")
+            self.fs = _OneFile(file)
+            try:
+                read = super().read_metadata()
+            except Exception as error:  # also of the headers' parser, which has a class of its own
+                raise CheckpointError(f"{file}: expected a file of safetensors, found {error!r}") from None
+            here = {name: each for name, each in read.state_dict_metadata.items() if file_of.get(name) == listed}
+            metadata.state_dict_metadata |= here
+            metadata.storage_data |= {at: place for at, place in read.storage_data.items() if at.fqn in here}
+        if lost := [name for name in file_of if name not in metadata.state_dict_metadata]:
+            raise CheckpointError(f"{index}: {', '.join(lost)} not in the files that it names")
+        return metadata
 
 
 # --- writing files ----------------------------------------------------------------------------------------------------
-
-WriteRange = Callable[[str, Tensor, int], None]  # name, 1-D values, index of the first of them in the flattened tensor
 
 
 class Export:
@@ -344,63 +232,49 @@ class Export:
     def __init__(self, groups: Sequence[Mapping[str, Tensor]], folder: Path, metadata: Mapping[str, str]) -> None:
         self.folder = folder
         self.headers: dict[Path, bytes] = {}
-        self.tensors: dict[str, StoredTensor] = {}
-        self._sizes: dict[Path, int] = {}
+        self.places: dict[str, tuple[Path, int]] = {}  # of each tensor, the file and the first byte
+        self.sizes: dict[Path, int] = {}
         for index, group in enumerate(groups, 1):
             number = "" if len(groups) == 1 else f"-{index:05d}-of-{len(groups):05d}"
-            file = folder / f"model{number}.safetensors"
+            file, end = folder / f"model{number}.safetensors", 0
             entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-            end = 0
             for name, tensor in group.items():
-                if tensor.dtype not in _NAMES:
+                if tensor.dtype not in NAMES:
                     raise ValueError(f"{name}: safetensors has no {tensor.dtype}; convert it first")
-                offsets = [end, end + tensor.nbytes]
-                entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-                end = offsets[1]
+                offsets = [end, end := end + tensor.nbytes]
+                entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
             text = json.dumps(entries, separators=(",", ":")).encode()
             text += b" " * (-len(text) % 8)
-            header = self.headers[file] = struct.pack("<Q", len(text)) + text
-            self._sizes[file] = len(header) + end
-            self.tensors |= _tensors_of_header(entries, file, len(header))
+            self.headers[file], self.sizes[file] = struct.pack("<Q", len(text)) + text, 8 + len(text) + end
+            self.places |= {name: (file, 8 + len(text) + entries[name]["data_offsets"][0]) for name in group}
 
     def stage(self) -> None:
         """Make the files under hidden names, with headers and space for the values."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for file, header in self.headers.items():
-            _hidden_path(file).unlink(missing_ok=True)  # a link would lead the values elsewhere
-            with open(_hidden_path(file), "xb") as stream:
-                stream.write(header)
-                stream.truncate(self._sizes[file])
+            write_synced(_hidden_path(file), header)
+            os.truncate(_hidden_path(file), self.sizes[file])
+
+    def write(self, parts: Iterable[tuple[str, Tensor]], firsts: Mapping[str, int]) -> None:
+        """Write to the disk parts of tensors, each from the element in `firsts` on, or else from the first one."""
+        with ExitStack() as stack:
+            files: dict[Path, IO[bytes]] = {}
+            for name, values in parts:
+                file, start = self.places[name]
+                if file not in files:
+                    files[file] = stack.enter_context(open(_hidden_path(file), "r+b"))
+                files[file].seek(start + firsts.get(name, 0) * values.dtype.itemsize)
+                for part in values.reshape(-1).split(BUFFER):
+                    files[file].write(bytes_of(part))
+                del values, part  # before the next are read
+            for stream in files.values():
                 sync(stream)
-
-    @contextmanager
-    def writing(self) -> Iterator[WriteRange]:
-        """Yield a function that writes values of the stored dtype; at the end of `with` they are on the disk."""
-        files: dict[Path, int] = {}
-
-        def write(name: str, values: Tensor, first: int) -> None:
-            target = self.tensors[name]
-            if target.file not in files:
-                files[target.file] = os.open(_hidden_path(target.file), os.O_WRONLY)
-            at = target.start + first * target.dtype.itemsize
-            for part in values.split(BUFFER // target.dtype.itemsize):
-                content = in_order(part.cpu())
-                write_all(files[target.file], memory_of(content), at)
-                at += content.nbytes
-
-        try:
-            yield write
-            for file in files.values():
-                os.fsync(file)
-        finally:
-            for file in files.values():
-                os.close(file)
 
     def commit(self) -> None:
         """Rename the files to their final names and remove those of an earlier export.
 
         Interrupted anywhere, the folder has all of one export, or several files without an index, which
-        `stored_tensors` refuses: an earlier index is removed first and the new one is written last.
+        `SafetensorsReader` refuses: an earlier index is removed first and the new one is written last.
         """
         index = self.folder / INDEX
         index.unlink(missing_ok=True)
@@ -413,8 +287,8 @@ class Export:
             file.unlink(missing_ok=True)
         sync_folder(self.folder)
         if len(self.headers) > 1:
-            size = {"total_size": sum(tensor.nbytes for tensor in self.tensors.values())}
-            content = {"metadata": size, "weight_map": {name: each.file.name for name, each in self.tensors.items()}}
+            size = {"total_size": sum(self.sizes[file] - len(header) for file, header in self.headers.items())}
+            content = {"metadata": size, "weight_map": {name: file.name for name, (file, _) in self.places.items()}}
             write_synced(_hidden_path(index), json.dumps(content, indent=2).encode())
             _hidden_path(index).rename(index)
             sync_folder(self.folder)
@@ -427,6 +301,12 @@ class Export:
 
 def _hidden_path(file: Path) -> Path:
     return file.with_name(f".{file.name}.partial")
+
+
+def bytes_of(tensor: Tensor) -> Any:
+    """The bytes of a tensor, with its values in order; not copied if they lie so on the CPU."""
+    here = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    return here.reshape(-1).view(torch.uint8).numpy()
 
 
 def fill_up(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
@@ -451,10 +331,3 @@ def spread(tensors: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]
         groups[min(count - 1, int(middle * count / total)) if total else 0][name] = tensor
         done += tensor.nbytes
     return [group for group in groups if group] or [{}]
-
-
-def write_all(file: int, content: memoryview, at: int) -> None:
-    """Write all of `content` at byte `at` of an open file."""
-    while content:
-        written = os.pwrite(file, content, at)
-        content, at = content[written:], at + written

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -28,11 +28,12 @@ from fsdp_compile.checkpoint.structure import (
     stored_values,
     tree,
 )
-from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, ValuePlanner
+from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, read
 from fsdp_compile.comm.collectives import gather_objects, on_first_rank
 from fsdp_compile.state_dict._torch import flatten_state_dict
-from fsdp_compile.tensors import nested
-from fsdp_compile.tensors.nested import leaves, map_leaves
+from fsdp_compile.tensors.nested import ABSENT, leaves, map_leaves
+
+T = TypeVar("T")
 
 
 def save(
@@ -139,7 +140,7 @@ def load(
         try:
             with errors_of_ranks(doing):
                 state.update(
-                    _load_entries(entries, DirectoryReader(path, manifest), doing, partial, trust, process_group)
+                    load_entries(entries, DirectoryReader(path, manifest), doing, partial, trust, process_group)
                 )
             return manifest.step or 0
         except CheckpointError:  # on all ranks
@@ -158,19 +159,14 @@ def _state_of_folder(path: Path) -> tuple[int, int] | None:
 # --- what is written --------------------------------------------------------------------------------------------------
 
 
-class _Saved(NamedTuple):
-    """What this rank gives to DCP, and the names of it that other ranks write alone."""
-
-    state: dict[str, Any]
-    left_out: list[str]
-
-
-def _to_save(entries: dict[str, Entry], doing: str, group: dist.ProcessGroup | None) -> _Saved:
-    """Collect all entries; find out which values each rank has its own of."""
+def _to_save(
+    entries: dict[str, Entry], doing: str, group: dist.ProcessGroup | None
+) -> tuple[dict[str, Any], list[str]]:
+    """What this rank gives to DCP of all entries, and the names of it that other ranks write alone."""
     packed: dict[str, Any] = {}
     notes: Notes = {}
     compared: dict[str, Any] = {}
-    paths: dict[str, nested.Path] = {}
+    paths: dict[str, tuple[Any, ...]] = {}
     sums: dict[str, Any] = {}
     left_out: list[str] = []
     first_ranks: list[str] = []
@@ -179,7 +175,8 @@ def _to_save(entries: dict[str, Entry], doing: str, group: dist.ProcessGroup | N
         for key, entry in entries.items():
             packed[key] = pack(entry.collect(), (key,), notes)
             found, found_paths = flatten_state_dict({key: packed[key]})
-            left_out.extend(name for name, value in found.items() if _is_elsewhere(value))
+            absent = (name for name, value in found.items() if any(each is ABSENT for _, each in leaves(value)))
+            left_out.extend(absent)  # which another rank has
             first_ranks.extend(name for name, value in found.items() if entry.is_first_ranks(found_paths[name], value))
             mine = {name: value for name, value in found.items() if entry.is_compared(found_paths[name], value)}
             compared.update(mine)
@@ -208,12 +205,7 @@ def _to_save(entries: dict[str, Entry], doing: str, group: dist.ProcessGroup | N
     merged = merge_notes([theirs for _, _, theirs, _ in of_ranks])
     if merged or apart:
         packed[NOTES] = [list(merged.items()), [tuple(each) for each in apart]]
-    return _Saved(packed, left_out)
-
-
-def _is_elsewhere(value: Any) -> bool:
-    """Whether another rank has the value, or all that is in it."""
-    return any(leaf is nested.ABSENT for _, leaf in leaves(value))
+    return packed, left_out
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
@@ -235,53 +227,28 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 # --- what is read -----------------------------------------------------------------------------------------------------
 
 
-class _LoadPlanner(ValuePlanner):
-    """Reads names as they are; `state` has one key, so that ranks do not exchange all names."""
-
-    def __init__(self, trust: bool) -> None:
-        super().__init__(trust)
-        self.flatten_state_dict = False
-
-    def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As DCP's, with the names that are wanted."""
-        super().set_up_planner(state_dict[""], *args, **kwargs)
-
-
-def _read_values(reader: DirectoryReader, wanted: dict[str, Any], trust: bool, group: dist.ProcessGroup | None) -> Any:
-    """The values of names, and the given tensors, filled."""
-    planner = _LoadPlanner(trust)
-    dcp.load({"": wanted}, storage_reader=reader, planner=planner, process_group=group)
-    return planner.state_dict
-
-
-def _load_entries(
+def load_entries(
     entries: dict[str, Entry],
-    reader: DirectoryReader,
+    reader: dcp.StorageReader,
     doing: str,
     partial: bool,
     trust: bool,
     group: dist.ProcessGroup | None,
 ) -> dict[str, Any]:
-    """Load all entries; what `state` has afterwards."""
-    saved: dict[str, Any] = {}
-    chosen: dict[str, Any] = {}
-    unread: dict[str, list[str]] = {}
-    loaded: dict[str, Any] = {}
-    metadata: list[dcp.Metadata] = []
-    all_succeed(lambda: metadata.append(reader.read_metadata()), doing, group)
-    noted: Any = [[], []]
-    if NOTES in metadata[0].state_dict_metadata:
-        noted = _read_values(reader, {NOTES: None}, trust, group)[NOTES]
+    """Load all entries; what `state` has afterwards. Each of these steps succeeds on all ranks, or raises on all."""
 
-    def choose() -> None:
+    def choose() -> tuple[dict[str, Any], dict[str, list[str]]]:
         rank, size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
-        saved.update(tree(stored_values(metadata[0], noted[1], rank, size), dict(map(tuple, noted[0]))))
-        for key, entry in entries.items():
-            if key not in saved:
-                raise CheckpointError(f"state has {key!r}, and the checkpoint has not: it has {', '.join(saved)}")
-            chosen[key], unread[key] = entry.fill(saved[key], partial)
+        metadata = reader.read_metadata()
+        has_notes = NOTES in metadata.state_dict_metadata
+        notes, apart = read(reader, {NOTES: None}, trust)[NOTES] if has_notes else ([], [])
+        saved = tree(stored_values(metadata, apart, rank, size), dict(map(tuple, notes)))
+        if lost := [key for key in entries if key not in saved]:
+            raise CheckpointError(f"state has {lost[0]!r}, and the checkpoint has not: it has {', '.join(saved)}")
+        filled = {key: entry.fill(saved[key], partial) for key, entry in entries.items()}
+        return {key: chosen for key, (chosen, _) in filled.items()}, {key: left for key, (_, left) in filled.items()}
 
-    all_succeed(choose, doing, group)
+    chosen, unread = all_succeed(choose, doing, group)
     all_unread = gather_objects(unread, group)  # ranks may have different parts of a model, as stages of a pipeline
     for key in dict.fromkeys(key for theirs in all_unread for key in theirs) if not partial else ():
         first, *others = [theirs[key] for theirs in all_unread if key in theirs]
@@ -289,15 +256,10 @@ def _load_entries(
             raise CheckpointError(f"{doing}: the checkpoint has names that state[{key!r}] does not have: "
                                   f"{listed(names)}; pass partial=True to leave them out")  # fmt: skip
     wanted = [stored.to_read() for _, stored in leaves(chosen) if isinstance(stored, Stored)]
-    values = _read_values(reader, {name: target for each in wanted for name, target in each.items()}, trust, group)
-
-    def put() -> None:
-        for key, entry in entries.items():
-            found = map_leaves(lambda _, each: each.loaded(values) if isinstance(each, Stored) else each, chosen[key])
-            loaded[key] = entry.put(found)
-
-    all_succeed(put, doing, group)
-    return loaded
+    targets = {name: target for each in wanted for name, target in each.items()}
+    values = all_succeed(lambda: read(reader, targets, trust), doing, group)
+    found = map_leaves(lambda _, each: each.loaded(values) if isinstance(each, Stored) else each, chosen)
+    return all_succeed(lambda: {key: entry.put(found[key]) for key, entry in entries.items()}, doing, group)
 
 
 # --- errors of all ranks ----------------------------------------------------------------------------------------------
@@ -317,16 +279,17 @@ def errors_of_ranks(doing: str) -> Iterator[None]:
         raise
 
 
-def all_succeed(work: Callable[[], None], doing: str, group: dist.ProcessGroup | None) -> None:
-    """Call `work` on every rank of `group`; when all have returned, CheckpointError on all if it raised on any."""
-    said, cause = None, None
+def all_succeed(work: Callable[[], T], doing: str, group: dist.ProcessGroup | None) -> T:
+    """What `work` returns, when it has on every rank of `group`; CheckpointError on all if it raised on any."""
+    said, cause, result = None, None, None
     try:
-        work()
+        result = work()
     except Exception as error:
         said, cause = str(error) or repr(error), error  # some errors, such as MemoryError, have no text
     of_ranks = gather_objects(said, group)
     if failed := {rank: each for rank, each in enumerate(of_ranks) if each is not None}:
         raise _failure_of_ranks(doing, failed) from cause
+    return result  # type: ignore[return-value]  # None if that is what it returns
 
 
 def _failure_of_ranks(doing: str, said: dict[int, str]) -> CheckpointError:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fsdp_compile.checkpoint.by_rank import VALUES, Apart, PerRank, own_name
 from fsdp_compile.checkpoint.untrusted import CheckpointError
+from fsdp_compile.state_dict._torch import unflatten_state_dict
 from fsdp_compile.tensors.nested import Path, dotted, is_dataclass, is_named_tuple, leaves
 
 NOTES = "structure_of_state"  # the name in a checkpoint of what is noted here, and of which values ranks do not share
@@ -203,11 +204,10 @@ def _make_dataclass(cls: Any, items: dict[str, Any], path: Path) -> Any:
 
 
 def tree(stored: Iterable[tuple[Path, Stored]], notes: Notes) -> dict[str, Any]:
-    """What was saved, nested as it was, with a `Stored` for each value."""
-    root: dict[Any, Any] = {}
-    for path, each in stored:
-        _insert_at_path(root, path, each)
-    packed = {key: _with_lists(value) for key, value in root.items()}
+    """What was saved, nested as it was, with a `Stored` for each value. What lies below a value is of other ranks."""
+    of_path = dict(stored)
+    mine = {path: each for path, each in of_path.items() if not any(path[:n] in of_path for n in range(1, len(path)))}
+    packed = unflatten_state_dict(mine, {path: path for path in mine})  # type: ignore[arg-type,misc]  # any keys will do
     return {key: unpack(value, notes, (key,)) for key, value in packed.items()}
 
 
@@ -234,22 +234,3 @@ def stored_values(metadata: dcp.Metadata, apart: list[Any], rank: int, size: int
             stored = Stored(name, described if isinstance(described, dcp.TensorStorageMetadata) else None)
             stored.is_of_some = noted is not None and size != noted.ranks
             yield path, stored
-
-
-def _insert_at_path(root: dict[Any, Any], path: Path, value: Stored) -> None:
-    """Put `value` at its path, unless this rank has a value above it: then it is of other ranks."""
-    *above, last = path
-    node: Any = root
-    for key in above:
-        node = node.setdefault(key, {})
-        if isinstance(node, Stored):
-            return
-    node[last] = value
-
-
-def _with_lists(node: Any) -> Any:
-    """Nested dicts, of which those with integers as keys were lists."""
-    if not isinstance(node, dict):
-        return node
-    items = {key: _with_lists(value) for key, value in node.items()}
-    return [items[key] for key in sorted(items)] if items and all(type(key) is int for key in items) else items

@@ -2,7 +2,7 @@
 
 path_in, file_in     resolve a name, refuse one outside of the folder
 SafeReader           DCP's reader, with an unpickler for `.metadata` that knows only DCP's own classes
-ValuePlanner         DCP's planner, which loads only plain values
+read                 fill tensors and load plain values, through any reader of DCP
 
 Pickled values of other types are loaded only with `trust` (`checkpoint.load`, `fsdp-compile checkpoint convert`).
 """
@@ -18,7 +18,8 @@ from typing import IO, Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from fsdp_compile import config
 from fsdp_compile.state_dict._torch import MemoryFormatEncoding, StorageInfo, layout_named
@@ -46,13 +47,6 @@ class CheckpointError(RuntimeError):
 path_in, file_in = (partial(find, error=CheckpointError) for find in (config.path_in, config.file_in))
 
 
-def check_shape(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """ValueError unless torch can make a tensor of that shape, were there memory for it."""
-    are_sizes = all(type(size) is int and 0 <= size < _MOST for size in shape)
-    if not are_sizes or math.prod(size or 1 for size in shape) * dtype.itemsize >= _MOST:
-        raise ValueError(f"{name} of shape {shape}")
-
-
 # --- the list of what was saved ---------------------------------------------------------------------------------------
 
 
@@ -70,15 +64,31 @@ class _Unpickler(pickle.Unpickler):
 class SafeReader(dcp.FileSystemReader):
     """DCP's reader; unpickles `.metadata` without calling anything, and checks it."""
 
+    _place: StorageInfo | None = None  # of the item that is read
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """Read `.metadata`, once; CheckpointError if it names files outside of the folder or makes no sense."""
-        metadata = self._read_metadata
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what is planned; CheckpointError, with the name, if it is not what torch.save writes."""
+        try:
+            return super().read_data(plan, planner)
+        except CheckpointError:
+            raise
+        except Exception as error:  # a damaged file raises nearly anything
+            found = (index.fqn for index, place in self.storage_data.items() if place is self._place)
+            name = next(found, self.path)
+            raise CheckpointError(f"{name}: expected what torch.save writes, found {error!r}") from error
+
+    def _slice_file(self, file: Any, sinfo: StorageInfo) -> Any:  # called before each item is loaded
+        self._place = sinfo
+        return super()._slice_file(file, sinfo)
 
     @cached_property
-    def _read_metadata(self) -> dcp.Metadata:
+    def _metadata(self) -> dcp.Metadata:
         folder = Path(self.path)
         path = file_in(folder, METADATA)
         try:
@@ -106,8 +116,9 @@ def _check_metadata(metadata: Any) -> None:
 
     expect(type(metadata) is dcp.Metadata, "no Metadata")  # whose fields raise where they are no dicts
     expect(isinstance(metadata.state_dict_metadata, dict), "no names")
-    for keys in (metadata.planner_data or {}).values():
-        expect(all(type(key) in (str, int) for key in keys), f"keys {keys!r}")
+    paths = (metadata.planner_data or {}).values()
+    for keys in paths:  # of which each item of a list has one at least
+        expect(all(type(key) is str or (type(key) is int and 0 <= key < len(paths)) for key in keys), f"keys {keys!r}")
     for index, location in metadata.storage_data.items():
         expect(type(index) is MetadataIndex and type(location) is StorageInfo, f"{index!r} at {location!r}")
         expect(type(location.relative_path) is str, f"{index.fqn} in {location.relative_path!r}")
@@ -120,7 +131,8 @@ def _check_metadata(metadata: Any) -> None:
             continue
         dtype, shape = stored.properties.dtype, tuple(stored.size)
         expect(isinstance(dtype, torch.dtype), f"{name} of dtype {dtype!r}")
-        check_shape(name, shape, dtype)
+        are_sizes = all(type(size) is int and 0 <= size < _MOST for size in shape)
+        expect(are_sizes and math.prod(size or 1 for size in shape) * dtype.itemsize < _MOST, f"{name} of {shape}")
         for chunk in stored.chunks:
             box = zip(chunk.offsets, chunk.sizes, shape, strict=True)
             expect(all(at >= 0 and size >= 0 and at + size <= of for at, size, of in box), f"{name} in {chunk}")
@@ -148,8 +160,8 @@ def load_item(file: IO[bytes], name: str, is_value: bool = False, trust: bool = 
 class ValuePlanner(dcp.DefaultLoadPlanner):
     """DCP's planner; loads values that are not tensors with `load_item`."""
 
-    def __init__(self, trust: bool) -> None:
-        super().__init__()
+    def __init__(self, trust: bool, **options: bool) -> None:
+        super().__init__(**options)
         self.trust = trust
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -159,3 +171,23 @@ class ValuePlanner(dcp.DefaultLoadPlanner):
             torch.save(loaded, value)
             value.seek(0)
         super().load_bytes(read_item, value)
+
+
+def read(reader: dcp.StorageReader, wanted: dict[str, Any], trust: bool = False) -> dict[str, Any]:
+    """Read the names of `wanted`: tensors, sharded or not, are filled in place, and for None a value is loaded.
+
+    Each rank reads the bytes that it needs, and communicates nothing. CheckpointError if a part of a tensor was not
+    saved, a file is damaged, or a value needs `trust`.
+    """
+    metadata, planner = reader.read_metadata(), ValuePlanner(trust, flatten_state_dict=False)
+    for name in wanted:
+        stored = metadata.state_dict_metadata[name]
+        if isinstance(stored, dcp.TensorStorageMetadata):
+            found, expected = sum(math.prod(chunk.sizes) for chunk in stored.chunks), math.prod(stored.size)
+            if found != expected:
+                raise CheckpointError(f"{name}: expected chunks of all its {expected} elements, found {found}; the "
+                                      f"tensor was not saved completely")  # fmt: skip
+    planner.set_up_planner(wanted, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+    return planner.state_dict

@@ -1,6 +1,6 @@
 """Sharded models to and from Hugging Face folders: each rank writes what it holds and reads what it needs."""
 
-import os
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +12,11 @@ import torch.distributed as dist
 from models import MODELS, Case, squared_error, vectors
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import checkpoint, fully_shard, summon_full_params
+from fsdp_compile.checkpoint import hugging_face
 from fsdp_compile.checkpoint.convert import open_source
 
 from .ranks import Ranks, on_ranks
@@ -38,20 +40,22 @@ CASES = {"tied": MODELS["tied"], "conv": MODELS["conv"], "normed": Case(Normed, 
 
 
 @contextmanager
-def counted(name: str) -> Iterator[list[int]]:
-    """The bytes that each call of `os.preadv` or `os.pwrite` moved."""
+def counted() -> Iterator[list[int]]:
+    """The bytes of each part of a tensor that is written, and of each that is read."""
     moved: list[int] = []
-    original = getattr(os, name)
 
-    def call(*args: Any) -> int:
-        moved.append(original(*args))
-        return moved[-1]
+    def read(*given: Any, real: Any = HuggingFaceStorageReader._process_read_request) -> None:
+        moved.append(math.prod(given[2].lengths) * given[3].resolve_tensor(given[2]).itemsize)
+        real(*given)
 
-    setattr(os, name, call)
-    try:
+    def write(part: Tensor, real: Any = hugging_face.bytes_of) -> Any:
+        moved.append(part.nbytes)
+        return real(part)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HuggingFaceStorageReader, "_process_read_request", read)
+        patch.setattr(hugging_face, "bytes_of", write)
         yield moved
-    finally:
-        setattr(os, name, original)
 
 
 def _sharded(name: str, strategy: str, seed: int) -> nn.Module:
@@ -77,7 +81,7 @@ def _there_and_back(rank: int, folder: Path, name: str, strategies: list[str]) -
     for source in strategies:
         root = folder / f"{name}_{source}"
         model = _sharded(name, source, 0)
-        with counted("pwrite") as written:
+        with counted() as written:
             checkpoint.save_safetensors(model, root, max_shard_size=3000)
         total = torch.tensor(sum(written))
         dist.all_reduce(total)
@@ -90,7 +94,7 @@ def _there_and_back(rank: int, folder: Path, name: str, strategies: list[str]) -
             assert tensor.dtype == expected[key].dtype and torch.equal(tensor, expected[key]), key
     for target in strategies:
         model = _sharded(name, target, 1)
-        with counted("preadv") as read:
+        with counted() as read:
             checkpoint.load_safetensors(model, folder / f"{name}_{strategies[0]}")
         assert sum(read) == _stored(model), "each rank reads what it stores, and no other byte"
         for key, tensor in _values(model).items():
@@ -164,12 +168,12 @@ def test_one_rank_fails(rank: int, tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(os, "pwrite", fail)
+            patch.setattr(hugging_face, "bytes_of", fail)
         with pytest.raises(checkpoint.CheckpointError, match=r"rank 1: .*No space left"):
             checkpoint.save_safetensors(fully_shard(build(MODELS["mlp"], 1)), tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(os, "preadv", fail)
+            patch.setattr(HuggingFaceStorageReader, "_process_read_request", fail)
         with pytest.raises(checkpoint.CheckpointError, match=r"rank 1: .*No space left"):
             checkpoint.load_safetensors(model, tmp_path)
     checkpoint.load_safetensors(model, tmp_path)

@@ -177,7 +177,7 @@ def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "status", "said"),
     [
         (["show", "missing"], 2, "found no such file"),
-        (["show", "text"], 1, "expected a header of safetensors"),
+        (["show", "text"], 1, "expected a file of safetensors"),
         (["show", "empty"], 2, "found none of these"),
         (["show", "list"], 1, "expected a torch.save of a dict, found list"),
         (["convert", "a", "text", "--format", "torch"], 2, "text: expected a path that does not exist yet"),
@@ -305,7 +305,7 @@ for name, count in ("small", 1), ("large", 1 << 22):
 
 
 def test_memory_is_bounded_by_a_tensor(tmp_path: Path) -> None:
-    """Converting 4 tensors of 16 MiB takes one of them, and one of its chunks where it was saved in several.
+    """Converting 4 tensors of 16 MiB takes one of them, and one of its chunks while it is read.
 
     From one chunk each to safetensors, from there to DCP in two chunks, from there to torch.save. Resident memory.
     """
@@ -316,5 +316,5 @@ def test_memory_is_bounded_by_a_tensor(tmp_path: Path) -> None:
     grew = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("grew")]
     tensors = [(to, int(size) / (1 << 24)) for to, size in grew][3:]
     assert [to for to, _ in tensors] == ["safetensors", "dcp", "torch"]
-    assert all(count <= most for (_, count), most in zip(tensors, (1.25, 1.25, 1.75), strict=True)), tensors
+    assert all(count <= most for (_, count), most in zip(tensors, (2.25, 2.25, 2.25), strict=True)), tensors
     assert all(count >= 0.9 for _, count in tensors), tensors

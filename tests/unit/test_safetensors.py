@@ -2,7 +2,6 @@
 
 import json
 import os
-import struct
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 
 from fsdp_compile import checkpoint
 from fsdp_compile.checkpoint import hugging_face
-from fsdp_compile.checkpoint.hugging_face import DTYPES
 
 
 class Mixed(nn.Module):
@@ -79,15 +77,18 @@ def test_we_read_what_we_write(tmp_path: Path, limit: int) -> None:
     assert_equal(model.state_dict(), build(0).state_dict())
 
 
-def test_we_read_what_the_package_writes(tmp_path: Path) -> None:
-    """Every dtype, in any order."""
-    tensors = {str(n): torch.arange(6).view(2, 3).to(dtype) for n, dtype in enumerate(DTYPES.values())}
+def test_every_dtype(tmp_path: Path) -> None:
+    """What either writes the other one reads, in any order."""
+    tensors = {str(n): torch.arange(6).view(2, 3).to(dtype) for n, dtype in enumerate(hugging_face.NAMES)}
     save_file(tensors, tmp_path / "any.safetensors")
-    for name, stored in hugging_face.stored_tensors(tmp_path).items():
-        read = torch.empty(6, dtype=tensors[name].dtype)
-        hugging_face.read_range(name, stored, read)
-        assert stored.shape == (2, 3)
-        assert torch.equal(read.view(torch.uint8), tensors[name].view(-1).view(torch.uint8))
+    model = nn.Module()
+    for name, tensor in tensors.items():
+        model.register_buffer(name, torch.zeros_like(tensor))
+    checkpoint.load_safetensors(model, tmp_path)
+    checkpoint.save_safetensors(model, tmp_path / "again")
+    for found in (model.state_dict(), load_file(tmp_path / "again" / "model.safetensors")):
+        assert_equal({name: t.view(torch.uint8) for name, t in found.items()},
+                     {name: t.view(torch.uint8) for name, t in tensors.items()})  # fmt: skip
 
 
 def test_values_are_converted(tmp_path: Path) -> None:
@@ -114,9 +115,9 @@ def test_one_name_of_tied_parameters_is_enough(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"weight": None}, "no weight"),
-        ({"more": torch.zeros(1)}, "more, which the model does not have"),
-        ({"bias": torch.zeros(4)}, r"bias of shape \(4,\), expected \(3,\)"),
+        ({"weight": None}, "names that the checkpoint does not have: weight"),
+        ({"more": torch.zeros(1)}, "names that .* does not have: more"),
+        ({"bias": torch.zeros(4)}, r"bias: expected shape \(3,\), as in state, found \(4,\)"),
     ],
 )
 def test_wrong_names_and_shapes_change_nothing(tmp_path: Path, change: dict[str, Any], said: str) -> None:
@@ -129,16 +130,11 @@ def test_wrong_names_and_shapes_change_nothing(tmp_path: Path, change: dict[str,
         checkpoint.load_safetensors(model, tmp_path)
     assert_equal(model.state_dict(), before)
     if "bias" in change:
-        with pytest.raises(checkpoint.CheckpointError, match=f"{said}; make the model that the files are of"):
+        with pytest.raises(checkpoint.CheckpointError, match=said):
             checkpoint.load_safetensors(model, tmp_path, strict=False)
     else:
         checkpoint.load_safetensors(model, tmp_path, strict=False)
         assert torch.equal(model.bias, torch.ones(3))
-
-
-def _header_only(entries: dict[str, Any]) -> bytes:
-    text = json.dumps(entries).encode()
-    return struct.pack("<Q", len(text)) + text + bytes(24)
 
 
 def test_damaged_files(tmp_path: Path) -> None:
@@ -146,20 +142,9 @@ def test_damaged_files(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"weight": torch.ones(3, 2), "bias": torch.ones(3)}, path)
     content = path.read_bytes()
-    for broken, said in (
-        (content[:-1], r"with weight: expected \d+ bytes at least, found \d+; it was truncated"),
-        (content[:50], "expected a header of safetensors"),
-        (content[:4], "expected a header of safetensors"),
-        (struct.pack("<Q", 1 << 60) + content[8:], "expected a header of safetensors"),
-        (content.replace(b"[3,2]", b"[3,9]"), "its shape and dtype say 108 bytes"),
-        (content.replace(b"[3,2]", b"-3.2 "), "expected a header of safetensors"),
-        (content.replace(b'"F32"', b'"F33"'), "of dtype F33, which is none of F64, F32"),
-        (struct.pack("<Q", 2) + b"[]", "expected a header of safetensors"),
-        (struct.pack("<Q", 2) + b"17", "expected a header of safetensors"),
-        (_header_only({"weight": {"dtype": "F32", "shape": [-3, -2], "data_offsets": [0, 24]}}), r"shape \(-3, -2\)"),
-    ):
+    for broken in (content[:-1], content[:4], content.replace(b"[3,2]", b"[3,9]"), content.replace(b'"F32"', b'"F33"')):
         path.write_bytes(broken)
-        with pytest.raises(checkpoint.CheckpointError, match=f"{path}.*{said}"):
+        with pytest.raises(checkpoint.CheckpointError, match=f"{path}: expected a file of safetensors, found .*Error"):
             checkpoint.load_safetensors(nn.Linear(2, 3), tmp_path)
     path.write_bytes(content)
     (tmp_path.parent / "outside.safetensors").write_bytes(content)
@@ -197,7 +182,7 @@ def test_failing_export_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pyte
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", fail)
+        patch.setattr(hugging_face, "bytes_of", fail)
         with pytest.raises(checkpoint.CheckpointError, match=r"rank 0.*No space left"):
             checkpoint.save_safetensors(nn.Linear(2, 3), tmp_path)
         assert not [path for path in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(path)]

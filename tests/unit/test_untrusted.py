@@ -160,22 +160,13 @@ SAFETENSORS: dict[str, Callable[[Path, Path], Any]] = {
     "a link outside": lambda at, mark: link(at / "a.safetensors", at.parent / "secret"),
     "a linked index": lambda at, mark: link(at / "model.safetensors.index.json", at.parent / "outside.json", True),
     "only a link outside": lambda at, mark: only(at, at.parent / "outside.safetensors"),
-    "a bool in a shape": lambda at, mark: entry(at, [True], [0, 4]),
-    "a bool among bytes": lambda at, mark: entry(at, [4], [False, 16]),
-    "sizes beyond torch's": lambda at, mark: entry(at, [1 << 62, 1 << 62, 0], [0, 0]),
     "a size beyond torch's": lambda at, mark: entry(at, [1 << 63, 0], [0, 0]),
     "a pipe": lambda at, mark: pipe(at / "a.safetensors"),
     "a deep index": lambda at, mark: (at / "model.safetensors.index.json").write_text("[" * 10**6),
     "a list for an index": lambda at, mark: (at / "model.safetensors.index.json").write_text("[]"),
     "a sparse index": lambda at, mark: os.truncate(at / "model.safetensors.index.json", 1 << 34),
-    "a huge header": lambda at, mark: header(at, b"{}", 1 << 62),
-    "a header of a gigabyte": lambda at, mark: (header(at, b"{}", 1 << 30), os.truncate(at / "a.safetensors", 1 << 32)),
     "a deep header": lambda at, mark: header(at, b'{"a":' * 10**6),
-    "a header of a list": lambda at, mark: header(at, b"[1]"),
     "a huge tensor": lambda at, mark: entry(at, [10**12, 10**12], [0, 4 * 10**24]),
-    "a negative shape": lambda at, mark: entry(at, [-1, -3], [0, 12]),
-    "bytes before the values": lambda at, mark: entry(at, [1], [-8, -4]),
-    "bytes of text": lambda at, mark: entry(at, [1], ["a", "b"]),
     "another dtype": lambda at, mark: entry(at, [1], [0, 4], "F3"),
 }
 
@@ -209,8 +200,8 @@ def index(at: Path, file: Any) -> None:
     (at / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": file}}))
 
 
-def header(at: Path, text: bytes, length: int | None = None) -> None:
-    (at / "a.safetensors").write_bytes(struct.pack("<Q", len(text) if length is None else length) + text)
+def header(at: Path, text: bytes) -> None:
+    (at / "a.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
 
 
 def entry(at: Path, shape: list[int], offsets: list[Any], dtype: str = "F32") -> None:

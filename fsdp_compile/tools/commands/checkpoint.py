@@ -20,7 +20,7 @@ examples:
   fsdp-compile checkpoint show checkpoints
   fsdp-compile checkpoint convert checkpoints model --format safetensors"""
 SHOW = "List names, dtypes, shapes and bytes of all tensors, and the step."
-CONVERT = "Write a checkpoint in another format, with one tensor in memory at a time."
+CONVERT = "Write a checkpoint in another format, tensor by tensor."
 
 
 def add_show(add: Add) -> None:
