@@ -1,4 +1,4 @@
-"""The handle of a unit's unsharded parameters: its declared states, and the road from a module's call to a gather."""
+"""The handle of a unit's unsharded parameters: its declared states, and the roads to a gather and to a reduce."""
 
 import inspect
 import sys
@@ -307,24 +307,30 @@ def test_the_handle_stays_small() -> None:
         assert len(inspect.getsource(getattr(UnshardedUnit, name)).splitlines()) <= 30, name
 
 
-def test_the_road_of_an_eager_forward() -> None:
-    """From a module's call to its collective a gather passes few functions of the package, in few files."""
+@pytest.mark.parametrize(
+    ("last", "first"),
+    [("start_all_gather", ("forward", "__call__")), ("start_reduce_scatter", ("unsharded", "backward"))],
+)
+def test_the_road_to_a_collective(last: str, first: tuple[str, str]) -> None:
+    """From a module's call to its gather, and from its backward to its reduce, few functions of the package run, in
+    few files."""
     model = fully_shard(mlp())
     _loss(model).backward()
     roads: list[list[tuple[str, str]]] = []
-    start = fsdp_compile.comm.collectives.start_all_gather
+    start = getattr(fsdp_compile.comm.collectives, last)
 
     def starting(*args: Any, **kwargs: Any) -> Any:
         road, frame = [], sys._getframe(1)
-        while not (frame.f_code.co_name == "__call__" and frame.f_code.co_filename.endswith("forward.py")):
+        while not road or road[-1] != first:
             if frame.f_code.co_filename.startswith(_PACKAGE):
                 road.append((Path(frame.f_code.co_filename).stem, frame.f_code.co_name))
-            frame = frame.f_back  # type: ignore[assignment]  # a module's call is below
-        roads.append([(Path(frame.f_code.co_filename).stem, frame.f_code.co_name), *reversed(road)])
+            frame = frame.f_back  # type: ignore[assignment]  # a module's call, or its backward, is below
+        roads.append(road)
         return start(*args, **kwargs)
 
-    with mock.patch.object(fsdp_compile.comm.collectives, "start_all_gather", starting):
-        model(torch.randn(3, 7))
+    with mock.patch.object(fsdp_compile.comm.collectives, last, starting):
+        loss = _loss(model)
+        loss.backward() if last == "start_reduce_scatter" else None
     assert len(roads) == len(units(model))
     for road in roads:
         assert len(road) <= 8 and len({file for file, _ in road}) <= 4, road
