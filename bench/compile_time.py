@@ -45,7 +45,6 @@ import torch.distributed as dist
 from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
 from torch._inductor.virtualized import V
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -201,11 +200,8 @@ def measure_rank(layers: int, rank: int, world_size: int, shard: int, alone: int
     dist.init_process_group("fake" if alone else "gloo", rank=rank, world_size=world_size, store=store)
     tokens = torch.zeros(1, 4, dtype=torch.long)
     torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))  # imports
-    sharding = {}
-    if shard < world_size:
-        mesh = dist.init_device_mesh("cpu", (world_size // shard, shard))
-        sharding = {"mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-    compiled = torch.compile(fully_shard(build(layers, False), **sharding), fullgraph=True)
+    mesh = dist.init_device_mesh("cpu", (world_size // shard, shard)) if shard < world_size else None
+    compiled = torch.compile(fully_shard(build(layers, False), mesh=mesh), fullgraph=True)
     before = seconds()
     compiled(tokens, tokens).backward()
     spent = since(before)

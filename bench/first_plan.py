@@ -22,7 +22,7 @@ from bench.link import FREE, LINK
 from bench.models import WORKLOADS
 from bench.parts import link_for
 from bench.report import parser, write
-from fsdp_compile import fully_shard
+from fsdp_compile.api import fully_shard, shard_module
 from fsdp_compile.compare.memory import curve
 
 SPEED = 1.5  # of this CPU beside the hardware file: where none is told, a plan is made for this
@@ -36,7 +36,7 @@ def systems(
 
     def sharded() -> Any:
         torch.manual_seed(0)
-        return fully_shard(WORKLOADS[model]().build(), forward_prefetch=True)
+        return shard_module(WORKLOADS[model]().build(), forward_prefetch=True)
 
     made: dict[str, Any] = {}
     by_block = sharded()

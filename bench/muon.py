@@ -32,7 +32,8 @@ from bench.link import FREE, LINK
 from bench.models import WORKLOADS, blocks_of
 from bench.parts import link_for
 from bench.systems.fsdp2 import overlap
-from fsdp_compile import compile_step, fully_shard
+from fsdp_compile import compile_step
+from fsdp_compile.api import shard_module
 from fsdp_compile.compare.memory import curve, resident, states_of
 from fsdp_compile.compare.rounds import rotated
 from fsdp_compile.optim import by_owner
@@ -105,7 +106,7 @@ class Bench:
         return self.workload.build()
 
     def _sharded(self) -> nn.Module:
-        return fully_shard(self._model(), forward_prefetch=True, reshard_after_forward="auto")
+        return shard_module(self._model(), forward_prefetch=True, reshard_after_forward="auto")
 
     def measure_link(self) -> None:
         """Find the seconds of the unsharded compiled model, and what the sharded one sends."""

@@ -40,6 +40,7 @@ from fsdp_compile.construct.arguments import (
     precision_of,
     resolve_strategy,
     settings_of_units,
+    warn_of_fsdp1,
 )
 from fsdp_compile.construct.checks import check_model, check_prepared
 from fsdp_compile.construct.prepare import prepare_units
@@ -105,6 +106,108 @@ def fully_shard(
     module: nn.Module | Sequence[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | Literal["auto"] | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    auto_wrap_policy: AutoWrapPolicy = "auto",
+    reduction_order: Literal["any", "tree"] = "any",
+    find_unused_parameters: bool | None = None,
+    wire: WireArgument = None,
+    **fsdp1: Any,
+) -> FSDPModule | list[FSDPModule]:
+    """Shard the parameters of `module` over a process group, in place; return the same object, now an `FSDPModule` too.
+
+    Parameters keep their identity and shape and become sharded tensors: `param.to_local()`, 1-D `[n]` with n >= 0, is
+    what this rank stores, and `param.full_tensor()` gathers all elements: also on one rank, which stores all of them.
+    During forward and backward module code finds plain tensors of the full shape. Gradients arrive on the parameters as
+    the mean over the group, sharded alike. Operators on sharded tensors that reduce or gather must run on all ranks. An
+    optimizer may be made before or after this call. For type checkers the return value has the type of `module`, and
+    after `assert isinstance(model, FSDPModule)` both.
+
+    All ranks must call this with the same model and arguments, and equal initial values. It may be called once, for a
+    model, or as FSDP2 is: for each block, and then for the model around them.
+
+    Args:
+        module: a module, whose parameters are on one device per unit, but for those on the meta device. These get
+            memory and `module.reset_parameters()` is called on each module that owns some; if one has no such method,
+            all of this call stay there, to be given memory by `model.to_empty(device=...)` and values by the script,
+            before the first forward. Quantized parameters, of integer or one-byte dtypes, do not train and are never
+            cast. Submodules that are sharded already keep their units. Or a list of modules that share no submodules:
+            all of their parameters are one unit, which is gathered when the first of them runs, and freed with the
+            root's unit.
+        mesh: device mesh to shard over, 1-D; 2-D, (replicas, shards), to shard within and average over replicas. None:
+            all ranks shard.
+        reshard_after_forward: whether unsharded parameters are freed between forward and backward. With a number n, a
+            divisor of the number of ranks that shard, each rank stores an n-th of the parameters between forward and
+            backward, and backward gathers within groups of n ranks only; 1 means False, and the number of all ranks
+            True. If it is not given, all are resharded but the last unit, with which backward begins. With "auto" a
+            compiled step does not reshard those units whose second all-gather would make it longer, as far as its
+            budget allows: ranks measure their link for that, unless one is named (`CompileConfig`).
+        shard_placement_fn: is asked about every parameter and may return a `Shard` or None. The dimension has no
+            effect: see Note [Which elements a rank stores].
+        mp_policy: dtypes of unsharded parameters and of reduced gradients. The shards and what the optimizer sees keep
+            the parameters' own dtype. Inputs of every unit are cast to `param_dtype`, unless `cast_forward_inputs` is
+            False; floating outputs of `module` are cast to `output_dtype`, if it is given.
+        offload_policy: with a `CPUOffloadPolicy` shards and gradients are stored, and the optimizer runs, on the CPU.
+        ignored_params: parameters to leave alone: not sharded, moved or initialized. Or modules, with all below them.
+        dp_mesh_dims: torch's `DataParallelMeshDims`: which dimensions of `mesh` to shard and to replicate over. If
+            others have more than one rank, all parameters must be DTensors on them.
+        auto_wrap_policy: which submodules become units of their own. "auto" chooses the outermost repeated blocks,
+            unless submodules are sharded already; if a module around `module` is sharded later, what it chose becomes
+            one unit, as in FSDP2. With None `module` is one unit; otherwise a set of module classes, or a
+            `ModuleWrapPolicy`, `CustomPolicy` or callable as `torch.distributed.fsdp` takes it. A `CustomPolicy` may
+            set the arguments of `FullyShardedDataParallel` for a module otherwise than for the model.
+        reduction_order: with "tree" the mean of a step's gradients is a binary tree over its microbatches, the number
+            of ranks times that of microbatches which `no_sync` accumulates, each a power of two; and norms and other
+            sums over sharded tensors are exact. Training then ends with the same bits on 1, 2, 4, ... ranks: see
+            docs/reproducibility.md for the rest of the recipe. Not with float16 and communication hooks. With "any"
+            sums have the order of the fastest collective.
+        find_unused_parameters: whether ranks tell each other after each backward which parameters they have used, by an
+            all-reduce of a byte for each, so that `.grad` stays None where no rank has. None: after the first two, and
+            then only if a rank had left some out; one that first does so later gets zeros, and a warning. False: never;
+            unused parameters of a unit in use get zeros. The setting of the outermost call is in force.
+        wire: the format in which ranks send parameters and gradients, to send fewer bytes: "bf16", "fp8" or "int8", or
+            a `Wire`, which may choose one for gathers and one for reduces. A mapping has choices by patterns of
+            parameter names (the first that fits), a function returns one for each name; None: in full. Parameters of a
+            unit that are sent in different ways are flat parameters of their own. See docs/wire.md.
+        fsdp1: options under the names that FSDP1 has, which warn, once each, and go with the next minor version;
+            `FullyShardedDataParallel` keeps them.
+
+    Raises:
+        RuntimeError: no process group is initialized, or a unit's parameters are spread over devices.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument or a parameter cannot be sharded, or a variable in the environment has a value that
+            `CompileConfig` cannot have; the message says which and what to do.
+
+    Nothing has been changed when one of these is raised. An error that `reset_parameters` raises, or a ValueError about
+    what it left, comes while units are made, and leaves a model that is sharded in part.
+    """
+    for name in fsdp1:
+        warn_of_fsdp1(name)
+    return shard_module(
+        module,
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
+        auto_wrap_policy=auto_wrap_policy,
+        reduction_order=reduction_order,
+        find_unused_parameters=find_unused_parameters,
+        wire=wire,
+        **fsdp1,
+    )
+
+
+def shard_module(
+    module: nn.Module | Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
     process_group: GroupArgument | None = None,
     sharding_strategy: ShardingStrategy | None = None,
     reshard_after_forward: bool | int | Literal["auto"] | None = None,
@@ -129,97 +232,7 @@ def fully_shard(
     shard_placement_fn: PlacementFn | None = None,
     dp_mesh_dims: Any = None,
 ) -> FSDPModule | list[FSDPModule]:
-    """Shard the parameters of `module` over a process group, in place; return the same object, now an `FSDPModule` too.
-
-    Parameters keep their identity and shape and become sharded tensors: `param.to_local()`, 1-D `[n]` with n >= 0, is
-    what this rank stores, and `param.full_tensor()` gathers all elements: also on one rank and under NO_SHARD, where a
-    rank stores all of them. During forward and backward module code finds plain tensors of the full shape. Gradients
-    arrive on the parameters as the mean over the group, sharded alike. Operators on sharded tensors that reduce or
-    gather must run on all ranks. An optimizer may be made before or after this call. For type checkers the return value
-    has the type of `module`, and after `assert isinstance(model, FSDPModule)` both.
-
-    All ranks must call this with the same model and arguments, and equal initial values or `sync_module_states`.
-
-    It may be called once, for a model, or as FSDP2 is: for each block, and then for the model around them. Arguments of
-    FSDP1 and FSDP2 that say the same are two names; at most one of them may be given.
-
-    Args:
-        module: a module, whose parameters are on one device per unit, but for those on the meta device. Quantized ones,
-            of integer or one-byte dtypes, do not train and are never cast. Submodules that are sharded already keep
-            their units. Or a list of modules that share no submodules: all of their parameters are one unit, which is
-            gathered when the first of them runs, and freed with the root's unit.
-        mesh: device mesh to shard over, 1-D; for hybrid strategies 2-D, (replicas, shards). At most one of `mesh` and
-            `process_group` may be given; without them all ranks shard.
-        process_group: group to shard over; for hybrid strategies the pair (shard group, replica group).
-        sharding_strategy: FULL_SHARD frees unsharded parameters between forward and backward, and SHARD_GRAD_OP does
-            not. NO_SHARD stores all parameters on every rank and averages gradients. HYBRID_SHARD, which a 2-D mesh
-            means without this argument, and _HYBRID_SHARD_ZERO2 do the first two within a node, and average over nodes.
-            None: what `reshard_after_forward` says. With a shard group of one rank all strategies are NO_SHARD.
-        reshard_after_forward: the same choice by another name: True is FULL_SHARD, False SHARD_GRAD_OP. With a number
-            n, a divisor of the number of ranks that shard, each rank stores an n-th of the parameters between forward
-            and backward, and backward gathers within groups of n ranks only; 1 means False, and the number of all ranks
-            True. If neither argument is given, all are resharded but the last unit, with which backward begins. With
-            "auto" a compiled step does not reshard those units whose second all-gather would make it longer, as far as
-            its budget allows: ranks measure their link for that, unless one is named (`CompileConfig`). Beside a
-            `sharding_strategy` this argument must say the same; a number or "auto" fits only strategies that free
-            parameters.
-        auto_wrap_policy: which submodules become units of their own. "auto" chooses the outermost repeated blocks,
-            unless submodules are sharded already; if a module around `module` is sharded later, what it chose becomes
-            one unit, as in FSDP2. With None `module` is one unit; otherwise a set of module classes, or a
-            `ModuleWrapPolicy`, `CustomPolicy` or callable as `torch.distributed.fsdp` takes it. A `CustomPolicy` may
-            set the arguments of `FullyShardedDataParallel` for a module otherwise than for the model.
-        mixed_precision: dtypes of unsharded parameters, of reduced gradients and of buffers, and which inputs are cast.
-            The shards and what the optimizer sees keep the parameters' own dtype. Unless `auto_wrap_policy` is None,
-            batch normalization, or the classes in `_module_classes_to_ignore`, becomes units without mixed precision.
-        cpu_offload: whether shards and gradients are stored, and the optimizer runs, on the CPU.
-        ignored_modules: modules to leave alone, with all below them: not sharded, moved or initialized.
-        ignored_states: the same as modules, or parameters to leave alone. At most one of the two arguments.
-        device_id: device to compute on; what is on the CPU moves there, unit by unit. None means the device
-            of the parameters.
-        param_init_fn: called on every module that directly owns tensors on the meta device, or owns none, to give its
-            own tensors memory and values. If None, they get memory and `module.reset_parameters()` is called; if a
-            module has no such method, all parameters of this call that are on the meta device stay there, to be given
-            memory by `model.to_empty(device=...)` and values by the script, before the first forward.
-        sync_module_states: send parameters and buffers of the first rank to all others before sharding.
-        devices_per_node: for hybrid strategies without mesh and groups, the ranks of one node. None means
-            LOCAL_WORLD_SIZE, or the number of accelerators.
-        backward_prefetch: with BACKWARD_PRE the next unit is gathered while the backward of this one computes, with
-            BACKWARD_POST after it, with None when it is needed.
-        forward_prefetch: whether an eager forward prefetches the next unit, in the order of the first iteration.
-        limit_all_gathers: whether the host waits before an all-gather while the device may still read two units that
-            were freed. It must be equal in all calls under one root, else the first forward raises ValueError; of the
-            other two settings those of the outermost call are in force.
-        reduction_order: with "tree" the mean of a step's gradients is a binary tree over its microbatches, the number
-            of ranks times that of microbatches which `no_sync` accumulates, each a power of two; and norms and other
-            sums over sharded tensors are exact. Training then ends with the same bits on 1, 2, 4, ... ranks: see
-            docs/reproducibility.md for the rest of the recipe. Not with float16 and communication hooks. With "any"
-            sums have the order of the fastest collective.
-        find_unused_parameters: whether ranks tell each other after each backward which parameters they have used, by an
-            all-reduce of a byte for each, so that `.grad` stays None where no rank has. None: after the first two, and
-            then only if a rank had left some out; one that first does so later gets zeros, and a warning. False: never;
-            unused parameters of a unit in use get zeros. The setting of the outermost call is in force.
-        wire: the format in which ranks send parameters and gradients, to send fewer bytes: "bf16", "fp8" or "int8", or
-            a `Wire`, which may choose one for gathers and one for reduces. A mapping has choices by patterns of
-            parameter names (the first that fits), a function returns one for each name; None: in full. Parameters of a
-            unit that are sent in different ways are flat parameters of their own. See docs/wire.md.
-        mp_policy: FSDP2's name of `mixed_precision`. Inputs of every unit are cast to `param_dtype`, unless
-            `cast_forward_inputs` is False; floating outputs of `module` are cast to `output_dtype`, if it is given.
-        offload_policy: FSDP2's name of `cpu_offload`; a `CPUOffloadPolicy` offloads.
-        ignored_params: FSDP2's name of `ignored_states`.
-        shard_placement_fn: is asked about every parameter and may return a `Shard` or None. The dimension has no
-            effect: see Note [Which elements a rank stores].
-        dp_mesh_dims: torch's `DataParallelMeshDims`: which dimensions of `mesh` to shard and to replicate over. If
-            others have more than one rank, all parameters must be DTensors on them.
-
-    Raises:
-        RuntimeError: no process group is initialized, or a unit's parameters are spread over devices.
-        TypeError: an argument has the wrong type.
-        ValueError: an argument or a parameter cannot be sharded, or a variable in the environment has a value that
-            `CompileConfig` cannot have; the message says which and what to do.
-
-    Nothing has been changed when one of these is raised. An error that `param_init_fn` or `reset_parameters` raises,
-    or a ValueError about what they left, comes while units are made, and leaves a model that is sharded in part.
-    """
+    """As `fully_shard` and `FullyShardedDataParallel` say of their options; of two names of one, one may be given."""
     _check_environment()
     modules: Sequence[Any] = module if isinstance(module, Sequence) and not isinstance(module, nn.Module) else (module,)
     is_list = modules is module

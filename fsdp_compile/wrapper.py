@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 
-from fsdp_compile.api import fully_shard
+from fsdp_compile.api import shard_module
 from fsdp_compile.comm.groups import GroupArgument
 from fsdp_compile.construct.arguments import check_module
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy
@@ -53,7 +53,36 @@ class FullyShardedDataParallel(nn.Module):
     """Shard `module`, and the submodules that `auto_wrap_policy` chooses, which are replaced by wrappers around them.
 
     Takes the arguments of `torch.distributed.fsdp.FullyShardedDataParallel`, in its order; see `fully_shard` for what
-    they mean and what is raised. `parameters()` yields the original objects whatever `use_orig_params` is.
+    it does and raises. `parameters()` yields the original objects whatever `use_orig_params` is.
+
+    Args:
+        module: the module.
+        process_group: group to shard over; for hybrid strategies the pair (shard group, replica group).
+        sharding_strategy: FULL_SHARD frees unsharded parameters between forward and backward, and SHARD_GRAD_OP does
+            not. NO_SHARD stores all parameters on every rank and averages gradients. HYBRID_SHARD, which a 2-D mesh
+            means without this argument, and _HYBRID_SHARD_ZERO2 do the first two within a node, and average over nodes.
+            With a shard group of one rank all strategies are NO_SHARD.
+        cpu_offload: whether shards and gradients are stored, and the optimizer runs, on the CPU.
+        auto_wrap_policy: as of `fully_shard`.
+        backward_prefetch: with BACKWARD_PRE the next unit is gathered while the backward of this one computes, with
+            BACKWARD_POST after it, with None when it is needed.
+        mixed_precision: dtypes of unsharded parameters, of reduced gradients and of buffers, and which inputs are cast.
+            Unless `auto_wrap_policy` is None, batch normalization, or the classes in `_module_classes_to_ignore`,
+            becomes units without mixed precision.
+        ignored_modules: modules to leave alone, with all below them: not sharded, moved or initialized.
+        param_init_fn: called on every module that directly owns tensors on the meta device, or owns none, to give its
+            own tensors memory and values. If None, `reset_parameters()` does it, as with `fully_shard`.
+        device_id: device to compute on; what is on the CPU moves there, unit by unit. None means the device
+            of the parameters.
+        sync_module_states: send parameters and buffers of the first rank to all others before sharding.
+        forward_prefetch: whether an eager forward prefetches the next unit, in the order of the first iteration.
+        limit_all_gathers: whether the host waits before an all-gather while the device may still read two units that
+            were freed. It must be equal in all calls under one root, else the first forward raises ValueError; of the
+            other two settings those of the outermost call are in force.
+        use_orig_params: no effect.
+        ignored_states: the same as modules, or parameters to leave alone. At most one of the two arguments.
+        device_mesh: mesh to shard over; for hybrid strategies 2-D, (replicas, shards). At most one of it and
+            `process_group`; without them all ranks shard, and hybrid strategies within a node.
     """
 
     summon_full_params = staticmethod(summon_full_params)
@@ -93,7 +122,7 @@ class FullyShardedDataParallel(nn.Module):
             _warn_of_original_parameters()
         check_module(module)
         sharded_before = {each for each in module.modules() if sharding_of(each)}
-        fully_shard(
+        shard_module(
             module,
             mesh=device_mesh,
             process_group=process_group,

@@ -23,10 +23,10 @@ FUNCTION_LINES = 90
 LIMITS = {
     "the story": 10_599,
     "the story and what it imports": 15_551,
-    PACKAGE: 40_021,
-    "tests": 53_866,
-    "bench": 5_176,
-    "docs, README, change log": 5_370,
+    PACKAGE: 39_848,
+    "tests": 53_849,
+    "bench": 5_174,
+    "docs, README, change log": 5_369,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""
 

@@ -11,7 +11,8 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from bench.models import in_float8
 from bench.systems import Prepared, Setup, layers_of
 from bench.systems.replicated import autocast
-from fsdp_compile import FSDPModule, MixedPrecision, Wire, compile_step, fully_shard
+from fsdp_compile import FSDPModule, MixedPrecision, Wire, compile_step
+from fsdp_compile.api import shard_module
 from fsdp_compile.passes.cost.hardware import device
 from fsdp_compile.passes.measure import measured_speed
 
@@ -20,7 +21,7 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup, **options
     """Shard the model; the default policy has to find the same units that the other systems are told."""
     precision = MixedPrecision(torch.bfloat16, torch.float32) if setup.bf16 else None
     ahead = setup.blocking  # as FSDP2 is told: on CUDA the host's running ahead has the same effect
-    fully_shard(model, mesh=setup.mesh, mixed_precision=precision, forward_prefetch=ahead, **options)
+    shard_module(model, mesh=setup.mesh, mixed_precision=precision, forward_prefetch=ahead, **options)
     missed = [block for block in blocks if not isinstance(block, FSDPModule)]
     if missed:
         raise RuntimeError(f"{len(missed)} blocks are not units, so this would not compare equal units")

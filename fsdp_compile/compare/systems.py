@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_compile.api import fully_shard
+from fsdp_compile.api import shard_module
 from fsdp_compile.comm.hops import Wire
 from fsdp_compile.compare.memory import alive, resident, states_of, waited
 from fsdp_compile.construct.blocks import repeated_blocks
@@ -225,7 +225,7 @@ def _make_eager(training: Training, model: nn.Module) -> tuple[nn.Module, Run]:
     precision = MixedPrecision(torch.bfloat16, torch.float32) if task.bf16 else None
     wire = Wire(task.wire_gather, task.wire_reduce) if task.wire_gather or task.wire_reduce else None
     device = training.device if training.device.type == "cuda" else None
-    fully_shard(model, mixed_precision=precision, device_id=device, wire=wire)
+    shard_module(model, mixed_precision=precision, device_id=device, wire=wire)
     return model, _with_loss(model)
 
 

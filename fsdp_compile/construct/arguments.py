@@ -10,6 +10,7 @@ device_id                                -> a device with an index, or None
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,6 +47,33 @@ except ImportError:  # torch 2.11 and 2.12
         def __post_init__(self) -> None:
             if self.shard is None and self.replicate is None:
                 raise ValueError("DataParallelMeshDims: set at least one of shard and replicate")
+
+
+FSDP1 = {  # what `fully_shard` has in the place of an option under FSDP1's name
+    "sharding_strategy": "reshard_after_forward, or a mesh (replicas, shards) for hybrid strategies",
+    "process_group": "mesh=DeviceMesh.from_group(group, device)",
+    "devices_per_node": "a mesh (replicas, shards)",
+    "mixed_precision": "mp_policy",
+    "cpu_offload": "offload_policy",
+    "ignored_modules": "ignored_params, which takes modules too",
+    "ignored_states": "ignored_params",
+    "device_id": "module.to(device) before",
+    "param_init_fn": "module.to_empty(device=device) and the function, before",
+    "sync_module_states": "set_model_state_dict with broadcast_from_rank0 afterwards",
+    "backward_prefetch": "set_modules_to_backward_prefetch of the modules",
+    "forward_prefetch": "set_modules_to_forward_prefetch of the modules",
+    "limit_all_gathers": "nothing, as two units are alive",
+}
+
+
+@cache
+def warn_of_fsdp1(name: str) -> None:
+    """Announce that an option goes, once. TypeError if there never was one of that name."""
+    if name not in FSDP1:
+        raise TypeError(f"fully_shard() got an unexpected keyword argument {name!r}")
+    kept = "" if name == "devices_per_node" else ", or take FullyShardedDataParallel, which keeps it"
+    warn_caller(f"fully_shard: {name}, which FSDP2 does not have, goes with the next minor version; write "
+                f"{FSDP1[name]}{kept}")  # fmt: skip
 
 
 def check_one(**given: Any) -> None:
@@ -107,8 +135,8 @@ def mesh_to_shard(mesh: DeviceMesh | None, dp_mesh_dims: DataParallelMeshDims | 
     ]
     if not roles[1]:
         raise ValueError(
-            "dp_mesh_dims has no dimension to shard over; to replicate only, pass mesh[name] and "
-            "sharding_strategy=ShardingStrategy.NO_SHARD"
+            "dp_mesh_dims has no dimension to shard over; to replicate only, use FullyShardedDataParallel with "
+            "device_mesh=mesh[name] and sharding_strategy=ShardingStrategy.NO_SHARD"
         )
     names = []
     for role in filter(None, roles):

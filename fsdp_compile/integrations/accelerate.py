@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from fsdp_compile import checkpoint
-from fsdp_compile.api import fully_shard
+from fsdp_compile.api import shard_module
 from fsdp_compile.checkpoint.entries import InModel, Model
 from fsdp_compile.checkpoint.untrusted import path_in
 from fsdp_compile.core.sharding import clean_name
@@ -73,7 +73,7 @@ class Accelerator(accelerate.Accelerator):
             plugin, options = self._fsdp_plugin, self._shard_options
             if plugin is not None:
                 options = configured(plugin, model, self.mixed_precision, evaluation_mode) | options
-            model = fully_shard(model, **options)
+            model = shard_module(model, **options)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)  # no wrapper around it
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:

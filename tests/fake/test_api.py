@@ -26,7 +26,8 @@ from fsdp_compile import (
     ShardingStrategy,
     fully_shard,
 )
-from fsdp_compile.api import _warn_of_untested_torch
+from fsdp_compile.api import _warn_of_untested_torch, shard_module
+from fsdp_compile.construct.arguments import FSDP1, warn_of_fsdp1
 from fsdp_compile.core.sharding import original_class
 from fsdp_compile.core.unit import GradientDelivery, unit_of
 from fsdp_compile.fsdp_module import _warn_of_symmetric_memory
@@ -168,7 +169,26 @@ def test_full_copies_are_no_news() -> None:
     """NO_SHARD over several ranks is here to stay: no warning announces its end, as torch does (E-STRAT-7)."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fully_shard(mlp(), sharding_strategy=ShardingStrategy.NO_SHARD)
+        shard_module(mlp(), sharding_strategy=ShardingStrategy.NO_SHARD)
+
+
+def test_names_of_fsdp1_are_announced() -> None:
+    """Each warns once, with what to write in its place, and does what it did; the wrapper has them as before."""
+    warn_of_fsdp1.cache_clear()
+    options = inspect.signature(shard_module).parameters
+    assert options.keys() - inspect.signature(fully_shard).parameters.keys() == FSDP1.keys()
+    for name, instead in FSDP1.items():
+        with pytest.warns(
+            UserWarning, match=f"fully_shard: {name}, which FSDP2 does not have, goes .*; write {re.escape(instead)}"
+        ):
+            fully_shard(mlp(), **{name: options[name].default})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = fully_shard(mlp(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, forward_prefetch=True)
+        FullyShardedDataParallel(mlp(), forward_prefetch=True)
+    assert model._fsdp.settings.strategy is ShardingStrategy.SHARD_GRAD_OP and model._fsdp.settings.forward_prefetch
+    with pytest.raises(TypeError, match=r"fully_shard\(\) got an unexpected keyword argument 'strategy'"):
+        fully_shard(mlp(), strategy="FULL_SHARD")
 
 
 def with_parameter(param: torch.Tensor) -> nn.Module:
@@ -385,7 +405,7 @@ def test_one_rank_means_no_shard() -> None:
     assert all(p.to_local().numel() == p.numel() for p in model.parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fully_shard(mlp(), process_group=alone, sharding_strategy=ShardingStrategy.NO_SHARD)
+        shard_module(mlp(), process_group=alone, sharding_strategy=ShardingStrategy.NO_SHARD)
 
 
 def test_mesh_of_one_dimension() -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
 
 from fsdp_compile import fully_shard
+from fsdp_compile.api import shard_module
 from fsdp_compile.core.unit import unit_of
 from fsdp_compile.eager.casting import prepare_inputs
 
@@ -66,7 +67,7 @@ def test_a_unit_trains_if_any_parameter_does() -> None:
 
 def test_defaults() -> None:
     """What is not given is as in `FullyShardedDataParallel`: no offload, broadcast or forward prefetch (E-INIT-4)."""
-    ours = inspect.signature(fully_shard).parameters
+    ours = inspect.signature(shard_module).parameters
     stock = inspect.signature(FullyShardedDataParallel.__init__).parameters
     shared = ours.keys() & stock.keys() - {"auto_wrap_policy"}  # ours: "auto"
     assert {"cpu_offload", "backward_prefetch", "forward_prefetch", "sync_module_states", "mixed_precision"} <= shared

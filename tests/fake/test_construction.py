@@ -12,12 +12,14 @@ from conftest import RANK, WORLD_SIZE
 from models import Residual, mlp
 from refusing import local, managed, refused, units
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, FlatParameter
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fsdp_compile import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
+from fsdp_compile.api import shard_module
 
 # --- parameters of unusual shapes -------------------------------------------------------------------------------------
 
@@ -206,7 +208,7 @@ def test_warnings_point_at_the_caller() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         line = inspect.currentframe().f_lineno + 1
-        fully_shard(nn.ModuleList([nn.Linear(2, 2)]), process_group=alone())
+        fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh=DeviceMesh.from_group(alone(), "cpu"))
     assert [(w.filename, w.lineno) for w in caught] == [(__file__, line)] * 2
 
 
@@ -218,7 +220,7 @@ def test_device_id() -> None:
     for given in (None, torch.device("cpu"), torch.device("cpu:0"), "cpu"):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert {u.flats[0].shard.device.type for u in units(fully_shard(mlp(), device_id=given))} == {"cpu"}
+            assert {u.flats[0].shard.device.type for u in units(shard_module(mlp(), device_id=given))} == {"cpu"}
     refused(mlp(), TypeError, "device_id: expected an int", device_id=1.0)
     refused(mlp(), ValueError, "device_id: the meta device", device_id=torch.device("meta"))
 
@@ -246,7 +248,7 @@ def test_batch_norms_are_announced() -> None:
     for quiet in ({}, {"auto_wrap_policy": {nn.Linear}}, {"mixed_precision": MixedPrecision(torch.bfloat16)}):
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
-            fully_shard(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), **quiet)
+            shard_module(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), **quiet)
 
 
 # --- parameters that cannot be sharded --------------------------------------------------------------------------------
