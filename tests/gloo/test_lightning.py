@@ -187,7 +187,7 @@ class Box:
 
 for refused, names in (
     (lambda: save(Box), ("callbacks", "kept.here: a Box", "it has sharded tensors")),
-    (lambda: save(lambda module: module.net), ("callbacks", "kept.here: a Net cannot be saved", "its state_dict()")),
+    (lambda: save(lambda module: module.net), ("callbacks", "kept.here: a Net cannot be saved", "as state_dict() is")),
     (lambda: trainer_of("ours", 1, [StochasticWeightAveraging(1e-2)]).fit(Module()), ("use WeightAveraging",)),
     (lambda: trainer_of("ours", 2).fit(Module(), ckpt_path=folder / "ours/evaluated"), ("optimizer_0",)),
     (lambda: trainer_of("ours", 2).fit(Module(), ckpt_path=folder / "ddp/one"), ("meta.pt",)),
