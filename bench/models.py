@@ -24,8 +24,7 @@ class Workload:
     build: Callable[[], nn.Module]  # returns its loss when called with a batch
     blocks: Callable[[nn.Module], Sequence[nn.Module]]  # that become units, besides the root
     batch: Callable[[int, int], Inputs]  # (step, rank) -> this rank's part
-    unit: str
-    per_step: int  # units that a rank trains on in one step
+    per_step: int  # tokens that a rank trains on in one step
     ends: tuple[str, list[str]] = ("tokens", ["norm", "head"])  # modules before and after the blocks
 
 
@@ -51,7 +50,7 @@ def gpt(batch: int = 4, context: int = 128, **shape: int) -> Workload:
         window = text[at + torch.arange(config.context + 1)].long()
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
-    return Workload(lambda: GPT(config), blocks_of, draw, "tokens", batch * config.context)
+    return Workload(lambda: GPT(config), blocks_of, draw, batch * config.context)
 
 
 class Float8(torch.autograd.Function):
@@ -83,42 +82,6 @@ def in_float8(blocks: Sequence[nn.Module]) -> None:
     for layer in (module for block in blocks for module in block.modules()):
         if type(layer) is nn.Linear:
             layer.__class__ = Float8Linear
-
-
-class Layers(nn.Module):
-    """Ten small linear layers: 20 parameters."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(10))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x
-
-
-class Regression(nn.Module):
-    """Blocks one after the other, squared error inside; only the blocks have parameters."""
-
-    def __init__(self, blocks: int, width: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Layers(width) for _ in range(blocks))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = F.layer_norm(block(x), x.shape[-1:])
-        return F.mse_loss(x, y)
-
-
-def many_small(blocks: int = 100, width: int = 16, batch: int = 4) -> Workload:
-    """2,000 parameters of at most 256 elements in 100 units."""
-
-    def draw(step: int, rank: int) -> Inputs:
-        x, y = torch.randn(2, batch, width, generator=torch.Generator().manual_seed(1000 * step + rank))
-        return x, y
-
-    return Workload(lambda: Regression(blocks, width), blocks_of, draw, "steps", 1)
 
 
 class LlamaBlock(nn.Module):
@@ -185,14 +148,12 @@ def llama(layers: int = 4, context: int = 4096, batch: int = 1, vocab: int = 128
         window = torch.randint(vocab, (batch, context + 1), generator=generator)
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
-    return Workload(lambda: Llama(layers, vocab, context, **shape), blocks_of, draw, "tokens", batch * context)
+    return Workload(lambda: Llama(layers, vocab, context, **shape), blocks_of, draw, batch * context)
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "gpt": gpt,
     "gpt_few_tokens": lambda: gpt(batch=1, context=8),  # activations are nothing beside parameters
     "gpt_small": lambda: gpt(batch=2, context=32, layers=2, heads=2, dim=64),
-    "many_small": many_small,
-    "ten": lambda: many_small(10, 256, 1024),  # equal blocks, and nothing around them has parameters
     "llama": llama,
 }

@@ -1,7 +1,7 @@
 """`python -m bench`: measure every part that this machine can, write `bench/results/` and pictures.
 
 python -m bench                      all parts for this machine, then the report
-python -m bench link many_small      some of them (`--list` names them)
+python -m bench gloo link            some of them (`--list` names them)
 python -m bench report               tables and pictures of the newest results, those of docs/measurements.md too
 python -m bench runs CSV             a table of training runs beside predictions; `fit` fits constants to reported ones
 python -m bench NAME --help          planner, host_overhead, compile_time or another command with options of its own
@@ -51,7 +51,6 @@ class Part:
 
 PEERS = ("unsharded", "fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_compiled")
 FINE = ("fsdp2:layers", "ours_planned", "ours_planned:layers")  # what finer units bring, with a plan and without
-EAGER = ("fsdp2", "ours")
 ON_CUDA = (
     *("unsharded", "fsdp1", "fsdp2", "fsdp2_compile", "fsdp2_compile:ends", "simple_fsdp"),
     *("ours", "ours_blocks", "ours_compiled"),
@@ -62,7 +61,6 @@ LOW_PRECISION = tuple(
 
 PARTS = {
     "gloo": Part("GPT, two gloo ranks of one core each, fp32", "gloo", "gpt", looks=("copies",)),
-    "many_small": Part("2,000 parameters in 100 units, two gloo ranks, fp32", "gloo", "many_small", EAGER, steps=2),
     "link": Part(
         "GPT, emulated link, 8 ranks, fp32", "link", "gpt", (*PEERS, *FINE), 8, ratios=(0.3, 0.6, 0.9),
         looks=("calls", "memory"),
@@ -109,7 +107,7 @@ PARTS = {
     ),
 }  # fmt: skip
 
-ON_THE_CPU = ("gloo", "many_small", "link", "memory")
+ON_THE_CPU = ("gloo", "link", "memory")
 """What `python -m bench` runs without a GPU."""
 
 
@@ -121,8 +119,8 @@ def run(name: str, part: Part) -> dict[str, Any]:
     with Side(name, specs, len(settings) * part.rounds + len(part.looks)) as side:
         asked = {key: getattr(part, key) for key in ("about", "model", "mode", "world", "device", "bf16")}
         workload = WORKLOADS[part.model]()
-        ranks = part.world if part.mode in ("gloo", "nccl") and workload.unit == "tokens" else 1
-        per_step = {"unit": workload.unit, "number": workload.per_step * ranks}
+        ranks = part.world if part.mode in ("gloo", "nccl") else 1
+        per_step = {"unit": "tokens", "number": workload.per_step * ranks}
         found = {**asked, "first": side.first, "failed": side.failed, "per_step": per_step, "settings": []}
         if part.rounds:
             side.ask("train", steps=2)

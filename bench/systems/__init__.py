@@ -69,21 +69,17 @@ SYSTEMS = {
 
 
 def find(name: str) -> System:
-    """The system `name`, which may carry an option: `ours_compiled:order` is without the pass `order`."""
+    """The system `name`, which may carry an option: `ours_compiled:autocast`."""
     return SYSTEMS[name.partition(":")[0]]
 
 
 def label(name: str) -> str:
     """What a system is called in tables."""
-    system, _, option = name.partition(":")
+    option = name.partition(":")[2]
     if not option:
         return find(name).label
-    if option == "named":
-        return f"{find(name).label}, searched for the link"
-    if system == "ours_compiled" and option.startswith(("autocast", "float8")):
-        kind, _, disabled = option.partition("+")
-        return f"{find(name).label}, {kind}" + (f", without {disabled}" if disabled else "")
-    return f"{find(name).label} without {option}" if system == "ours_compiled" else f"{find(name).label}, {option}"
+    kind, _, disabled = option.partition("+")
+    return f"{find(name).label}, {kind}" + (f", without {disabled}" if disabled else "")
 
 
 def layers_of(blocks: Sequence[nn.Module]) -> list[nn.Module]:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from bench.models import in_float8
 from bench.systems import Prepared, Setup, layers_of
 from bench.systems.replicated import autocast
-from fsdp_compile import FSDPModule, MixedPrecision, Wire, compile_step
+from fsdp_compile import FSDPModule, MixedPrecision, compile_step
 from fsdp_compile.api import shard_module
 from fsdp_compile.passes.cost.hardware import device
 from fsdp_compile.passes.measure import measured_speed
@@ -28,20 +28,8 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup, **options
     return model
 
 
-WIRES = {
-    "fp8 and bf16": Wire("fp8", "bf16"),
-    "int8 and fp8": Wire("int8", "fp8"),
-    "int8 and fp8 with feedback": Wire("int8", "fp8", error_feedback=True),
-}
-"""By option, in which formats parameters and gradients are sent."""
-
-
 def eager(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
-    """The option `auto` keeps the last block unsharded, with which backward begins; others name a wire."""
-    chosen: dict[str, Any] = {"reshard_after_forward": "auto"} if setup.option == "auto" else {}
-    if setup.option in WIRES:
-        chosen = {"wire": WIRES[setup.option]}
-    return Prepared(model, shard(model, blocks, setup, **chosen))
+    return Prepared(model, shard(model, blocks, setup))
 
 
 def by_block(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
@@ -55,39 +43,16 @@ def by_block(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Pre
 def compiled(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
     """The whole model is one graph, in the order of blocks.
 
-    The option names passes to leave out; `named` searches a plan for each link. It may begin with `autocast`: bf16 then
-    comes from autocast, as in DDP, and not from `param_dtype`; or with `float8`: linear layers of blocks multiply in
-    float8 beside it.
+    The option may be `autocast`, from which bf16 then comes, as in DDP, and not from `param_dtype`, or `float8`: linear
+    layers of blocks multiply in float8 beside it. Behind `+` stands a pass to leave out.
     """
-    names = setup.option.split("+") if setup.option else []
-    by_autocast = names[:1] in (["autocast"], ["float8"])
-    if names[:1] == ["float8"]:
+    kind, _, disabled = setup.option.partition("+")
+    if kind == "float8":
         in_float8(blocks)
-    shard(model, blocks, replace(setup, bf16=setup.bf16 and not by_autocast))
-    chosen: dict[str, Any] = {}
-    if disabled := tuple(name for name in names[by_autocast:] if name != "named"):
-        chosen = {"backend": "fsdp_compile", "options": {"disable": disabled}}
+    shard(model, blocks, replace(setup, bf16=setup.bf16 and not kind))
+    chosen: dict[str, Any] = {"backend": "fsdp_compile", "options": {"disable": (disabled,)}} if disabled else {}
     forward: Any = torch.compile(model, fullgraph=True, **chosen)
-    if names == ["named"]:
-        return Named(model, forward)
-    return Prepared(model, autocast(forward, setup) if by_autocast else forward)
-
-
-class Named(Prepared):
-    """Compiled again for each link, by its name."""
-
-    def configured(self, link: str, batch: Sequence[Tensor]) -> None:
-        """Plan for `link`."""
-        torch._dynamo.reset()
-        self.forward = torch.compile(self.model, fullgraph=True, backend="fsdp_compile", options={"link": link})
-        _prepare(self, batch)
-
-
-def _prepare(prepared: Prepared, batch: Sequence[Tensor]) -> None:
-    """Compile."""
-    for _ in range(2):
-        prepared.forward(*batch).backward()
-        prepared.model.zero_grad()
+    return Prepared(model, autocast(forward, setup) if kind else forward)
 
 
 class Planned(Prepared):
