@@ -38,9 +38,8 @@ stands for a shard that is cast where its all-gather starts. `tests/fake/test_co
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -244,7 +243,6 @@ def is_tangent(node: fx.Node) -> bool:
 
 _UNBOUNDED = 8192  # stands for a size that depends on data and has no bound, as it does in Inductor
 _INDEX = 1 << 20  # torch bounds sizes that it knows nothing about by what its indices can hold: no bound at all
-_chosen: ContextVar[dict[Any, int]] = ContextVar("_chosen", default={})  # noqa: B039  (never changed)
 
 
 class SizeRange(NamedTuple):
@@ -257,16 +255,6 @@ class SizeRange(NamedTuple):
     hint: int
     most: int | None
     source: str = "decided by data"
-
-
-@contextmanager
-def sizes_chosen(values: dict[Any, int]) -> Iterator[None]:
-    """Symbolic sizes have these values meanwhile, by symbol, for `size_hint` and `largest_size`."""
-    token = _chosen.set(values)
-    try:
-        yield
-    finally:
-        _chosen.reset(token)
 
 
 def size_hint(size: Any) -> int:
@@ -300,8 +288,6 @@ def _sizes_of(value: Any) -> list[SymInt]:
 
 def size_range(symbol: Any) -> SizeRange:
     """Return what the symbol may be, by the guards of the graph that is compiled."""
-    if (chosen := _chosen.get().get(symbol)) is not None:
-        return SizeRange(chosen, chosen, chosen)
     context = TracingContext.try_get()
     shapes: Any = context.fake_mode.shape_env if context is not None and context.fake_mode is not None else None
     least, most = shapes.var_to_range[symbol].lower, shapes.var_to_range[symbol].upper

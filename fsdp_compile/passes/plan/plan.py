@@ -43,13 +43,12 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps in the order of issue, equal on all ranks; `note` is printed above them, for people."""
+    """Steps in the order of issue, equal on all ranks."""
 
     steps: tuple[Step, ...]
-    note: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        return "".join(f"{line}\n" for line in (*(f"# {line}" for line in self.note.splitlines()), *self.steps))
+        return "".join(f"{step}\n" for step in self.steps)
 
     def of(self, *kinds: Kind) -> list[Step]:
         """The steps of some kinds, in order."""

@@ -3,29 +3,23 @@
 Costs are estimates by the files of a named device and link (passes/cost/hardware.py).
 """
 
-import logging
 import pathlib
 import re
 import reprlib
-from collections.abc import Sequence
 from dataclasses import replace
 
-import sympy
-
 from fsdp_compile.config import read_text
-from fsdp_compile.passes._torch import sizes_chosen, symbols_of
 from fsdp_compile.passes.agreement import plan_together
-from fsdp_compile.passes.graph.analyze import GraphInfo, analyze
+from fsdp_compile.passes.graph.analyze import analyze
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
 from fsdp_compile.passes.graph.optimizer_update import units_updated_in_backward, update_cost
 from fsdp_compile.passes.graph.prices import prices_of
 from fsdp_compile.passes.graph.work import relative_costs
 from fsdp_compile.passes.pipeline import GraphContext
-from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate
+from fsdp_compile.passes.plan.plan import Plan, PlanError
 from fsdp_compile.passes.plan.whole_step import UpdateCost, updating_in_backward
-from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad import plan_by_rule
-from fsdp_compile.passes.post_grad.plan_by_rule import plan_log, tell_plan
+from fsdp_compile.passes.post_grad.plan_by_rule import tell_plan
 
 
 def read_graph(context: GraphContext) -> None:
@@ -34,10 +28,6 @@ def read_graph(context: GraphContext) -> None:
     Raises:
         ValueError: the configuration names a link or device that is unknown.
     """
-    context.info, context.workload = _read_graph(context)
-
-
-def _read_graph(context: GraphContext) -> tuple[GraphInfo, Workload]:
     graph, config = context.graph, context.config
     prices = prices_of(graph, config)
     info = prices.read(graph, context.direction) if prices else analyze(graph, relative_costs(graph))
@@ -50,7 +40,7 @@ def _read_graph(context: GraphContext) -> tuple[GraphInfo, Workload]:
         nothing = (0.0,) * len(workload.units)
         update = update_cost(info, prices, config) or UpdateCost(nothing, (), in_backward=in_backward)
         workload = updating_in_backward(workload, update)
-    return info, workload
+    context.info, context.workload = info, workload
 
 
 def choose_plan(context: GraphContext) -> None:
@@ -68,43 +58,10 @@ def choose_plan(context: GraphContext) -> None:
         context.plan = plans[context.direction]
     elif config.link is not None and tagged(context.graph, "gather", "reduce"):  # else nothing is planned
         context.plan, _ = plan_together(context.workload, config, context.direction)
-        if plan_log.isEnabledFor(logging.DEBUG):
-            context.plan = replace(context.plan, note=_in_symbols(context, context.plan))
     else:
         plan_by_rule.choose_plan(context)
         return
     tell_plan(context)
-
-
-def _in_symbols(context: GraphContext, plan: Plan) -> str:
-    """A line for each symbolic size: the plan's seconds and bytes in it, by three of its values.
-
-    The other symbols have the values of tracing time meanwhile.
-    """
-    symbols, lines = symbols_of(context.graph), []
-    for symbol, (least, hint, most, source) in symbols.items():
-        end = most or 2 * hint
-        values = sorted({least, hint if least < hint < end else (least + end) // 2, end})
-        timelines = []
-        for value in values:
-            with sizes_chosen({**{each: other.hint for each, other in symbols.items()}, symbol: value}):
-                timelines.append(simulate(_read_graph(context)[1], plan))
-        seconds, size = (
-            _polynomial_text(symbol, values, results)
-            for results in ([each.makespan * 1e3 for each in timelines], [each.peak for each in timelines])
-        )
-        until = f"to {most}" if most else "or more"
-        lines.append(f"{symbol} = {source}, {least} {until}, planned at {hint}: {seconds} ms, {size} bytes")
-    return "\n".join(lines)
-
-
-def _polynomial_text(symbol: object, values: Sequence[int], results: Sequence[float]) -> str:
-    """The polynomial through these points, its coefficients rounded."""
-    found = sympy.Poly(sympy.interpolate(list(zip(values, results, strict=True)), sympy.Symbol("x")), sympy.Symbol("x"))
-    powers = {2: f"*{symbol}**2", 1: f"*{symbol}", 0: ""}
-    least = 1e-6 * max(map(abs, results))  # what rounding leaves
-    terms = [f"{float(c):.4g}{powers[n]}" for (n,), c in found.terms() if abs(c) * values[-1] ** n > least]
-    return " + ".join(terms).replace("+ -", "- ") or "0"
 
 
 def plans_in_file(path: str) -> dict[str, Plan]:
