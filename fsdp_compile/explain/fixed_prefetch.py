@@ -3,7 +3,7 @@
 from itertools import groupby
 
 from fsdp_compile.passes.plan.plan import Plan
-from fsdp_compile.passes.plan.schedule import Gather, Position, at_the_end, keep_by_rule, plan_of
+from fsdp_compile.passes.plan.schedule import Gather, Position, keep_by_rule, plan_of
 from fsdp_compile.passes.plan.workload import Workload
 
 
@@ -25,7 +25,7 @@ def prefetch(workload: Workload, forward: int, backward: int, before_wait: bool,
     issued += _issue_positions(workload, gathers[split:], split, workload.backward, backward, before_wait)
     # Each reduce is waited for before there would be more than `in_flight` under way, the rest at the end.
     waited: list[Position] = [(ready + 1, 1, 2 * each) for each, (_, _, ready) in enumerate(reduces)][in_flight:]
-    waited += [at_the_end(workload, each) for each in range(len(waited), len(reduces))]
+    waited += [(len(workload.tasks), 3, each) for each in range(len(waited), len(reduces))]
     return plan_of(workload, gathers, issued, waited)
 
 

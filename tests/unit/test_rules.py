@@ -58,6 +58,18 @@ def test_half_a_module_ahead():
         assert simulate(step, plan).peak < simulate(step, one_ahead(step)).peak
 
 
+def test_a_large_reduce_has_time():
+    """A head's reduce is waited for when half of its bytes have been launched behind it, which hides it."""
+    step = in_thirds(blocks(6))
+    large = step.reduces()[0][0]
+    unit = replace(step.units[large], packed=12 * step.units[large].packed, reduce=4 * step.units[large].reduce)
+    step = replace(step, units=(*step.units[:large], unit, *step.units[large + 1 :]))
+    plan = order_of_blocks(step)
+    names = [each.units[0] for each in plan.of("reduce", "wait_reduce")]
+    verify(step, plan)
+    assert names[1:].index(unit.name) == 7
+
+
 def in_thirds(step):
     """`step` whose units are three flat parameters each, which are read and written one after another."""
     units = [replace(unit, name=f"{unit.name}:{part}", module=unit.name, gather=unit.gather / 3, reduce=unit.reduce / 3,
@@ -104,16 +116,3 @@ def test_the_order_of_blocks_of_llama():
             step = workload(MODELS[model], batch, world, link(name), device("h100"))
             rule = simulate(step, order_of_blocks(step))
             assert rule.makespan <= 1.004 * search_plan(step, rule.peak).seconds, (model, name, batch)
-
-
-def test_llama():
-    """8B has 8.03 billion parameters; computing takes as long as its operations at the device's rates for products and
-    for attention, which is slower.
-    """
-    shape, h100 = MODELS["8B"], device("h100")
-    assert sum(shape.units.values()) == pytest.approx(8.03e9, rel=1e-3)
-    step = workload(shape, 1, 8, link("h100-nvlink"), h100)
-    flops = 8 * 8192 * 7.5e9  # forward, forward again and backward, without the embedding
-    attention = (2 + 2.5) * 2 * 8192**2 * 4096 * 32  # causal
-    seconds = (flops / h100.product_efficiency + attention / h100.attention_efficiency) / 989.4e12
-    assert seconds < sum(task.seconds for task in step.tasks) < 1.4 * seconds

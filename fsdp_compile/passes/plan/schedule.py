@@ -397,7 +397,8 @@ Position = tuple[int, int, int]  # before which task; 0: frees, 1: reduces, 2: g
 def order_of_blocks(workload: Workload, in_flight: int | None = None) -> Plan:
     """The plan of a step for which no search was asked; it needs no price. See Note [Half a module ahead].
 
-    Of reduces `in_flight` may be under way at once; None: beside the newest one, half a module of them.
+    Of reduces `in_flight` may be under way at once; None: one is waited for when half a module, and half of its own
+    bytes, have been launched behind it, so that a large head's is not waited for right behind the block's that follows.
     """
     gathers, reduces, units = workload.gathers(keep_by_rule(workload)), workload.reduces(), workload.units
     half = Counter[str]()  # bytes of half a module
@@ -413,12 +414,12 @@ def order_of_blocks(workload: Workload, in_flight: int | None = None) -> Plan:
                 issued.append(place or (start, 2, len(issued) - end))
     waited, under_way = list[Position](), deque[int]()  # bytes
     for at, (unit, _, ready) in enumerate(reduces):
-        most = half[units[unit].of_module]
-        while under_way and (sum(under_way) > most if in_flight is None else len(under_way) >= in_flight):
+        under_way.append(units[unit].packed)
+        while (len(under_way) > in_flight if in_flight is not None else
+               sum(under_way) - under_way[0] > max(half[units[unit].of_module], under_way[0] / 2)):  # fmt: skip
             waited.append((ready + 1, 1, 2 * at + 2))  # behind the launch: its buffer is there already
             under_way.popleft()
-        under_way.append(units[unit].packed)
-    waited += [at_the_end(workload, each) for each in range(len(waited), len(reduces))]
+    waited += [(len(workload.tasks), 3, each) for each in range(len(waited), len(reduces))]
     return plan_of(workload, gathers, issued, waited)
 
 
@@ -431,11 +432,6 @@ def keep_by_rule(workload: Workload) -> frozenset[int]:
     modules = [*dict.fromkeys(workload.units[unit].of_module for unit in units)]
     kept = modules[: 2 if modules[:1] == ["root"] else 1]
     return workload.must_keep | {unit for unit in units if workload.units[unit].of_module in kept}
-
-
-def at_the_end(workload: Workload, index: int) -> Position:
-    """Behind all tasks, for reduce `index`."""
-    return len(workload.tasks), 3, index
 
 
 def plan_of(workload: Workload, gathers: list[Gather], issued: list[Position], waited: list[Position]) -> Plan:
