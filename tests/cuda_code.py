@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import fx
 from torch._dynamo.device_interface import CudaInterface
-from torch._inductor import compile_fx
+from torch._inductor import compile_fx, config, select_algorithm, utils
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _triton
@@ -45,6 +45,24 @@ def as_for_cuda(on_cuda: Callable[[FakeTensor], bool] = lambda _: True) -> Itera
         compile_for_cuda = partial(compile_fx.compile_fx, inner_compile=partial(_compile, on_cuda))
         stack.enter_context(mock.patch.object(compile_fx, "compile_fx", compile_for_cuda))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        yield
+
+
+@contextmanager
+def as_for_templates() -> Iterator[None]:
+    """As `as_for_cuda`, and matrix products are Triton's templates: of each the first, as nothing can be timed."""
+    choose = select_algorithm.AlgorithmSelectorCache.__call__
+
+    def first(self: Any, name: str, choices: list[Any], *args: Any, **named: Any) -> Any:
+        templates = [each for each in choices if isinstance(each, select_algorithm.TritonTemplateCaller)]
+        return choose(self, name, templates[:1], *args, **named)
+
+    with (
+        as_for_cuda(),
+        config.patch(max_autotune_gemm=True, max_autotune_gemm_backends="TRITON"),
+        mock.patch.object(utils, "is_big_gpu", lambda *_: True),
+        mock.patch.object(select_algorithm.AlgorithmSelectorCache, "__call__", first),
+    ):
         yield
 
 

@@ -21,12 +21,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 10_599,
-    "the story and what it imports": 15_551,
-    PACKAGE: 39_848,
+    "the story": 10_580,
+    "the story and what it imports": 15_532,
+    PACKAGE: 39_786,
     "tests": 53_849,
-    "bench": 5_174,
-    "docs, README, change log": 5_346,
+    "bench": 5_102,
+    "docs, README, change log": 5_343,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compiling import BUILD, CASES, cached, compiled, pairs
-from cuda_code import as_for_cuda
+from cuda_code import as_for_cuda, as_for_templates
 from generated import Program, Step, programs
 from models import mlp, squared_error, vectors
 from recording import recorded, unlike_blocks
@@ -185,23 +185,24 @@ def test_waits_come_before_use_and_bound_what_is_in_flight(name: str, backend: s
         assert waiting == []
 
 
-@pytest.mark.parametrize(("name", "cuda"), [("gpt", False), ("mlp", True)], ids=["cpu", "cuda"])
+@pytest.mark.parametrize(("name", "on"), [("gpt", nullcontext), ("mlp", as_for_cuda), ("mlp", as_for_templates)])
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.nightly), torch.bfloat16], ids=str)
-def test_the_pin_blocks_no_fusion(dtype: torch.dtype, name: str, cuda: bool) -> None:
-    """With the order pinned, graphs call no kernel that they do not call without: all is fused that was."""
+def test_the_pin_blocks_no_fusion(dtype: torch.dtype, name: str, on: Any) -> None:
+    """With the order pinned, graphs call no kernel that they do not call without: all is fused, into templates too."""
 
     def called(*disable: str) -> list[Counter[str]]:
         torch.manual_seed(0)
         model = fully_shard(BUILD[name](), mixed_precision=MixedPrecision(dtype))
         run = torch.compile(model, fullgraph=True, backend=fsdp_compile_backend, options={"disable": disable})
         inputs = CASES[name].batch(1, 4)
-        with as_for_cuda() if cuda else nullcontext():
+        with on():
             both = programs(lambda: CASES[name].loss(run, inputs))
         fused = [[step.function for step in each.steps if step.function in each.kernels] for each in both]
         return [Counter(function.rstrip("_0123456789") for function in those) for those in fused]
 
     for pinned, free in zip(called(), called("pin_order"), strict=True):
         assert pinned and not pinned - free
+        assert any("tem_fused" in function and "gelu" in function for function in pinned) == (on is as_for_templates)
 
 
 @pytest.mark.nightly
