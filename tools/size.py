@@ -23,7 +23,7 @@ FUNCTION_LINES = 90
 LIMITS = {
     "the story": 10_580,
     "the story and what it imports": 15_532,
-    PACKAGE: 39_786,
+    PACKAGE: 39_789,
     "tests": 53_849,
     "bench": 5_102,
     "docs, README, change log": 5_343,

@@ -133,7 +133,8 @@ def open_source(path: Path, trust: bool = False) -> Source:
             f"file of safetensors, or a file of torch.save; found {what}"
         )
     metadata = reader.read_metadata()
-    described, places = metadata.state_dict_metadata, metadata.storage_data
+    described: dict[str, Any] = metadata.state_dict_metadata
+    places: Any = metadata.storage_data
     tensors = {
         name: torch.empty(each.size, dtype=each.properties.dtype, device="meta")
         for name, each in described.items()
@@ -191,7 +192,7 @@ def _write_dcp(source: Source, path: Path, files: int, tensors: Tensors) -> None
     results: list[list[WriteResult]] = [[] for _ in range(files)]
     with ExitStack() as stack:
         names = [f"__{rank}_0.distcp" for rank in range(files)]
-        streams = [stack.enter_context(writer.fs.create_stream(path / name, "wb")) for name in names]
+        streams: list[Any] = [stack.enter_context(writer.fs.create_stream(path / name, "wb")) for name in names]
 
         def put(rank: int, index: MetadataIndex, value: Any) -> None:
             start = streams[rank].tell()
@@ -214,11 +215,11 @@ def _write_dcp(source: Source, path: Path, files: int, tensors: Tensors) -> None
             del tensor, chunk
         for stream in streams:
             os.fsync(stream.fileno())
-    for name, first in source.tied.items():
-        metadata.state_dict_metadata[name] = metadata.state_dict_metadata[first]
+    for name, tied in source.tied.items():
+        metadata.state_dict_metadata[name] = metadata.state_dict_metadata[tied]
         for written in results:
             written += [
-                replace(each, index=replace(each.index, fqn=name)) for each in written if each.index.fqn == first
+                replace(each, index=replace(each.index, fqn=name)) for each in written if each.index.fqn == tied
             ]
     writer.finish(metadata, [list(map(writer.with_checksum, written)) for written in results])
     directory.sync_folder(path)

@@ -293,6 +293,8 @@ class FolderWriter(FileSystemWriter):
     """
 
     keeps_chunks = True  # see Note [Writers that keep one item]
+    fs: _SummedFiles
+    path: Path
 
     def __init__(self, path: str | os.PathLike[str], step: int | None) -> None:
         super().__init__(path)

@@ -73,7 +73,7 @@ class Accelerator(accelerate.Accelerator):
             plugin, options = self._fsdp_plugin, self._shard_options
             if plugin is not None:
                 options = configured(plugin, model, self.mixed_precision, evaluation_mode) | options
-            model = shard_module(model, **options)
+            shard_module(model, **options)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)  # no wrapper around it
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
