@@ -29,6 +29,7 @@ from fsdp_compile.agree.unused import Unused
 from fsdp_compile.comm.groups import GroupArgument, check_ranks_of_tree, divide, resolve_groups
 from fsdp_compile.config import MEASURE, CompileConfig, check_type
 from fsdp_compile.construct.arguments import (
+    asks_rows,
     asks_same_bits,
     check_module,
     check_one,
@@ -61,7 +62,7 @@ from fsdp_compile.edits.writeback import UserEdits
 from fsdp_compile.fsdp_module import FSDPModule
 from fsdp_compile.optim.flat import step_on_flat_shards
 from fsdp_compile.parameter_owner import HasShardedParameters
-from fsdp_compile.state_dict.watched_optimizer import watch_optimizers
+from fsdp_compile.state_dict.loaded_optimizer import watch_optimizers
 from fsdp_compile.torch_names import TESTED_TORCH, is_untested
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ def fully_shard(
     dp_mesh_dims: Any = None,
     auto_wrap_policy: AutoWrapPolicy = "auto",
     reduction_order: Literal["any", "tree"] = "any",
+    shards: Literal["any", "rows"] = "any",
     find_unused_parameters: bool | None = None,
     wire: WireArgument = None,
     **fsdp1: Any,
@@ -165,6 +167,11 @@ def fully_shard(
             sums over sharded tensors are exact. Training then ends with the same bits on 1, 2, 4, ... ranks: see
             docs/reproducibility.md for the rest of the recipe. Not with float16 and communication hooks. With "any"
             sums have the order of the fastest collective.
+        shards: "rows" guarantees that each rank stores complete rows of each parameter, or raises ValueError with the
+            parameter, the number of ranks and the padding that it would take. Then `param.to_local()` is
+            `[rows, ...]`, torch's `compute_local_shape_and_global_offset` says which rows of the whole these are, and
+            `_local_tensor` and `_spec` can be read. With "any" a shard ends within a row only where no padding of up
+            to 1/512, or 1/50 if then none does, avoids that. Ranks store different numbers of rows either way.
         find_unused_parameters: whether ranks tell each other after each backward which parameters they have used, by an
             all-reduce of a byte for each, so that `.grad` stays None where no rank has. None: after the first two, and
             then only if a rank had left some out; one that first does so later gets zeros, and a warning. False: never;
@@ -198,6 +205,7 @@ def fully_shard(
         dp_mesh_dims=dp_mesh_dims,
         auto_wrap_policy=auto_wrap_policy,
         reduction_order=reduction_order,
+        shards=shards,
         find_unused_parameters=find_unused_parameters,
         wire=wire,
         **fsdp1,
@@ -224,6 +232,7 @@ def shard_module(
     forward_prefetch: bool = False,
     limit_all_gathers: bool = True,
     reduction_order: Literal["any", "tree"] = "any",
+    shards: Literal["any", "rows"] = "any",
     find_unused_parameters: bool | None = None,
     wire: WireArgument = None,
     mp_policy: MixedPrecisionPolicy | None = None,
@@ -251,7 +260,6 @@ def shard_module(
     same_bits = asks_same_bits(reduction_order, precision, modules)
     check_one(ignored_states=ignored_states, ignored_params=ignored_params)
     ignored = collect_ignored(model, ignored_modules, ignored_states if ignored_params is None else ignored_params)
-    device = given_device(device_id)
     groups = resolve_groups(mesh, process_group, strategy, auto_wrap_policy is not None, devices_per_node)
     if same_bits:
         check_ranks_of_tree(groups)
@@ -261,7 +269,7 @@ def shard_module(
         strategy=strategy,
         groups=groups,
         reshard_after_forward=frees,
-        device=device,
+        device=given_device(device_id),
         precision=precision,
         output_dtype=output_dtype,
         offload=offload,
@@ -270,6 +278,7 @@ def shard_module(
         forward_prefetch=forward_prefetch,
         limit_all_gathers=limit_all_gathers,
         same_bits=same_bits,
+        rows=asks_rows(shards),
         full_precision_in_eval=full_precision_in_eval(),
         find_unused_parameters=find_unused_parameters,
         param_init_fn=param_init_fn,

@@ -22,7 +22,7 @@ from fsdp_compile.core.sharding import (
 )
 from fsdp_compile.edits.writeback import refresh
 from fsdp_compile.state_dict import model as model_state
-from fsdp_compile.tensors._torch import local_of_caller
+from fsdp_compile.tensors._torch import locals_of
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from fsdp_compile.tensors.tensor_parallel import is_dtensor
 
@@ -109,7 +109,7 @@ def _uncount_parametrization(shown: Tensor) -> None:
     """Where `register_parametrization` has deleted an unsharded parameter: it has called `shown.set_(shown)` before,
     which autograd is to count no more as a change of values. With a `right_inverse` they may be others.
     """
-    made = local_of_caller(register_parametrization.__code__, "parametrizations")
+    made = locals_of(register_parametrization).get("parametrizations")
     if made is None or not made.is_tensor or shown.is_inference():
         return
     if not any(hasattr(each, "right_inverse") for each in made):

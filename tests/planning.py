@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 
 from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.state_dict.sharded_value import ShardedValue
 from fsdp_compile.tensors.shard_spec import FlatSharding, ShardRanks, ShardSpec
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 
 class Saved(NamedTuple):
@@ -28,13 +28,13 @@ def ranks_seen_by(rank: int, world_size: int) -> ShardRanks:
     return ShardRanks("none", world_size, rank)
 
 
-def sharded(full: dict[str, Tensor], layout: FlatParamLayout, rank: int) -> dict[str, ShardedValue]:
+def sharded(full: dict[str, Tensor], layout: FlatParamLayout, rank: int) -> dict[str, ShardedTensor]:
     """What `rank` stores of tensors in full shape that are laid out as `layout` says, in memory of its own."""
     ranks, state = ranks_seen_by(rank, layout.world_size), {}
     for name, offset in zip(layout.names, layout.offsets, strict=True):
         sharding = FlatSharding(tuple(full[name].shape), offset, layout.shard_numel)
         first, numel = sharding.local_range(rank)
-        state[name] = ShardedValue(full[name].reshape(-1)[first : first + numel].clone(), ShardSpec(sharding, ranks))
+        state[name] = ShardedTensor(full[name].reshape(-1)[first : first + numel].clone(), ShardSpec(sharding, ranks))
     return state
 
 

@@ -22,11 +22,11 @@ PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
     "the story": 10_580,
-    "the story and what it imports": 15_532,
-    PACKAGE: 39_789,
-    "tests": 53_849,
+    "the story and what it imports": 15_492,
+    PACKAGE: 39_700,
+    "tests": 53_841,
     "bench": 5_102,
-    "docs, README, change log": 5_346,
+    "docs, README, change log": 5_344,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""
 

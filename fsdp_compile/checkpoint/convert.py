@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from fsdp_compile.checkpoint import directory, hugging_face, untrusted
 from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, SafeReader
 from fsdp_compile.state_dict import _torch
-from fsdp_compile.state_dict.sharded_value import with_own_storage
+from fsdp_compile.tensors.write_items import with_own_storage
 
 Keys = tuple[str | int, ...]
 

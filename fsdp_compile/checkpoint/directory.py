@@ -54,7 +54,8 @@ from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, SafeRea
 from fsdp_compile.config import read_json
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.state_dict._torch import StorageInfo
-from fsdp_compile.state_dict.sharded_value import ShardedValue
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.sharded_view import ShardedView
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # of the manifest
@@ -444,8 +445,8 @@ def memory_read_by(tensor: Any) -> Any:
 
     Of a value over a shard, it is the object that has its elements: some ranks have none, and all find the same.
     """
-    if isinstance(tensor, ShardedValue):
-        return id(tensor.local), tensor.geometry
+    if isinstance(tensor, (ShardedTensor, ShardedView)):
+        return id(tensor.local), getattr(tensor, "geometry", None)
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or not tensor.numel():
         return None
     lazy = tensor.is_conj(), tensor.is_neg()

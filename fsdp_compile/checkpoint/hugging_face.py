@@ -35,7 +35,9 @@ from fsdp_compile.comm.collectives import is_first, on_first_rank
 from fsdp_compile.config import read_json
 from fsdp_compile.core.sharding import units_used_below
 from fsdp_compile.state_dict.model import model_state
-from fsdp_compile.state_dict.sharded_value import ShardedValue, full_tensor
+from fsdp_compile.state_dict.sharded_value import full_tensor
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.sharded_view import ShardedView
 
 INDEX = "model.safetensors.index.json"
 BUFFER = 1 << 24  # elements that are copied at a time from another device
@@ -136,7 +138,7 @@ def _tensors_of(model: nn.Module, caller: str, strict: bool = True) -> dict[str,
                 f"{caller}: files of safetensors have tensors alone, and {name} of the model's state_dict() is a "
                 f"{type(value).__name__}; use checkpoint.save and checkpoint.load"
             )
-        if isinstance(value, ShardedValue) and value.spec.tensor_parallel is not None:
+        if isinstance(value, (ShardedTensor, ShardedView)) and value.spec.tensor_parallel is not None:
             raise ValueError(
                 f"{name} is sharded by tensor parallelism too, which safetensors are not written from or read into; "
                 f"use torch.distributed.checkpoint, then `fsdp-compile checkpoint convert`"
@@ -146,7 +148,7 @@ def _tensors_of(model: nn.Module, caller: str, strict: bool = True) -> dict[str,
 
 def _part_to_write(value: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, int]:
     """What this rank writes of a tensor, 1-D, and the index of its first element in the flattened full one."""
-    if isinstance(value, ShardedValue) and value.geometry is None:
+    if isinstance(value, ShardedTensor):
         replicas = value.spec.ranks.replicas
         part, first, writes = value.local, value.spec.first, replicas is None or is_first(group_named(replicas))
     else:

@@ -195,6 +195,13 @@ def asks_same_bits(order: str, precision: MixedPrecision, modules: Sequence[nn.M
     return True
 
 
+def asks_rows(shards: str) -> bool:
+    """Whether `shards` asks for complete rows; ValueError if it is neither "any" nor "rows"."""
+    if shards not in ("any", "rows"):
+        raise ValueError(f"shards: expected 'any' or 'rows', found {shards!r}")
+    return shards == "rows"
+
+
 def given_device(device_id: int | str | torch.device | None) -> torch.device | None:
     """The device that `device_id` names, with an index unless it is the CPU (E-INIT-14)."""
     if device_id is None:

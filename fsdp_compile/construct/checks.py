@@ -1,5 +1,6 @@
 """What `fully_shard` refuses of a model, before anything is changed, and what it warns of."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,8 +21,11 @@ from fsdp_compile.construct.prepare import (
     join,
     unsent_buffers,
 )
+from fsdp_compile.construct.units import divide
 from fsdp_compile.core._torch import FakeTensor
+from fsdp_compile.core.flat_param import group_by_dtype
 from fsdp_compile.core.inner_params import has_attributes, is_subclass_around_others, plain_tensors, recipe_of
+from fsdp_compile.core.layout import MORE, FlatParamLayout, lay_out
 from fsdp_compile.core.settings import PlacementFn, Settings, warn_caller
 from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.tensors.tensor_parallel import check_distribution, is_dtensor
@@ -69,6 +73,39 @@ def check_prepared(model: nn.Module, prepared_units: list[PreparedUnit], beside:
     if any(each.settings.sync_module_states for each in prepared_units):
         _check_sendable(model, prepared_units)
     _check_other_dimensions(prepared_units, beside)
+    for each in prepared_units:
+        if each.settings.rows:
+            _check_rows(each)
+
+
+def _check_rows(prepared: PreparedUnit) -> None:
+    """Raise ValueError if ranks would store a part of a row of a parameter (`shards="rows"`)."""
+    world_size, same_bits = prepared.settings.placement.shards, prepared.settings.same_bits
+    for kind in group_by_dtype(prepared.params):
+        for part in divide(kind, prepared.module, prepared.device):
+            named = [(join(prepared.path, n), (p.to_local() if is_dtensor(p) else p).shape) for n, p in part]
+            if without := [name for name, shape in named if not shape]:
+                raise ValueError(f'shards="rows": parameter {without[0]} is a number; make it 1-D, with one element')
+            if (cut := _cut(lay_out(named, world_size, same_bits, 1 / MORE))) is None:
+                continue
+            wider = (lay_out(named, world_size, same_bits, part) for part in (0.05, 0.1, 0.2, 0.5, 1, 2, 4))
+            least = next((each.padding_numel / sum(each.numels) for each in wider if _cut(each) is None), None)
+            padding = "no padding" if least is None else f"{100 * least:.1f} % of padding"
+            raise ValueError(
+                f'shards="rows": parameter {named[cut][0]}, shape {tuple(named[cut][1])}: on {world_size} ranks a '
+                f"shard ends within a row; {padding} changes that, and {100 / MORE:.0f} % are allowed: shard over "
+                f"fewer ranks, as with replicas, or leave out shards"
+            )
+
+
+def _cut(layout: FlatParamLayout) -> int | None:
+    """The first parameter of a row of which two ranks store a part; None if there is none."""
+    for index, shape in enumerate(layout.shapes):
+        row = math.prod(shape[1:])
+        for record in (layout.record(index, rank) for rank in range(layout.world_size)):
+            if record is not None and (record.first % row or (record.last + 1) % row):
+                return index
+    return None
 
 
 # Note [Which elements a rank stores]

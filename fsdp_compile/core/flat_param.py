@@ -24,7 +24,7 @@ from fsdp_compile.core.autograd import (
     ShardSplitter,
 )
 from fsdp_compile.core.inner_params import is_inner
-from fsdp_compile.core.layout import ShardRecord, lay_out
+from fsdp_compile.core.layout import MORE, ShardRecord, lay_out
 from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.tensors.shard_spec import FlatSharding, ShardRanks, ShardSpec, name_specs
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor, set_local
@@ -58,7 +58,7 @@ class FlatParam:
         pin_memory: bool = False,
     ) -> None:
         shapes = [(name, tuple(param.shape)) for name, param in params]
-        self.layout = layout = lay_out(shapes, ranks.size, ranks.same_bits)
+        self.layout = layout = lay_out(shapes, ranks.size, ranks.same_bits, ranks.rows / MORE)
         self.params = [param for _, param in params]
         self.is_inner = is_inner(self.params[0])  # inner tensors of subclasses, which nothing casts
         self.wire = wire_of(self.params[0])

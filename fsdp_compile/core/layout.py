@@ -205,37 +205,37 @@ which may round otherwise. Shards of a multiple leave over the same elements how
 
 
 def lay_out(
-    parameters: Iterable[tuple[str, Sequence[int]]], world_size: int, same_on_any: bool = False
+    parameters: Iterable[tuple[str, Sequence[int]]], world_size: int, same_on_any: bool = False, rows: float = 0.0
 ) -> FlatParamLayout:
     """The layout of `(name, shape)` pairs over `world_size` ranks whose shards end between rows, and between blocks.
 
     See Note [Why shards end between rows]. It pads at most one element in `MOST` more than `build`, or one in `MORE`
-    where then no shard ends within a row. Parameters and shards start at multiples of 128, 64 or 32 elements instead of
-    16 if that cuts no more rows: then no two ranks share a block that has a scale. With `same_on_any` they start at
-    multiples of 64, so that the end of the buffer alone depends on `world_size`. ValueError as of `build`.
+    where then no shard ends within a row; with `rows` that part, where none ends within one index into a first
+    dimension. Parameters and shards start at multiples of 128, 64 or 32 elements instead of 16 if that cuts no more
+    rows: then no two ranks share a block that has a scale. With `same_on_any` they start at multiples of 64, so that
+    the end of the buffer alone depends on `world_size`. ValueError as of `build`.
     """
     checked = FlatParamLayout.build(parameters, world_size)  # errors name parameters
-    return replace(_laid_out(checked.shapes, world_size, same_on_any), names=checked.names)
+    return replace(_laid_out(checked.shapes, world_size, same_on_any, rows), names=checked.names)
 
 
 @lru_cache(maxsize=1024)  # blocks of a model have the same shapes
-def _laid_out(shapes: tuple[tuple[int, ...], ...], world_size: int, same_on_any: bool) -> FlatParamLayout:
-    named = [(str(index), shape) for index, shape in enumerate(shapes)]
+def _laid_out(shapes: tuple[tuple[int, ...], ...], world_size: int, same_on_any: bool, rows: float) -> FlatParamLayout:
+    named, judged = [(str(index), shape) for index, shape in enumerate(shapes)], int(rows > 0)
     if same_on_any:
         least = FlatParamLayout.build(named, world_size, _VECTORS, _VECTORS)
         return min(_padded(least, least.numel * (1 + 1 / MOST), moves=False), key=_cut_rows)
-    least = FlatParamLayout.build(named, world_size, DEFAULT_ALIGNMENT, DEFAULT_ALIGNMENT)
-    best = least
-    for part in (MOST, MORE):
+    best = least = FlatParamLayout.build(named, world_size, DEFAULT_ALIGNMENT, DEFAULT_ALIGNMENT)
+    for part in (1 / MOST, rows or 1 / MORE):
         found = best
         for grid in _BLOCKS:
             tight = FlatParamLayout.build(named, world_size, grid, grid)
-            found = min([found, *_padded(tight, least.numel * (1 + 1 / part))], key=_cut_rows)
+            found = min([found, *_padded(tight, least.numel * (1 + part))], key=_cut_rows)
             if not any(_cut_rows(found)[:2]):
                 break
-        if part == MOST or not _cut_rows(found)[0]:
+        if part == 1 / MOST or not _cut_rows(found)[judged]:
             best = found
-        if not _cut_rows(best)[0]:
+        if not _cut_rows(best)[judged]:
             break
     return best
 

@@ -51,6 +51,7 @@ class Settings:
     forward_prefetch: bool = False
     limit_all_gathers: bool = True
     same_bits: bool = False
+    rows: bool = False  # whether each rank stores complete rows of each parameter (`shards="rows"`)
     full_precision_in_eval: bool = False
     find_unused_parameters: bool | None = None
     param_init_fn: InitFn | None = None

@@ -186,9 +186,8 @@ class Unit:
         # Pinned, copies from and to other devices run beside the host (E-OFF-3).
         pin = settings.offload and settings.pin_memory and not on_meta and self.device.type != "cpu"
         # That parameters are sharded over; under NO_SHARD this rank alone, of which all others are replicas.
-        self.ranks = ranks = ShardRanks(
-            self.group_name, shards, self.rank, self._replicas_name, settings.same_bits, settings.groups.mesh
-        )
+        kind = settings.same_bits, settings.groups.mesh, settings.rows
+        self.ranks = ranks = ShardRanks(self.group_name, shards, self.rank, self._replicas_name, *kind)
         order = shard_order(self.stages) if self.is_sharded else ()
         self.flats = tuple(FlatParam(part, ranks, order, stored, pin) for part in sections)
         self.params = [param for flat in self.flats for param in flat.params]  # indexed in this order everywhere

@@ -295,4 +295,4 @@ def _has_gradient_anywhere(unit: Unit) -> list[bool]:
 
 def _stored_gradient(grad: Tensor) -> Tensor:
     """What this rank stores of a gradient: all of a plain one."""
-    return grad.to_local() if isinstance(grad, ShardedTensor) else grad
+    return grad.local if isinstance(grad, ShardedTensor) else grad

@@ -154,7 +154,7 @@ def _checked_local(flat: FlatParam, index: int, values: Tensor) -> Tensor:
             f"parameter {flat.names[index]}: expected a plain tensor, or one that is sharded as the parameter "
             f"is, {spec}, found {values.spec}; call full_tensor() on it"
         )
-    return values.to_local()
+    return values.local
 
 
 @torch.no_grad()

@@ -83,7 +83,7 @@ class ByOwner(Optimizer):
         owners: for each sharded parameter the rank that owns it, in the process group that it is sharded over.
     """
 
-    shards_own_state = True  # for state_dict/watched_optimizer.py
+    shards_own_state = True  # for state_dict/loaded_optimizer.py
 
     def __init__(self, params: Iterable[Any], make_optimizer: Callable[[list[Group]], Optimizer]) -> None:
         self.owners: dict[Tensor, int] = {}

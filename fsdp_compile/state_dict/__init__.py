@@ -1,8 +1,8 @@
 """State of sharded models and optimizers in memory, under the names and in the shapes of the unsharded model.
 
-sharded_value.py       the value in a sharded state dict, which torch.distributed.checkpoint writes and reads by itself
+sharded_value.py       values of sharded state dicts, and rows as FSDP1 has them
 model.py               `state_dict` and `load_state_dict` of a sharded module: full, sharded or local
-watched_optimizer.py   an optimizer's state as it enters and leaves its own state dict
+loaded_optimizer.py    the state that an optimizer loads becomes sharded as its parameters
 optimizer.py           the same by parameter names; torch's older functions for it
 saved_optimizer.py     the same for checkpoints
 _torch.py              the private torch names that this folder and checkpoint/ need

@@ -1,8 +1,8 @@
 """`state_dict` and `load_state_dict` of sharded modules: original names, shapes and dtypes, and one of three kinds.
 
 FULL       plain tensors of the original shapes: each unit is gathered, copied and freed in turn
-SHARDED    for each parameter a `ShardedValue`, which is a DTensor, over memory of the shard: nothing is gathered
-LOCAL      for each parameter a `ShardedTensor`, which is no DTensor, with a copy of what the rank stores
+SHARDED    for each parameter a `ShardedTensor`, to users a DTensor, over memory of the shard: nothing is gathered
+LOCAL      the same with a copy of what the rank stores
 
 Where the kind was set, as `FullyShardedDataParallel` does, values of a unit's parameters are copies, and SHARDED ones
 are as FSDP1 gives them: rows of dimension 0 in a DTensor; of a `FullyShardedDataParallel` without a mesh in torch's own
@@ -31,14 +31,13 @@ from fsdp_compile.core.sharding import WRAPPED, clean_name, sharding_of, stored_
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.state_dict.sharded_value import (
     ManagedParameter,
-    ShardedValue,
     full_tensor,
     managed,
     torch_values,
-    value_in_state,
 )
 from fsdp_compile.tensors._torch import called_by_dcp
-from fsdp_compile.tensors.sharded_tensor import ShardedTensor, ShardedView
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.sharded_view import ShardedView, in_state
 
 FULL, SHARDED, LOCAL = (StateDictType[f"{kind}_STATE_DICT"] for kind in ("FULL", "SHARDED", "LOCAL"))
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
@@ -164,8 +163,8 @@ class _Saving:
         settings = self.settings_of(unit)
         kind = settings.state_dict_type
         if kind is SHARDED and (settings is DEFAULT or not at_end):
-            return value_in_state(stored)
-        if isinstance(stored, ShardedView) or getattr(stored, "geometry", None) or (index is None and kind is FULL):
+            return in_state(stored)
+        if isinstance(stored, ShardedView) or (index is None and kind is FULL):
             full: Tensor = stored.full_tensor()
             return full
         if kind is LOCAL:
@@ -181,7 +180,7 @@ class _Saving:
         """Replace what is sharded in `values`, under names with `prefix`; `unit`: that of what was computed."""
         is_done = at_end and self.settings_of(unit).state_dict_type is LOCAL
         for name, stored in () if is_done else values.items():
-            if isinstance(stored, (ShardedTensor, ShardedView, ShardedValue)) and name.startswith(prefix):
+            if isinstance(stored, (ShardedTensor, ShardedView)) and name.startswith(prefix):
                 values[name] = self.value(stored, unit, at_end)
 
 

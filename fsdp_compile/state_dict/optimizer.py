@@ -6,9 +6,8 @@
 For full state the ranks first check that they have the same state, then gather one parameter after the other.
 """
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,18 +25,11 @@ from torch.optim import Optimizer
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.sharding import clean_names, units_used_below
 from fsdp_compile.core.unit import Unit, unit_of
+from fsdp_compile.state_dict.loaded_optimizer import State, StateDict, local_state, params_by_key, watch_state
 from fsdp_compile.state_dict.model import FULL, SHARDED, is_first_rank, settings_of
-from fsdp_compile.state_dict.sharded_value import ShardedValue, full_tensor, managed, torch_values
-from fsdp_compile.state_dict.watched_optimizer import (
-    State,
-    StateDict,
-    converted,
-    local_state,
-    params_by_key,
-    saved_state,
-    watch_state,
-)
+from fsdp_compile.state_dict.sharded_value import full_tensor, managed, torch_values
 from fsdp_compile.tensors.nested import Path, dotted, leaves, map_leaves
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from fsdp_compile.tensors.tensor_parallel import is_dtensor
 
 Group = dict[str, Any]  # of parameters
@@ -56,7 +48,7 @@ def optim_state_dict(
     """The optimizer's state by parameter names, in original shapes, of the kind that is set for `model`.
 
     FULL: plain tensors, gathered; all ranks must call it, and with `rank0_only` all but the first get {}. SHARDED: a
-    `ShardedValue` for each tensor, without communication; if it was set, DTensors or torch's ShardedTensors as FSDP1
+    `ShardedTensor` for each tensor, without communication; if it was set, DTensors or torch's ShardedTensors as FSDP1
     has them, for which all ranks exchange rows. LOCAL: what this rank has. Scalars, such as step counts, stay
     0-d. Values are copies, by default on the CPU, except for LOCAL.
 
@@ -88,7 +80,7 @@ def _by_name(
 ) -> StateDict:
     watch_state(optim)
     given = optim.state_dict() if state_dict is None else state_dict
-    params, named = named_state(model, optim, given, functools.partial(saved_state, kind=kind))
+    params, named = named_state(model, optim, given)
     states = named["state"]
     if kind is FULL:
         unit = units_used_below(model)[0]
@@ -107,10 +99,8 @@ def _by_name(
     return {**named, "state": states} if "param_groups" in given else {"state": states}
 
 
-def named_state(
-    model: nn.Module, optim: Optimizer, given: StateDict, convert: Callable[[nn.Parameter, State], State]
-) -> tuple[dict[str, nn.Parameter], StateDict]:
-    """The optimizer's parameters by name, and `given` with names in the place of its keys and with converted states.
+def named_state(model: nn.Module, optim: Optimizer, given: StateDict) -> tuple[dict[str, nn.Parameter], StateDict]:
+    """The optimizer's parameters by name, and `given` with names in the place of its keys.
 
     Parameters and states are in the model's order, which ranks share.
     """
@@ -121,11 +111,10 @@ def named_state(
     by_name = {name: param for param, name in names.items()}
     params = {key: (name_of(param, names), param) for key, param in params_by_key(optim, given_groups, by_name)}
     groups = [{**each, "params": [params[key][0] for key in each["params"]]} for each in given_groups]
-    states = converted(optim, {**given, "param_groups": given_groups}, convert, by_name)["state"]
     # In the model's order, so that ranks whose optimizers have another one may gather values one after the other.
     of_name = {name: (param, key) for key, (name, param) in params.items()}
     ordered = {name: of_name[name] for name in by_name if name in of_name}
-    named = {name: states[key] for name, (_, key) in ordered.items() if key in states}
+    named = {name: given["state"][key] for name, (_, key) in ordered.items() if key in given["state"]}
     return {name: param for name, (param, _) in ordered.items()}, {"state": named, "param_groups": groups}
 
 
@@ -156,7 +145,7 @@ def _as_set(
     found = dict(leaves(states))
     for name, kinds in _kinds_of_state(list(parameters), states, group or was_set[0].group).items():
         for path in kinds:
-            if isinstance(found[name, *path], ShardedValue) and parameters[name].unit in of_units:
+            if isinstance(found[name, *path], ShardedTensor) and parameters[name].unit in of_units:
                 of_units[parameters[name].unit].append((name, *path))
     for unit, paths in of_units.items():
         as_dtensors = config._use_dtensor or not unit.chunked_values  # type: ignore[attr-defined]  # of SHARDED
@@ -267,7 +256,7 @@ def optim_state_dict_to_load(
     if units and getattr(settings_of(units[0]).optim_state_dict_config, "rank0_only", False):
         optim_state_dict = _from_first_rank(units[0], model, optim_state_dict)
     _check_alike(model, optim_state_dict["state"])
-    loaded = _to_load(model, optim, optim_state_dict, named=is_named_optimizer, as_saved=True)
+    loaded = _to_load(model, optim, optim_state_dict, named=is_named_optimizer)
     if load_directly:
         optim.load_state_dict(loaded)
     return loaded
@@ -276,10 +265,10 @@ def optim_state_dict_to_load(
 def _check_alike(model: nn.Module, states: dict[str, State]) -> None:
     """Raise RuntimeError on all ranks if they load shared state of different parameters, or of different kinds.
 
-    With a `ShardedValue`, which is loaded without communication, nothing is compared.
+    With a `ShardedTensor`, which is loaded without communication, nothing is compared.
     """
     units = units_used_below(model)
-    if units and not any(isinstance(leaf, ShardedValue) for _, leaf in leaves(states)):
+    if units and not any(isinstance(leaf, ShardedTensor) for _, leaf in leaves(states)):
         _kinds_of_state(_shared_names(states, clean_names(model), states), states, units[0].group)
 
 
@@ -289,11 +278,8 @@ def _to_load(
     state_dict: StateDict,
     optim_input: Params | None = None,
     named: bool = False,
-    as_saved: bool = False,
 ) -> StateDict:
-    """`state_dict`, by names, with the keys and groups of `optim`; ValueError where they do not fit.
-    `as_saved`: with values as in the state dict of an optimizer that is watched, and not as optimizers have them.
-    """
+    """`state_dict`, by names, with the keys and groups of `optim`; ValueError where they do not fit."""
     names, saved = clean_names(model), state_dict.get("param_groups")
     if saved is None:  # the optimizer's settings stay
         own_groups = _groups_of(optim, model.parameters() if optim_input is None else optim_input)
@@ -326,7 +312,7 @@ def _to_load(
     for param, name in names.items():  # in the same order on all ranks, as some state may have to be gathered
         state = local_state(param, state_dict["state"].get(name, {})) if param in wanted else {}
         if state:
-            states[keys[param]] = saved_state(param, state) if as_saved else state
+            states[keys[param]] = state
     return {"state": states, "param_groups": matched}
 
 
@@ -449,7 +435,7 @@ def full_optim_state_dict(
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None) -> StateDict:
-    """As `optim_state_dict` in SHARDED, whichever kind is set; a `ShardedValue` shares memory with the optimizer."""
+    """As `optim_state_dict` in SHARDED, whichever kind is set; a `ShardedTensor` shares memory with the optimizer."""
     return _by_name(model, optim, None, SHARDED, ShardedOptimStateDictConfig(), group, shares_memory=True)
 
 

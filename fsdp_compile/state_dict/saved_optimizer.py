@@ -1,8 +1,6 @@
 """The state of an optimizer for a checkpoint, by names: without communication, and without a step of the optimizer."""
 
 import itertools
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,20 +8,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_compile.core.sharding import clean_names
-from fsdp_compile.state_dict.model import SHARDED
-from fsdp_compile.state_dict.optimizer import name_of, named_state, saved_settings
-from fsdp_compile.state_dict.sharded_value import managed, value_of
-from fsdp_compile.state_dict.watched_optimizer import (
+from fsdp_compile.state_dict.loaded_optimizer import (
     SCALARS,
     State,
     StateDict,
     local_state,
-    saved_state,
     shards_own_state,
     watch_state,
 )
+from fsdp_compile.state_dict.optimizer import name_of, named_state, saved_settings
+from fsdp_compile.state_dict.sharded_value import managed
 from fsdp_compile.tensors.nested import ABSENT, Path, leaves, map_leaves
-from fsdp_compile.tensors.shard_spec import ShardSpec
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from fsdp_compile.tensors.tensor_parallel import is_dtensor
 
@@ -34,8 +29,10 @@ def state_to_save(model: nn.Module, optim: Optimizer) -> StateDict:
     An optimizer that has not stepped yet has no state, and does not step here.
     """
     watch_state(optim)
-    convert = _own_state if shards_own_state(optim) else partial(saved_state, kind=SHARDED)
-    return named_state(model, optim, optim.state_dict(), convert)[1]
+    _, named = named_state(model, optim, optim.state_dict())
+    if shards_own_state(optim):
+        named["state"] = {name: _own_state(state) for name, state in named["state"].items()}
+    return named
 
 
 def state_to_fill(model: nn.Module, optim: Optimizer, saved: dict[str, State]) -> dict[str, State]:
@@ -53,7 +50,7 @@ def state_to_fill(model: nn.Module, optim: Optimizer, saved: dict[str, State]) -
         here, param = own.get(path), params[path[0]]
         if isinstance(here, Tensor) and (here.shape, here.dtype) == (outline.shape, outline.dtype):
             return here
-        return _new_like(param, path[-1], outline, ShardedTensor if shards_own_state(optim) else value_of)
+        return _new_like(param, path[-1], outline)
 
     return {name: map_leaves(to_fill, state, (name,)) for name, state in saved.items() if name in params}
 
@@ -83,7 +80,7 @@ def load_saved_state(model: nn.Module, optim: Optimizer, saved: StateDict) -> li
     return [*(names[param] for param in ordered if param in stateless), *lost]
 
 
-def _own_state(_: nn.Parameter, state: State) -> State:
+def _own_state(state: State) -> State:
     """State that an optimizer shards itself: what is in full on the owner of a parameter is `ABSENT` on other ranks."""
     sharded = [leaf for _, leaf in leaves(state) if isinstance(leaf, ShardedTensor)]
     if not sharded or any(leaf.spec.numel for leaf in sharded):
@@ -91,13 +88,13 @@ def _own_state(_: nn.Parameter, state: State) -> State:
     return map_leaves(lambda _, leaf: leaf if isinstance(leaf, ShardedTensor) else ABSENT, state)
 
 
-def _new_like(param: nn.Parameter, key: Any, outline: Tensor, sharded: Callable[[Tensor, ShardSpec], Tensor]) -> Tensor:
+def _new_like(param: nn.Parameter, key: Any, outline: Tensor) -> Tensor:
     """A tensor for the state `key` of `param`, of the shape and dtype that `outline` has."""
     parameter = managed(param)
     alike = outline.shape == param.shape and (outline.dim() > 0 or key not in SCALARS)
     if alike and parameter is not None:
         local = torch.empty(parameter.spec.numel, dtype=outline.dtype, device=parameter.local.device)
-        return sharded(local, parameter.spec)
+        return ShardedTensor(local, parameter.spec)
     if alike and is_dtensor(param):
         return torch.empty_like(param, dtype=outline.dtype, requires_grad=False)
     return torch.empty(outline.shape, dtype=outline.dtype, device=param.device if outline.dim() else "cpu")

@@ -15,9 +15,11 @@ param.device_mesh, param.placements      a mesh, and a `FlatShard` for the ranks
 # of two too large, counts that miss parameters, and `DTensor.from_local` around a sharded tensor.
 #
 # What is no DTensor: unsharded parameters within `summon_full_params`, which are plain to operators; gradients under
-# `no_sync`, whose local elements other ranks do not have; views. Code of torch that reads the fields of what is one, or
-# acts on placements, is told no: Dynamo, so that compiled code is; the functions of state dicts; and `assert_close`.
-# There is no `_local_tensor` and no `_spec`: `DTensor.from_local` would make rows of what is a range of elements.
+# `no_sync`, whose local elements other ranks do not have; views, but those in state dicts. Code of torch that reads the
+# fields of what is one is told no: Dynamo, so that compiled code is, and `assert_close`. tensors/_torch.py has a table.
+# There is no `_local_tensor` and no `_spec`: `DTensor.from_local` would make rows of what is a range of elements. With
+# `shards="rows"` there are both, to be read. No DTensor can be made of them: torch moves data between two placements of
+# one dimension as if they were one (of 71 tries 9 were wrong and said nothing), so placements equal no `Shard` there.
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,17 +31,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_compile.core._torch import local_shape_and_offset
-from fsdp_compile.tensors._torch import COPIES_ROWS, READERS_OF_FIELDS, called_by, dispatcher_asks, makes_spec
+from fsdp_compile.tensors._torch import (
+    COPIES_ROWS,
+    LOADS_ROWS,
+    MAKES_SPECS,
+    READS_FIELDS,
+    asked_by,
+    dispatcher_asks,
+    spec_of,
+)
 from fsdp_compile.tensors.shard_spec import ShardSpec
 
-# Code that reads rows of a file and puts a DTensor of them into the place of each parameter. It is shown the placements
-# and the shape of rows, and the values are taken over (`HasShardedParameters.__setattr__`).
-LOADERS_OF_ROWS = (
-    "transformers.core_model_loading", "transformers.modeling_utils", "transformers.distributed.sharding_utils"
-)  # fmt: skip
-
-
-_COPIED = -1  # as `FlatShard.row`, to code that copies rows of a full tensor: all, of which `copy_` chooses elements
+_ALL = -1  # as `FlatShard.row`, to code that copies rows of a full tensor: all, of which `copy_` chooses elements
 
 
 class FlatShard(Shard):
@@ -52,7 +55,7 @@ class FlatShard(Shard):
 
     Attributes:
         ranges: for each rank the first element that it stores, and how many.
-        row: elements of a row; 0 in what older versions have pickled.
+        row: elements of a row; 0 if ranges are none of rows, as of views, and in what older versions have pickled.
     """
 
     def __init__(self, ranges: tuple[tuple[int, int], ...], row: int = 0) -> None:
@@ -62,13 +65,13 @@ class FlatShard(Shard):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, FlatShard):
             return self.ranges == other.ranges
-        if isinstance(other, Shard) and makes_spec():
+        if isinstance(other, Shard) and asked_by() == MAKES_SPECS:
             raise ValueError(
                 "placements: a DTensor cannot have those of a sharded parameter, of which each rank stores a range of "
                 "the flattened elements; use distribute_tensor(full, mesh, placements), or DTensor.from_local with "
                 "[Shard(0)] and this rank's rows"
             )
-        return False
+        return self.row == _ALL and type(other) is Shard and other.dim == 0
 
     def __hash__(self) -> int:
         return hash(self.ranges)
@@ -83,25 +86,29 @@ class FlatShard(Shard):
 
     def _local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: int, rank: Any) -> tuple[Any, int]:
         """How many rows a rank stores, and the first of them."""
-        if self.row == _COPIED:
+        if self.row == _ALL:
             return curr_local_size, 0
         if not self.row or any(bound % self.row for each in self.ranges for bound in each):
             raise ValueError(f"placements: ranks store the ranges {self.ranges} of elements, which are no rows of "
-                             f"{self.row}; call full_tensor(), or take to_local() as the range that it is")  # fmt: skip
+                             f"the tensor; call full_tensor(), or take to_local() as the range that it is")  # fmt: skip
         first, numel = self.ranges[rank]
         return numel // self.row, first // self.row
+
+    local_shard_size_and_offset = _local_shard_size_and_offset  # type: ignore[assignment]  # torch's is static
 
 
 class AsDTensor:
     """A base of `ShardedTensor`: what is asked of a DTensor beside `to_local` and `full_tensor`."""
 
     is_dtensor = True  # by type: see Note [Sharded tensors are DTensors by type]
+    is_view = False
     spec: ShardSpec
+    has_rows = property(lambda self: self.spec.ranks.rows and not self.is_view)  # `shards="rows"`
 
     @property
     def __class__(self) -> type:
         """`DTensor` to `isinstance`; `type` tells the class."""
-        is_dtensor = self.is_dtensor and not (called_by(READERS_OF_FIELDS) or dispatcher_asks())
+        is_dtensor = self.is_dtensor and not (asked_by().startswith(READS_FIELDS) or dispatcher_asks())
         return DTensor if is_dtensor else type(self)
 
     @__class__.setter
@@ -122,9 +129,11 @@ class AsDTensor:
     @property
     def placements(self) -> tuple[Placement, ...]:
         """A placement for each dimension of `device_mesh`: see `FlatShard`."""
-        row = _COPIED if called_by(COPIES_ROWS) else self.spec.row_numel
-        shard = Shard(0) if called_by(LOADERS_OF_ROWS) else FlatShard(self.spec.ranges, row)
-        return self.spec.placements(shard, self.device_mesh)
+        mesh, asks = self.device_mesh, asked_by()
+        if asks == COPIES_ROWS:  # new DTensors take the place of what has no memory
+            return (Shard(0) if self.is_meta else FlatShard(self.spec.ranges, _ALL),) * mesh.ndim  # type: ignore[attr-defined]  # a Tensor
+        shard = Shard(0) if asks in LOADS_ROWS else FlatShard(self.spec.ranges, 0 if self.is_view else self.spec.row)
+        return self.spec.placements(shard, mesh)
 
     def addends(self, grad_placements: Sequence[Placement] | None) -> int:
         """Of how many ranks gradients are summed up; 1 if the mean is wanted. See `full_tensor`."""
@@ -142,6 +151,8 @@ class AsDTensor:
 
     @property
     def _spec(self) -> Any:
+        if self.has_rows:
+            return spec_of(self)
         raise AttributeError(
             f"_spec: {self.spec.named()}, is sharded by ranges of its flattened elements, which no DTensorSpec "
             f"describes: read device_mesh and placements; beside another DTensor, call full_tensor()"
@@ -149,7 +160,12 @@ class AsDTensor:
 
     @property
     def _local_tensor(self) -> Any:
-        if called_by(LOADERS_OF_ROWS):
+        asks = asked_by()
+        if asks == COPIES_ROWS:
+            return self.local  # type: ignore[attr-defined]  # a ShardedTensor
+        if self.has_rows:
+            return self.detach().to_local()  # type: ignore[attr-defined]  # a Tensor
+        if asks in LOADS_ROWS:
             mesh = self.device_mesh
             shape, _ = local_shape_and_offset(self.spec.shape, mesh, self.spec.placements(Shard(0), mesh))
             return torch.empty(shape, device="meta")
@@ -157,6 +173,10 @@ class AsDTensor:
             f"_local_tensor: a rank stores a range of the flattened elements of {self.spec.named()}, and no rows: call "
             f"to_local(), which is 1-D, or full_tensor()"
         )
+
+    @_local_tensor.setter
+    def _local_tensor(self, local: Tensor) -> None:
+        vars(getattr(self, "base", self))["local"] = local  # of a copy, by `COPIES_ROWS`; `base`: of a view
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Any] | None = None, **_: Any
@@ -173,8 +193,8 @@ class AsDTensor:
             return self
         if not is_here or wanted != everywhere:
             raise ValueError(
-                f"redistribute to {placements} on {device_mesh} is not supported, only to {everywhere} on the same "
-                f"mesh; call full_tensor(), then distribute_tensor"
+                f"redistribute {self.spec.named()}, to {placements} on {device_mesh} is not supported, only to "
+                f"{everywhere} on the same mesh; call full_tensor(), then distribute_tensor"
             )
         full: Tensor = self.full_tensor()  # type: ignore[attr-defined]  # a ShardedTensor
         return DTensor.from_local(full, self.device_mesh, everywhere, run_check=False)

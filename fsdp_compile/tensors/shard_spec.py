@@ -160,10 +160,11 @@ class ShardRanks:
     replicas: str | None = None  # hybrid sharding: the name of the group of the ranks that store the same shard
     same_bits: bool = False  # whether sums over elements do not depend on the number of ranks
     given: DeviceMesh | None = field(default=None, compare=False)  # that the user gave: its last dimension is `group`
+    rows: bool = False  # whether each of them stores complete rows, which `to_local` then gives
     _made: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __reduce__(self) -> Any:
-        return ShardRanks, (self.group, self.size, self.rank, self.replicas, self.same_bits)
+        return ShardRanks, (self.group, self.size, self.rank, self.replicas, self.same_bits, None, self.rows)
 
     def check_here(self) -> None:
         """Check before a collective that this process is the rank whose part this is.
@@ -294,6 +295,14 @@ class ShardSpec:
         return math.prod(self.split_shape[1:])
 
     @cached_property
+    def row(self) -> int:
+        """The same, where rows of what the ranks split are rows of the full tensor on their mesh; else 0."""
+        parallel = self.tensor_parallel
+        if parallel is not None and self.ranks.mesh_with(parallel.mesh) is None:
+            return 0
+        return 0 if parallel is not None and any(each.is_shard(0) for each in parallel.placements) else self.row_numel
+
+    @cached_property
     def is_one_chunk_on_all_ranks(self) -> bool:
         """Whether no rank stores more than one chunk of it."""
         return all(len(self.sharding.chunks(rank)) <= 1 for rank in range(self.ranks.size))
@@ -338,10 +347,8 @@ class ShardSpec:
         if not shape:
             return full.reshape(-1)[: self.numel]
         low, high = self.rows
-        if full.dim() == len(shape) and full.shape[0] > 1:
-            full = full[low:high]
         start = self.first - low * self.row_numel if self.numel else 0
-        return full.expand(high - low, *shape[1:]).reshape(-1)[start : start + self.numel]
+        return full.expand(shape)[low:high].reshape(-1)[start : start + self.numel]
 
     def rows_of(self, local: Tensor, fill: float) -> Tensor:
         """`local`, `[numel]`, as rows of `split_shape`, with `fill` for what other ranks store.

@@ -43,9 +43,9 @@ from fsdp_compile.tensors.sharded_tensor import (
     FlatGradient,
     Rule,
     ShardedTensor,
-    ShardedView,
     bump_version,
 )
+from fsdp_compile.tensors.sharded_view import ShardedView
 from fsdp_compile.tensors.tensor_parallel import is_dtensor
 from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient, UnshardedTensor, refuse_unreduced
 
@@ -394,6 +394,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
     def viewed(like: Tensor, index: int | None = None) -> Tensor:
         view = ShardedView(base, (*steps, partial(step, index=index)), like)
+        view.is_dtensor = source.is_dtensor and is_view and func is aten.detach.default
         is_all = view.geometry == (full.shape, full.stride(), 0)  # as of a matrix that was transposed twice
         return ShardedTensor(base.local, base.spec) if is_all else view
 
@@ -415,6 +416,8 @@ _OF_SHAPES_ALONE = {getattr(aten, f"{each}_like").default for each in ("empty", 
 
 
 def _like(func: Any, args: Any, kwargs: Any) -> Any:
+    if type(args[0]) is ShardedView and args[0].is_dtensor and func not in _OF_SHAPES_ALONE:  # in a state dict
+        return args[0].over(_like(func, (args[0].base, *args[1:]), kwargs))
     if not is_sharded(args[0]):
         return gather(func, args, kwargs)
     # Optimizers make their state like parameters: no gradient comes of that, and hooks cost at every backward.
@@ -427,6 +430,8 @@ def _like(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _new(func: Any, args: Any, kwargs: Any) -> Any:
     like, size, *rest = args
+    if type(like) is ShardedView and like.is_dtensor and torch.Size(size) == like.shape:  # in a state dict
+        return like.over(_new(func, (like.base, like.base.shape, *rest), kwargs))
     local = like.local if is_sharded(like) else torch.empty(0, dtype=like.dtype, device=like.device)
     if is_sharded(like) and torch.Size(size) == like.shape:
         return ShardedTensor(func(local, [like.spec.numel], *rest, **kwargs), like.spec)

@@ -9,7 +9,7 @@ them what it computes on one process, or raises; all ranks must run the same ope
 sharded_rules.py has what each operator does, and Note [Gradients of what is computed from sharded parameters];
 docs/sharded_tensors.md has the table for users.
 
-unsharded_tensor.py has subclasses with all elements here. A `ShardedView` is a lazy view.
+unsharded_tensor.py has subclasses with all elements here, sharded_view.py lazy views.
 """
 
 import functools
@@ -19,15 +19,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.core._torch import (
     NO_TORCH_FUNCTION,
     FakeTensor,
-    break_graph,
     change_wrapper,
     never_compile,
     new_wrapper,
@@ -38,10 +35,11 @@ from fsdp_compile.core._torch import (
     without_torch_function,
 )
 from fsdp_compile.core.traced_writes import note_written
+from fsdp_compile.tensors._torch import COPIES_ROWS, asked_by
 from fsdp_compile.tensors.as_dtensor import AsDTensor
-from fsdp_compile.tensors.shard_spec import Chunk, FlatSharding, ShardRanks, ShardSpec, chunks_of_view
+from fsdp_compile.tensors.shard_spec import Chunk, FlatSharding, ShardRanks, ShardSpec
 from fsdp_compile.tensors.tensor_parallel import TensorParallel, is_dtensor
-from fsdp_compile.tensors.write_items import chunks_of, tensor_of, write_items
+from fsdp_compile.tensors.write_items import chunks_of, tensor_of, with_own_storage, write_items
 
 _SHAPE, _GRAD, _FLAT, _SPEC, _NUMEL = map(operator.attrgetter, ("shape", "grad", "_flat", "spec", "numel"))
 
@@ -118,7 +116,7 @@ class ShardedTensor(AsDTensor, Tensor):
     # --- as a DTensor: as_dtensor.py has the rest ---------------------------------------------------------------------
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """What this rank stores, 1-D; it shares memory with this tensor.
+        """What this rank stores, 1-D, or `[rows, ...]` with `shards="rows"`; it shares memory with this tensor.
 
         Differentiable: each rank's elements get the gradient of what that rank computes from them.
 
@@ -128,7 +126,10 @@ class ShardedTensor(AsDTensor, Tensor):
         if grad_placements is not None:
             raise ValueError(f"grad_placements: {self.spec.named()}, stores a range of its elements, whose gradients "
                              f"are of that range; leave them out, or call full_tensor()")  # fmt: skip
-        return _local_part(self) if _is_tracked(self) else self.local
+        if asked_by() == COPIES_ROWS:
+            return self
+        local = _local_part(self) if is_tracked(self) else self.local
+        return self.spec.rows_of(local, 0) if self.has_rows else local
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The full tensor, plain, on every rank: one all-gather, in which all ranks take part.
@@ -143,8 +144,9 @@ class ShardedTensor(AsDTensor, Tensor):
             ValueError: other `grad_placements`.
         """
         addends = self.addends(grad_placements)
-        if not _is_tracked(self):
-            return self.elements()
+        if not is_tracked(self):
+            device = self.device_mesh.device_type  # where this may come from, after which it was offloaded
+            return self.spec.gather(self.local.to(device)) if self.is_cpu and device != "cpu" else self.elements()
         full = unchanged(self)
         if addends > 1:
             full.register_hook(lambda grad: grad * addends)
@@ -203,8 +205,16 @@ class ShardedTensor(AsDTensor, Tensor):
         )
 
     def data_ptr(self) -> int:
-        """The address of this rank's elements."""
-        return self.local.data_ptr()
+        """0, as of each DTensor: it has no memory in which its elements lie by its strides; `to_local()` has some."""
+        return 0
+
+    def storage(self) -> NoReturn:
+        """Raise TypeError: what writes files by the storages of tensors would write this rank's part alone."""
+        raise TypeError(
+            f"expected full values to be written, found {self.spec.named()}, of which this rank stores a part; on all "
+            f"ranks: full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+            f"cpu_offload=True)); then on the first one: model.save_pretrained(folder, state_dict=full)"
+        )
 
     def is_pinned(self, device: Any = None) -> bool:
         """Whether this rank's elements are in pinned memory."""
@@ -251,21 +261,15 @@ class ShardedTensor(AsDTensor, Tensor):
     chunks = property(lambda self: self.spec.chunks)
 
     def view_of(self, chunk: Chunk) -> Tensor:
-        """One of `chunks` in its n-D shape; it shares memory."""
-        return self.local.detach()[chunk.start : chunk.start + chunk.numel].view(chunk.sizes)
+        """One of `chunks` in its n-D shape: memory of the shard, on a CPU in a storage without other bytes."""
+        view = self.local.detach()[chunk.start : chunk.start + chunk.numel].view(chunk.sizes)
+        return with_own_storage(view) if view.is_cpu else view
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return chunks_of(self)
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        return write_items(fqn, self)
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        found: Tensor = tensor_of(index, self)
-        return found
+    __create_chunk_list__, __create_write_items__, __get_tensor_shard__ = chunks_of, write_items, tensor_of
 
 
-def _is_tracked(tensor: Tensor) -> bool:
+def is_tracked(tensor: Tensor) -> bool:
+    """Whether autograd records what is computed from it."""
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
@@ -413,74 +417,3 @@ def set_local(tensor: Tensor, local: Tensor, spec: ShardSpec, kind: type[Sharded
     vars(tensor).pop("_flat", None)  # no segment of a flat gradient any more
     if type(tensor) is not kind:
         tensor.__class__ = kind
-
-
-# --- views ------------------------------------------------------------------------------------------------------------
-
-
-class ShardedView(Tensor):
-    """A lazy view of a sharded tensor: `steps` lead from the full tensor to it. Reads and writes are collective."""
-
-    base: ShardedTensor
-    steps: tuple[Callable[[Tensor], Tensor], ...]
-    outline: Tensor  # the view of a full tensor without values
-    _gathered: tuple[int, Tensor, Tensor] | None  # the base's version, its elements, and the view of them
-    __torch_function__ = NO_TORCH_FUNCTION
-
-    @staticmethod
-    def __new__(cls, base: ShardedTensor, steps: tuple[Callable[[Tensor], Tensor], ...], like: Tensor) -> "ShardedView":
-        """A view of `base` with the shape and strides of `like`."""
-        self: ShardedView = new_wrapper(
-            cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=base.device
-        )
-        self.base, self.steps, self.outline, self._gathered = base, steps, like, None
-        return self
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    @property
-    def geometry(self) -> tuple[torch.Size, tuple[int, ...], int] | None:
-        """Shape, strides and offset in the flattened base; None if these do not say where each element lies."""
-        like = self.outline
-        is_plain = like.dtype is self.base.dtype and not like.is_conj() and not like.is_neg()
-        is_plain = is_plain and chunks_of_view(like, 0, 0) is not None
-        return (like.shape, like.stride(), int(like.storage_offset())) if is_plain else None
-
-    def read(self) -> Tensor:
-        """The view's elements, plain; gathered again if the base has changed since."""
-        version = self.base.local._version
-        if self._gathered is None or self._gathered[0] != version:
-            full = view = self.base.elements()
-            for step in self.steps:
-                view = step(view)
-            self._gathered = (version, full, view)
-        return self._gathered[2]
-
-    def write(self, view: Tensor) -> None:
-        """Write `view`, which `read` returned and somebody changed since, back to the base."""
-        if self._gathered is not None:
-            full = self._gathered[1]
-            self.base.write(full)
-            self._gathered = (self.base.local._version, full, view)
-
-    def full_tensor(self) -> Tensor:
-        """The view's elements, plain, on every rank; differentiable."""
-        return unchanged(self) if _is_tracked(self) else self.read()
-
-    numpy, tolist, __array__ = ShardedTensor.numpy, ShardedTensor.tolist, ShardedTensor.__array__
-
-    def _whole(self) -> Tensor:
-        self.base._whole()  # or TypeError
-        return self.read()
-
-    @property
-    def __tensor_flatten__(self) -> NoReturn:
-        """Absent: a compiler asks for it before it puts a view into a graph, which could not write to the base."""
-        break_graph(f"a view of a sharded parameter, shape {tuple(self.shape)}: use the parameter itself")
-        raise AttributeError("__tensor_flatten__")
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
-        return f"ShardedView(shape={tuple(self.shape)} of {self.base!r})"
-
-    __torch_dispatch__: Any = ShardedTensor.__torch_dispatch__

@@ -17,27 +17,28 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from fsdp_compile.core.settings import warn_caller
-from fsdp_compile.tensors._torch import Saving, current_save
+from fsdp_compile.tensors._torch import locals_of, save_state_dict
 from fsdp_compile.tensors.shard_spec import ShardSpec, exchange_rows
 
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()  # writers
 _ROWS = "_rows_to_write"  # an attribute of a tensor between planning and writing
 
 
-def write_items(name: str, value: Any) -> list[WriteItem]:
+def write_items(value: Any, name: str, _: Any) -> list[WriteItem]:
     """What DCP writes of `value`, of which this rank has `chunks`; RuntimeError if its writer would lose some of it."""
     spec: ShardSpec = value.spec
-    save = current_save()
+    save = locals_of(save_state_dict)  # its arguments
     chunks: Sequence[ChunkStorageMetadata] = chunks_of(value)
-    if save is not None:
+    if save:
         _warn_of_shared_group(save, value.local.device)
-    if save is not None and not _keeps_chunks(save.writer):
+    if save and not _keeps_chunks(save["storage_writer"]):
         _check_writer(name, value, save)
         if not spec.is_one_chunk_on_all_ranks:
             rows = exchange_rows([value.local.detach()], [spec])[0]
@@ -56,6 +57,13 @@ def write_items(name: str, value: Any) -> list[WriteItem]:
     ]
 
 
+def with_own_storage(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous CPU tensor over a storage without other bytes, which writers would copy or write."""
+    start = tensor.storage_offset() * tensor.element_size()
+    storage = tensor.untyped_storage()[start : start + tensor.nbytes]
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
+
+
 def chunks_of(value: Any) -> list[ChunkStorageMetadata]:
     """Its chunks as DCP describes them; one of a tensor without elements, which otherwise had no name there."""
     if not value.numel():
@@ -63,7 +71,7 @@ def chunks_of(value: Any) -> list[ChunkStorageMetadata]:
     return [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in value.chunks]
 
 
-def tensor_of(index: MetadataIndex, value: Any) -> Any:
+def tensor_of(value: Any, index: MetadataIndex) -> Any:
     """The chunk, or the rows, that belong to an item; ValueError if this rank has none at these offsets."""
     if (rows := value.__dict__.pop(_ROWS, None)) is not None:
         return rows
@@ -90,10 +98,11 @@ def _is_in_background() -> bool:
     return threading.current_thread() is not threading.main_thread()
 
 
-def _warn_of_shared_group(save: Saving, device: torch.device) -> None:
+def _warn_of_shared_group(save: dict[str, Any], device: torch.device) -> None:
     """Warn once of a save in the background through the process group that training communicates by, too."""
-    if _is_in_background() and save.group is None and device.type == "cpu" and save.writer not in _warned:
-        _warned.add(save.writer)
+    writer = save["storage_writer"]
+    if _is_in_background() and save["process_group"] is None and device.type == "cpu" and writer not in _warned:
+        _warned.add(writer)
         warn_caller(
             "async_save plans in the background through the default process group; on a CPU collectives of training go "
             "through it as well, and ranks wait for each other until its timeout. Pass "
@@ -102,9 +111,9 @@ def _warn_of_shared_group(save: Saving, device: torch.device) -> None:
         )
 
 
-def _check_writer(name: str, value: Any, save: Saving) -> None:
-    what, spec = None, value.spec
-    if save.is_alone or not getattr(save.writer, "save_distributed", True):
+def _check_writer(name: str, value: Any, save: dict[str, Any]) -> None:
+    what, spec, writer = None, value.spec, save["storage_writer"]
+    if save["no_dist"] or not getattr(writer, "save_distributed", True):
         what = "writes what one rank has, which is a part of it"
     elif not spec.is_one_chunk_on_all_ranks and _is_in_background():
         what = "keeps one item of each name, for which ranks exchange rows, and cannot in the background"
@@ -112,7 +121,7 @@ def _check_writer(name: str, value: Any, save: Saving) -> None:
         what = "keeps one item of each name, and of a view, or with tensor parallelism, this rank has several"
     if what is not None:
         raise RuntimeError(
-            f"{name}: {type(save.writer).__name__} {what}; save full tensors, as get_model_state_dict gives them with "
+            f"{name}: {type(writer).__name__} {what}; save full tensors, as get_model_state_dict gives them with "
             f"StateDictOptions(full_state_dict=True), or use fsdp_compile.checkpoint.save_safetensors; of torch's "
             f"HuggingFaceStorageWriter, dcp.save with save_distributed=True"
         )

@@ -5,7 +5,6 @@ Each script is a function of `fsdp`, which is `torch.distributed.fsdp` or `fsdp_
 
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 import torch.nn.functional as F
-from models import GPT, MODELS, VOCABULARY, Block, seeded, text
+from models import GPT, VOCABULARY, Block, seeded, text
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdp_compile
 from fsdp_compile import fully_shard
 
 from .ranks import Ranks, on_ranks
-from .training import build
 
 STEPS = 4
 
@@ -203,43 +201,6 @@ def test_from_meta(two: Ranks, tmp_path: Path) -> None:
 def test_hybrid(four: Ranks, tmp_path: Path) -> None:
     """Two replicas, gradients all-reduced in the last of three backward passes only: equal losses."""
     four.run(_compare, hybrid, tmp_path, 1e-5)
-
-
-@torch.no_grad()
-def _copy_into(parameters: dict[str, Any], state: dict[str, Tensor]) -> None:
-    for name, value in state.items():
-        parameters[name].copy_(value)
-
-
-@on_ranks(2)
-def test_distributed_like_parameters() -> None:
-    """`distribute_tensor(full, p.device_mesh, p.placements)` loads into p in all ways, of parameters and of values;
-    `DTensor.from_local` of local data, which is no part of dimension 0, is refused."""
-    world = dist.get_world_size()
-    for mesh in (None, init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (1, world))):
-        plain, model = build(MODELS["mlp"], seed=1).state_dict(), fully_shard(build(MODELS["mlp"]), mesh=mesh)
-        parameters = dict(model.named_parameters())
-        for name, value in model.state_dict().items():
-            param = parameters[name]
-            assert value.to_local().data_ptr() == param.to_local().data_ptr() and value.placements == param.placements
-            assert torch.equal(value.to_local(), param.to_local()) and not any(p == Shard(0) for p in value.placements)
-            assert param.placements[-1].is_shard(0) and not param.placements[-1].is_replicate()
-            assert mesh is None or value.device_mesh == param.device_mesh == mesh
-            like: dict[str, Any] = {"shape": param.shape, "stride": param.stride()}
-            refused = pytest.raises(ValueError, match="each rank stores a range of the flattened elements; use distrib")
-            with refused:  # its local tensor is no row
-                DTensor.from_local(param.to_local().detach(), param.device_mesh, param.placements, **like)
-            with refused:
-                distribute_tensor(plain[name], param.device_mesh).redistribute(placements=param.placements)
-        for source in (parameters, model.state_dict()):
-            new = {k: distribute_tensor(plain[k], v.device_mesh, v.placements) for k, v in source.items()}
-            assign = partial(model.load_state_dict, assign=True)
-            for load in (model.load_state_dict, assign, partial(_copy_into, parameters)):
-                with torch.no_grad():
-                    for param in parameters.values():
-                        param.zero_()
-                load({k: nn.Parameter(v) for k, v in new.items()})
-                assert all(torch.equal(param.full_tensor(), plain[name]) for name, param in parameters.items())
 
 
 class _Product(nn.Module):

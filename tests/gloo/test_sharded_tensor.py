@@ -17,16 +17,16 @@ import torch.distributed as dist
 from models import seeded
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.swa_utils import AveragedModel
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.tensors.shard_spec import FlatSharding, ShardRanks, ShardSpec
-from fsdp_compile.tensors.sharded_tensor import ShardedTensor, ShardedView, set_local
+from fsdp_compile.tensors.sharded_tensor import ShardedTensor, set_local
+from fsdp_compile.tensors.sharded_view import ShardedView
 from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient
 
-from .ranks import Ranks, on_ranks
+from .ranks import Ranks
 
 SHAPES = [(7, 5), (5,), (3, 4), (6, 9), (1,), (33,), (2, 3, 4), (), (8, 16), (0, 3), (3, 7)]
 Params = list[Any]
@@ -398,32 +398,11 @@ def test_closure(ranks: Ranks) -> None:
     ranks.run(_closures)
 
 
-def _load_states(rank: int) -> None:
-    plain, sharded = build()
-    one, other = torch.optim.AdamW(plain, lr=0.1), torch.optim.AdamW(sharded, lr=0.1)
-    give_gradients(plain, sharded, 0)
-    one.step()
-    other.step()
-    for copied in (copy.deepcopy, _saved):
-        saved = copied(other.state_dict())
-        other = torch.optim.AdamW(sharded, lr=0.1)
-        other.load_state_dict(saved)
-        give_gradients(plain, sharded, 1)
-        one.step()
-        other.step()
-        assert_same_params(sharded, plain, "after loading")
-
-
 def _saved(value: Any, **options: Any) -> Any:
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, **options)
-
-
-def test_state_loads(ranks: Ranks) -> None:
-    """Optimizer state goes on after a deep copy, and after torch.save and torch.load by the same rank."""
-    ranks.run(_load_states)
 
 
 # --- clipping ---------------------------------------------------------------------------------------------------------
@@ -879,21 +858,3 @@ def _compiled(rank: int) -> None:
 def test_compiled(ranks: Ranks) -> None:
     """torch.compile of an optimizer's step and of clipping makes one graph each, once."""
     ranks.run(_compiled)
-
-
-@on_ranks(3)
-def test_placements_say_which_rows_a_rank_stores() -> None:
-    """torch's helper gets the box that `to_local()` holds, or raises where ranges end within a row."""
-    is_rows = []
-    for plain, param in zip(*build([shape for shape in SHAPES if shape]), strict=True):
-        row = max(1, math.prod(plain.shape[1:]))
-        is_rows.append(not any(bound % row for each in param.spec.ranges for bound in each))
-        arguments = param.shape, param.device_mesh, param.placements
-        if not is_rows[-1]:
-            with pytest.raises(ValueError, match=r"placements: ranks store the ranges .* which are no rows of"):
-                compute_local_shape_and_global_offset(*arguments)
-            continue
-        shape, offset = compute_local_shape_and_global_offset(*arguments)
-        box = plain[offset[0] : offset[0] + shape[0]]
-        torch.testing.assert_close(param.detach().to_local().view(shape), box, rtol=0, atol=0)
-    assert any(is_rows) and not all(is_rows)

@@ -39,13 +39,6 @@ def _take(full: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     return full[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))]
 
 
-def test_most_chunks() -> None:
-    """The bound `2 * ndim - 1` is reached."""
-    for ndim in range(1, 6):
-        shape = (4,) * ndim
-        assert len(chunks_of_view(torch.empty(shape), 1, 4**ndim - 2) or ()) == 2 * ndim - 1
-
-
 @given(ranges(), st.randoms())
 def test_chunks_of_views(case: tuple[tuple[int, ...], int, int], random: Random) -> None:
     """Of a transposed and sliced view, chunks are its elements of the range, and lie there by its strides."""

@@ -1,28 +1,27 @@
-"""The state of an optimizer over sharded parameters, as it enters and leaves `optimizer.state_dict()`.
+"""The state that an optimizer over sharded parameters loads, or had before they were sharded, becomes as they are.
 
-    what the optimizer has                             what its state dict has, unless LOCAL is set
-    exp_avg   ShardedTensor of the parameter's shape   ShardedValue of that shape
-    others    0-d and other plain tensors, numbers     the same: equal on all ranks
-    nested    dicts, lists, tuples, dataclasses        the same containers, with each tensor converted as above
+    exp_avg   full, sharded in another way, or of FSDP1   ShardedTensor of the parameter's shape, cut or gathered
+              sharded as the parameter                    itself, over the same memory: nothing is communicated
+    others    0-d and other plain tensors, numbers        the same: equal on all ranks
+    nested    dicts, lists, tuples, dataclasses           the same containers, with each tensor converted as above
 
-Sharded tensors share memory with the optimizer in both directions, so a checkpoint is read into its state, without
-communication.
+`optimizer.state_dict()` is torch's own, of the sharded tensors that the optimizer has. But `load_state_dict` takes
+tensors as they come, and `Adagrad` makes some with its parameters, so a hook on steps of all optimizers looks once at
+each: nothing else tells of an optimizer before it updates full state on every rank.
 """
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import StateDictType
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile.core.sharding import clean_name
-from fsdp_compile.state_dict.model import LOCAL, settings_of
-from fsdp_compile.state_dict.sharded_value import ManagedParameter, full_tensor, is_alike, managed, value_of
+from fsdp_compile.state_dict.sharded_value import ManagedParameter, full_tensor, is_alike, managed
 from fsdp_compile.tensors.nested import Path, dotted, map_leaves, nested_as
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
@@ -49,7 +48,7 @@ def _register_hook() -> None:
 
 
 def watch_state(optimizer: Optimizer, *_: Any) -> None:
-    """Convert the state of `optimizer`, and from now on its state dicts, if it has sharded parameters.
+    """Shard the state of `optimizer`, and from now on what it loads, if it has sharded parameters.
 
     One with a true attribute `shards_own_state` is left alone: optim/owners.py shards state in another way.
     """
@@ -65,10 +64,9 @@ def _watch_optimizer(optimizer: Optimizer) -> None:
         return
     _watched.add(optimizer)
     try:
-        optimizer.register_state_dict_post_hook(functools.partial(converted, convert=saved_state))
+        optimizer.register_load_state_dict_pre_hook(_before_load)
     except AttributeError:  # it has no hooks, as it is around another optimizer, which is watched when it steps
         return
-    optimizer.register_load_state_dict_pre_hook(_before_load)
     for param in params:
         if param in optimizer.state:
             optimizer.state[param] = local_state(param, optimizer.state[param])
@@ -76,10 +74,6 @@ def _watch_optimizer(optimizer: Optimizer) -> None:
 
 def _before_load(optim: Optimizer, state_dict: StateDict) -> StateDict:
     """What `load_state_dict` of a watched optimizer gets: state that is sharded as its parameters."""
-
-    def convert(param: nn.Parameter, state: State) -> State:
-        return local_state(param, nested_as(optim.state.get(param, {}), state))
-
     for own, group in zip(optim.param_groups, state_dict["param_groups"], strict=False):
         if "lr" in own and "lr" not in group:
             raise ValueError(
@@ -87,45 +81,22 @@ def _before_load(optim: Optimizer, state_dict: StateDict) -> StateDict:
                 "group if an empty one is before it: save and load with fsdp_compile.checkpoint, or leave out the "
                 "empty group"
             )
-    return converted(optim, state_dict, convert)
-
-
-def params_by_key(
-    optimizer: Optimizer, groups: list[dict[str, Any]], named: dict[str, nn.Parameter]
-) -> Iterator[tuple[Any, nn.Parameter]]:
-    """The optimizer's parameters, each with its key in the parameter groups of a state dict, a name or an integer."""
-    for own, saved in zip(optimizer.param_groups, groups, strict=False):
-        for key, param in zip(saved["params"], own["params"], strict=False):
-            yield key, named.get(clean_name(key), param) if isinstance(key, str) else param
-
-
-def converted(
-    optim: Optimizer,
-    state_dict: StateDict,
-    convert: Callable[[nn.Parameter, State], State],
-    named: dict[str, nn.Parameter] | None = None,
-) -> StateDict:
-    """`state_dict` of `optim` with each parameter's state converted; `named`: parameters by the names it may have."""
     states = dict(state_dict["state"])
-    for key, param in params_by_key(optim, state_dict["param_groups"], named or {}):
+    for key, param in params_by_key(optim, state_dict["param_groups"]):
         if key in states:
-            states[key] = convert(param, states[key])
+            states[key] = local_state(param, nested_as(optim.state.get(param, {}), states[key]))
     return {**state_dict, "state": states}
 
 
-def saved_state(param: nn.Parameter, state: State, kind: StateDictType | None = None) -> State:
-    """One parameter's state as state dicts of `kind` have it; None: the kind that is set for the parameter's unit."""
-    parameter = managed(param)
-    if parameter is None or (kind or settings_of(parameter.unit).state_dict_type) is LOCAL:
-        return state
-    return {name: map_leaves(_saved_value, value) for name, value in state.items()}
-
-
-def _saved_value(_: Path, value: Any) -> Any:
-    if type(value) is ShardedTensor:
-        return value_of(value.to_local(), value.spec)
-    # DCP's stagers do not copy 0-d tensors.
-    return value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
+def params_by_key(
+    optimizer: Optimizer, groups: list[dict[str, Any]], named: dict[str, nn.Parameter] | None = None
+) -> Iterator[tuple[Any, nn.Parameter]]:
+    """The optimizer's parameters, each with its key in the parameter groups of a state dict: an integer, or a name, of
+    which `named` says what it means.
+    """
+    for own, saved in zip(optimizer.param_groups, groups, strict=False):
+        for key, param in zip(saved["params"], own["params"], strict=False):
+            yield key, (named or {}).get(clean_name(key), param) if isinstance(key, str) else param
 
 
 def local_state(param: nn.Parameter, state: State) -> State:
