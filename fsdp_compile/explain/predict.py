@@ -18,6 +18,7 @@ from torch import nn
 
 from fsdp_compile.comm.formats import ratio
 from fsdp_compile.config import update_moves
+from fsdp_compile.core.layout import lay_out
 from fsdp_compile.explain.fixed_prefetch import prefetch
 from fsdp_compile.explain.matrices import MuonOfModel
 from fsdp_compile.explain.prediction import UPDATE, Alternative, Prediction, Setting, hardware_of, settings_of
@@ -112,12 +113,18 @@ class Priced:
 
         return cache(cost)
 
+    def _sent(self, unit: UnitWork) -> int:
+        """The elements of a unit with the padding of this package's layout."""
+        if self.setting.runtime != "fsdp_compile" or not unit.shapes:
+            return unit.parameters
+        return lay_out([(str(index), shape) for index, shape in enumerate(unit.shapes)], self.shards).numel
+
     def _seconds(self, unit: UnitWork, backward: bool) -> float:
         """Seconds of a unit's forward or backward; a block is slowed down by collectives beside it."""
         computing = sum(work_seconds(each, self.hardware) for each in (unit.backward if backward else unit.forward))
         if unit is self.work.begin or unit is self.work.end:
             return computing
-        cost = self._cost(unit.parameters)
+        cost = self._cost(self._sent(unit))
         beside = (cost.gather if self._reshards or not backward else 0.0) + (cost.reduce if backward else 0.0)
         packing = 0.0
         if backward and self.shards > 1 and not self._in_graph:  # gradients are copied into the buffer of the reduce
@@ -146,7 +153,7 @@ class Priced:
         stays = min(self.setting.keep, len(blocks)) + (0 if graph and not self.setting.keep else 1)
         for index, block in enumerate(blocks):
             keep = not self._reshards or index >= len(blocks) - stays
-            costs.append(replace(self._cost(block.parameters), name=f"blocks.{index}", keep_unsharded=keep))
+            costs.append(replace(self._cost(self._sent(block)), name=f"blocks.{index}", keep_unsharded=keep))
         seconds: dict[tuple[int, bool], float] = {}  # equal blocks are one object
         tasks, gradients, made = list[Task](), list[int](), 0  # bytes of shards of gradients, at each task and so far
 

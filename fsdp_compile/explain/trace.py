@@ -302,7 +302,8 @@ def _block(call: Call, compiled: bool, by_operator: bool, dtype: torch.dtype) ->
     passed = sum(each.nbytes for each in tensors if each.requires_grad)
     parameters = sum(each.numel() for each in call.module.parameters())
     read = Read(graphs, compiled, len(state))
-    return read.unit("blocks", parameters, passed, list(graphs.forward.nodes), list(graphs.backward.nodes))
+    unit = read.unit("blocks", parameters, passed, list(graphs.forward.nodes), list(graphs.backward.nodes))
+    return replace(unit, shapes=tuple(tuple(each.shape) for each in call.module.parameters()))
 
 
 @contextmanager

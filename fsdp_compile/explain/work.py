@@ -27,6 +27,7 @@ class UnitWork:
         backward_bytes: the same in backward, without gradients of parameters.
         logits_bytes: how many of `backward_bytes` have an element for each entry of the vocabulary.
         count: how many equal ones there are.
+        shapes: of its parameters, which decide on padding; (): none.
     """
 
     name: str
@@ -39,6 +40,7 @@ class UnitWork:
     backward_bytes: int
     logits_bytes: int = 0
     count: int = 1
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     def checkpointed(self) -> "UnitWork":
         """Save the input alone, and compute forward again at the beginning of backward."""
