@@ -23,8 +23,8 @@ FUNCTION_LINES = 90
 LIMITS = {
     "the story": 10_580,
     "the story and what it imports": 15_492,
-    PACKAGE: 39_700,
-    "tests": 53_841,
+    PACKAGE: 39_689,
+    "tests": 53_837,
     "bench": 5_102,
     "docs, README, change log": 5_344,
 }

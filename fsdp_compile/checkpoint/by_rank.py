@@ -84,21 +84,16 @@ def values_apart(
         paths: of all names.
         group: the ranks.
     """
-    of_name: dict[str, dict[int, tuple[bool, int | None]]] = {}
-    for rank, theirs in enumerate(sums):
-        for name, each in theirs.items():
-            of_name.setdefault(name, {})[rank] = each
-    differing = [name for name, of_ranks in of_name.items() if len(set(of_ranks.values())) > 1]
+    names = dict.fromkeys(name for theirs in sums for name in theirs)
+    having = {name: [rank for rank, theirs in enumerate(sums) if name in theirs] for name in names}
+    found_of = {name: {sums[rank][name] for rank in having[name]} for name in names}
+    differing = [name for name in names if len(found_of[name]) > 1]
     own = set(_unequal_names(differing, found, group) if differing else ())  # equal values may be pickled differently
-    apart = []
-    for name, of_ranks in of_name.items():
-        is_explicit = (False, None) in of_ranks.values()
-        is_tensor = all(is_tensor for is_tensor, _ in of_ranks.values())
-        lacks = len(of_ranks) < len(sums)
-        if name in own or is_explicit or lacks:
-            is_own = name in own or not is_tensor
-            apart.append(Apart(name, paths[name], len(sums), list(of_ranks), is_own))
-    return apart
+    return [
+        Apart(name, paths[name], len(sums), having[name], name in own or not all(is_tensor for is_tensor, _ in of_name))
+        for name, of_name in found_of.items()
+        if name in own or (False, None) in of_name or len(having[name]) < len(sums)
+    ]
 
 
 def _unequal_names(names: list[str], found: dict[str, Any], group: dist.ProcessGroup | None) -> list[str]:

@@ -6,7 +6,7 @@ and shapes, and loading reads into the memory of the shards.
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from fsdp_compile.checkpoint.by_rank import VALUES, PerRank, checksums, values_apart
+from fsdp_compile.checkpoint.by_rank import VALUES, Checksums, PerRank, checksums, own_name, values_apart
 from fsdp_compile.checkpoint.directory import DirectoryReader, DirectoryWriter, committed, open_checkpoint, step_of
 from fsdp_compile.checkpoint.entries import Entry, entries_of, listed
 from fsdp_compile.checkpoint.structure import (
@@ -74,9 +74,8 @@ def save(
     writer = DirectoryWriter(root, step, keep)
     try:
         with errors_of_ranks(doing):
-            found, left_out = _to_save(entries, doing, process_group)
-            planner = _SavePlanner(left_out)
-            dcp.save(found, storage_writer=writer, planner=planner, process_group=process_group)
+            found, paths = _to_save(entries, doing, process_group)
+            dcp.save({"": found}, storage_writer=writer, planner=_SavePlanner(paths), process_group=process_group)
     finally:
         writer.discard()
 
@@ -161,67 +160,62 @@ def _state_of_folder(path: Path) -> tuple[int, int] | None:
 
 def _to_save(
     entries: dict[str, Entry], doing: str, group: dist.ProcessGroup | None
-) -> tuple[dict[str, Any], list[str]]:
-    """What this rank gives to DCP of all entries, and the names of it that other ranks write alone."""
-    packed: dict[str, Any] = {}
-    notes: Notes = {}
-    compared: dict[str, Any] = {}
+) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """What this rank gives to DCP of all entries, by name, and the path of each name."""
+    state: dict[str, Any] = {}
     paths: dict[str, tuple[Any, ...]] = {}
-    sums: dict[str, Any] = {}
-    left_out: list[str] = []
+    compared: dict[str, Any] = {}
+    notes: Notes = {}
     first_ranks: list[str] = []
 
-    def collect() -> None:
+    def collect() -> Checksums:
         for key, entry in entries.items():
-            packed[key] = pack(entry.collect(), (key,), notes)
-            found, found_paths = flatten_state_dict({key: packed[key]})
-            absent = (name for name, value in found.items() if any(each is ABSENT for _, each in leaves(value)))
-            left_out.extend(absent)  # which another rank has
-            first_ranks.extend(name for name, value in found.items() if entry.is_first_ranks(found_paths[name], value))
-            mine = {name: value for name, value in found.items() if entry.is_compared(found_paths[name], value)}
-            compared.update(mine)
-            paths.update((name, found_paths[name]) for name in mine)
-        sums.update(checksums(compared))
+            found, of_entry = flatten_state_dict({key: pack(entry.collect(), (key,), notes)})
+            if twice := found.keys() & paths.keys():
+                raise ValueError(f"state: expected one value of each name, found two of {', '.join(sorted(twice))}")
+            paths.update(of_entry)
+            first_ranks.extend(name for name, value in found.items() if entry.is_first_ranks(paths[name], value))
+            compared.update((name, value) for name, value in found.items() if entry.is_compared(paths[name], value))
+            for name, value in found.items():
+                if not any(each is ABSENT for _, each in leaves(value)):  # else another rank has it
+                    state[name] = value
+        return checksums(compared)
 
-    all_succeed(collect, doing, group)
-    of_ranks = gather_objects((sums, paths, notes, first_ranks), group)
+    sums = all_succeed(collect, doing, group)
+    of_ranks = gather_objects((sums, {name: paths[name] for name in compared}, notes, first_ranks), group)
     all_paths = {name: path for _, theirs, _, _ in of_ranks for name, path in theirs.items()}
     apart = values_apart(compared, [theirs for theirs, _, _, _ in of_ranks], all_paths, group)
     rank = dist.get_rank(group) if dist.is_initialized() else 0
-    before = {name for _, _, _, theirs in of_ranks[:rank] for name in theirs}
-    left_out += [name for name in first_ranks if name in before]
-    own: dict[str, Any] = {}
+    for name in {name for _, _, _, theirs in of_ranks[:rank] for name in theirs} & set(first_ranks):
+        del state[name]
     for each in apart:
         if each.is_own and rank in each.having:
-            value = compared[each.name]
-            if is_explicit := isinstance(value, PerRank):
-                value = value.value
-            # In a tuple DCP writes it as one value. A view would be written with all of its storage.
-            own[each.name] = (value.clone() if isinstance(value, Tensor) else value,)
-            if is_explicit or rank != each.having[0]:
-                left_out.append(each.name)
-    if own:
-        packed[VALUES] = {f"rank{rank}": own}
+            value = state[each.name]
+            if isinstance(value, PerRank) or rank != each.having[0]:
+                del state[each.name]
+            value = value.value if isinstance(value, PerRank) else value
+            name = own_name(each.name, rank)  # in a tuple DCP writes it as one value; a view with all of its storage
+            state[name] = (value.clone() if isinstance(value, Tensor) else value,)
+            paths[name] = (*name.split(".", 2)[:2], each.name)
     merged = merge_notes([theirs for _, _, theirs, _ in of_ranks])
     if merged or apart:
-        packed[NOTES] = [list(merged.items()), [tuple(each) for each in apart]]
-    return packed, left_out
+        state[NOTES], paths[NOTES] = [list(merged.items()), [tuple(each) for each in apart]], (NOTES,)
+    return state, paths
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    """DCP's planner, which leaves names out."""
+    """DCP's planner, of values by name under one key, so that DCP calls no `state_dict()` of theirs."""
 
-    def __init__(self, left_out: Iterable[str]) -> None:
+    def __init__(self, paths: dict[str, tuple[Any, ...]]) -> None:
         super().__init__()
-        self.left_out = left_out
+        self.paths = paths
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """As DCP's, without these names."""
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        for name in self.left_out:
-            del self.state_dict[name], self.mappings[name]
+        """As DCP's, with the path of each name."""
+        super().set_up_planner(state_dict[""], storage_meta, is_coordinator)
+        self.mappings = {name: self.paths[name] for name in self.mappings}
 
 
 # --- what is read -----------------------------------------------------------------------------------------------------
