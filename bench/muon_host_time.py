@@ -29,7 +29,7 @@ from bench import link
 from bench.host_overhead import TOKENS, build
 from bench.link import FREE, EmulatedGroup, LinkWork
 from fsdp_compile import compile_step
-from fsdp_compile.optim.matrix_stage import Stage
+from fsdp_compile.optim.matrix_step import Stage
 from fsdp_compile.step import CompiledStep
 
 BLOCKS, RANKS, ROUNDS = 16, 8, 40

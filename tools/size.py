@@ -22,9 +22,9 @@ PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
     "the story": 10_580,
-    "the story and what it imports": 15_492,
-    PACKAGE: 39_689,
-    "tests": 53_837,
+    "the story and what it imports": 15_491,
+    PACKAGE: 39_564,
+    "tests": 53_704,
     "bench": 5_102,
     "docs, README, change log": 5_344,
 }

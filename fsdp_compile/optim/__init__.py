@@ -6,7 +6,7 @@ in_backward.py   each flat shard's update in backward, so that its gradient is f
 joint.py         one or several optimizers as one step of compile_step
 matrices.py      Muon, and others that need complete matrices, by three functions
 matrix_step.py   one rank computes each matrix, while others are on the way
-matrix_stage.py, matrix_exchange.py, owner_plan.py   what is sent together, and how; who owns what
+matrix_exchange.py, owner_plan.py   how they are sent; who owns what
 owners.py        by_owner: one rank updates each parameter by any optimizer, which has its state in full
 """
 

@@ -13,7 +13,7 @@
 
 import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_compile.optim._torch import has_step_hooks, step_without_hooks
 from fsdp_compile.optim.matrices import takes_matrices
 from fsdp_compile.optim.matrix_step import MatrixUpdates
-from fsdp_compile.optim.segments import Ready, Segments, show_segments
+from fsdp_compile.optim.segments import Ready, Segments
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, Rprop)
 """Optimizers that update each element by its own gradient and state alone, and keep zeros where all of these are."""
@@ -92,7 +92,7 @@ def _give_closure(segments: Segments, optimizer: Optimizer, args: tuple[Any, ...
         if takes_matrices(optimizer):
             _update_matrices(optimizer)
         elif ready := present.ready(optimizer):
-            show_segments(optimizer, ready, present.others(ready))
+            present.show(optimizer, ready, present.others(ready))
         return loss
 
     given["closure"] = begin
@@ -102,15 +102,19 @@ def _give_closure(segments: Segments, optimizer: Optimizer, args: tuple[Any, ...
 def _update_matrices(optimizer: Optimizer) -> None:
     """Update what is computed from complete matrices, and let the step that runs find the other parameters."""
     updates = MatrixUpdates.of(optimizer)
-    covered = updates.begin(optimizer)
+    try:
+        covered = updates.begin(optimizer)
+        deque(updates.finish(), maxlen=0)
+    finally:
+        updates.drop()
     if covered:
-        try:
-            updates.start()
-            deque(updates.finish(), maxlen=0)
-        finally:
-            updates.drop()
-        groups = [group["params"] for group in optimizer.param_groups]
-        show_segments(optimizer, (), [[param for param in of if id(param) not in covered] for of in groups])
+        show_others(optimizer, covered)
+
+
+def show_others(optimizer: Optimizer, covered: Collection[int]) -> None:
+    """Let the step that runs find the parameters whose ids are not `covered`."""
+    others = [[param for param in group["params"] if id(param) not in covered] for group in optimizer.param_groups]
+    Segments.of(optimizer).show(optimizer, (), others)
 
 
 def steps_segments(optimizer: Optimizer) -> bool:
@@ -143,7 +147,7 @@ def step_segments(
         for _, grad in ready:
             grad.mul_(factor.to(grad.device))
     try:
-        step_without_hooks(optimizer, lambda: show_segments(optimizer, ready, others, chosen))
+        step_without_hooks(optimizer, lambda: Segments.of(optimizer).show(optimizer, ready, others, chosen))
     finally:
         vars(optimizer).pop("grad_scale", None)
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.optim._torch import has_step_hooks
 from fsdp_compile.optim.flat import ELEMENTWISE, ELEMENTWISE_NAMES
-from fsdp_compile.optim.joint import FlatUpdate, JointStep
+from fsdp_compile.optim.joint import JointStep
 from fsdp_compile.optim.matrices import takes_matrices
 
 
@@ -72,27 +72,23 @@ class UpdateInBackward:
                 "remove them, or leave update_in_backward out"
             )
         self._check_called_once(loss)
-        updates = self._step.before_backward()
-        chosen = [update for flat in self._flats if (update := updates.get(flat)) is not None
-                  and len(update.params) == len(flat.params) and flat.only_trains()]  # fmt: skip
-        self._step.expect(chosen)
-        for update in chosen:
-            update.flat.reduction.update = partial(self._run, update)
+        for flat in self._step.expect(self._flats):
+            flat.reduction.update = partial(self._run, flat)
         try:
             yield
         finally:
             for flat in self._flats:
                 flat.reduction.update = None
 
-    def _run(self, update: FlatUpdate, grad: Tensor) -> None:
+    def _run(self, flat: FlatParam, grad: Tensor) -> None:
         """Update a flat parameter by `grad`, 1-D `[shard_numel]`."""
-        if update.flat in self.updated:
+        if flat in self.updated:
             raise RuntimeError(
-                f"update_in_backward: a second gradient of parameter {update.flat.names[0]} arrived after its "
-                f"update, so its unit was called several times; load a checkpoint, and leave update_in_backward out"
+                f"update_in_backward: a second gradient of parameter {flat.names[0]} arrived after its update, so its "
+                f"unit was called several times; load a checkpoint, and leave update_in_backward out"
             )
-        self.updated.append(update.flat)
-        update.run_with(grad)
+        self.updated.append(flat)
+        self._step.update(flat, grad)
 
     def _check_called_once(self, loss: Tensor) -> None:
         """Raise ValueError if backward of `loss` reaches a shard in several ways.

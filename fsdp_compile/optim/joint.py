@@ -4,11 +4,14 @@ step.begin(flats)               finds the segments that are updated as one param
 step.step_others()              matrices go to their owners; all other parameters are updated
 step.run(flats)                 updates the segments of some flat parameters, while matrices are on the way
 for flat in step.finish(): ...  matrices are updated; flat parameters that are complete now
+
+in backward:
+step.expect(flats)              which of them are updated as soon as their gradients arrive
+step.update(flat, gradient)     updates one of these; begin, step_others, run and finish update all others
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, compress
 from operator import not_
 
@@ -19,42 +22,10 @@ from torch.optim import Optimizer
 from fsdp_compile.core._torch import without_torch_function
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.optim._torch import announce_step, has_step_hooks, note_step, step_without_hooks
-from fsdp_compile.optim.flat import step_segments, steps_segments
+from fsdp_compile.optim.flat import show_others, step_segments, steps_segments
 from fsdp_compile.optim.matrices import takes_matrices
 from fsdp_compile.optim.matrix_step import MatrixUpdates
-from fsdp_compile.optim.segments import Ready, Segment, Segments, show_segments
-
-
-@dataclass(eq=False)
-class FlatUpdate:
-    """The update of one flat parameter in backward, by one or several optimizers.
-
-    Attributes:
-        fuses: as of `JointStep`.
-        params: what is updated.
-        segments: those that are updated as one parameter, by optimizer.
-        matrices: parameters that are computed as complete ones, by optimizer.
-    """
-
-    flat: FlatParam
-    fuses: bool
-    params: list[nn.Parameter] = field(default_factory=list)
-    segments: dict[Optimizer, list[Segment]] = field(default_factory=dict)
-    matrices: dict[Optimizer, list[nn.Parameter]] = field(default_factory=dict)
-
-    @torch.no_grad()
-    def run_with(self, gradient: Tensor) -> None:
-        """Update by `gradient` of the flat parameter, 1-D `[shard_numel]`; matrices are complete after `finish`."""
-        self.flat.reduction.flat_gradient = gradient
-        for optimizer, params in self.matrices.items():
-            MatrixUpdates.of(optimizer).arrive(params)
-        for optimizer, chosen in self.segments.items():
-            segments = Segments.of(optimizer)
-            ready = segments.ready(optimizer, chosen)
-            if len(ready) < len(chosen):
-                self.flat.binding.show_gradient()
-            step_segments(optimizer, ready, segments.others(ready, chosen), fuses=self.fuses)
-        _free(self.flat, self.params)
+from fsdp_compile.optim.segments import Ready, Segments
 
 
 class JointStep:
@@ -75,7 +46,7 @@ class JointStep:
         self.optimizers, self.fuses = tuple(optimizers), fuses
         self.ready: dict[Optimizer, Ready] = {}
         self._elementwise = [each for each in optimizers if not takes_matrices(each)]
-        self._matrix = [each for each in optimizers if takes_matrices(each)]
+        self._matrices = {each: MatrixUpdates.of(each) for each in optimizers if takes_matrices(each)}
         self._pending = Counter[FlatParam]()  # how many of its matrices are under way
         self._has_state = False  # whether a step has made it
         owners: dict[int, Optimizer] = {}
@@ -88,7 +59,7 @@ class JointStep:
 
     def can_update(self) -> bool:
         """Whether flat parameters can be updated one by one."""
-        return all(map(steps_segments, self._elementwise)) and not any(map(has_step_hooks, self._matrix))
+        return all(map(steps_segments, self._elementwise)) and not any(map(has_step_hooks, self._matrices))
 
     @torch.no_grad()
     def begin(self, flats: Iterable[FlatParam], clips: bool = False) -> None:
@@ -104,8 +75,7 @@ class JointStep:
             for segment, _ in self.ready[optimizer]:
                 covered[segment.flat] += len(segment.params)
             managed.update(dict.fromkeys(segment.flat for segment in segments.all))
-        for optimizer in self._matrix:
-            matrices = MatrixUpdates.of(optimizer)
+        for optimizer, matrices in self._matrices.items():
             matrices.prepare(optimizer)
             covered.update({} if clips else matrices.covers)
             managed.update(dict.fromkeys(matrices.covers))
@@ -116,17 +86,15 @@ class JointStep:
     @torch.no_grad()
     def step_others(self) -> None:
         """Send matrices to their owners, and step on the other parameters that `run` does not update."""
-        for optimizer in self._matrix:
+        for optimizer, matrices in self._matrices.items():
             if has_step_hooks(optimizer):
                 optimizer.step()
                 continue
             announce_step(optimizer)
-            matrices = MatrixUpdates.of(optimizer)
-            covered = matrices.begin(optimizer)
-            matrices.start(drops=True)
-            rest = [[p for p in group["params"] if id(p) not in covered] for group in optimizer.param_groups]
-            if any(param.grad is not None for param in chain.from_iterable(rest)):
-                show_segments(optimizer, (), rest)
+            covered = matrices.begin(optimizer, drops=True)
+            params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+            if any(param.grad is not None for param in params if id(param) not in covered):
+                show_others(optimizer, covered)
                 step_without_hooks(optimizer)
             note_step(optimizer)
         for optimizer in self._elementwise:
@@ -140,7 +108,7 @@ class JointStep:
                 step_segments(optimizer, (), others, fuses=self.fuses)
             note_step(optimizer)
         self._pending.clear()
-        for stage in chain.from_iterable(MatrixUpdates.of(each).stages for each in self._matrix):
+        for stage in chain.from_iterable(matrices.stages for matrices in self._matrices.values()):
             self._pending.update(stage.flats)
         elementwise = {segment.flat for segment, _ in chain.from_iterable(self.ready.values())}
         for flat in self._pending.keys() - elementwise:
@@ -167,7 +135,7 @@ class JointStep:
     def finish(self) -> Iterator[FlatParam]:
         """Update all matrices, under `no_grad`; yields flat parameters, each when none of its matrices is under way."""
         self._has_state = True
-        for stage in chain.from_iterable(MatrixUpdates.of(each).finish() for each in self._matrix):
+        for stage in chain.from_iterable(matrices.finish() for matrices in self._matrices.values()):
             for flat, number in stage.flats.items():
                 left = self._pending.pop(flat) - number
                 if left:
@@ -179,37 +147,36 @@ class JointStep:
         """Forget updates under way, after a failure."""
         self._pending.clear()
         self.ready.clear()
-        for optimizer in self._matrix:
-            MatrixUpdates.of(optimizer).drop()
+        for matrices in self._matrices.values():
+            matrices.drop()
 
-    def before_backward(self) -> dict[FlatParam, FlatUpdate]:
-        """For each flat parameter the update by a gradient that is still to come."""
-        updates: dict[FlatParam, FlatUpdate] = {}
+    def expect(self, flats: Sequence[FlatParam]) -> list[FlatParam]:
+        """Those of `flats` that `update` can update in this backward, for each of which it is to be called."""
+        covered = Counter[FlatParam]()
+        for segment in chain.from_iterable(Segments.of(optimizer).all for optimizer in self._elementwise):
+            covered[segment.flat] += len(segment.params)
+        for optimizer, matrices in self._matrices.items():
+            matrices.prepare(optimizer)
+            covered.update(matrices.covers)
+        chosen = [flat for flat in flats if covered[flat] == len(flat.params) and flat.only_trains()]
+        for optimizer, matrices in self._matrices.items():
+            matrices.expect(optimizer, chosen)
+        return chosen
 
-        def of(flat: FlatParam) -> FlatUpdate:
-            return updates.setdefault(flat, FlatUpdate(flat, self.fuses))
-
+    @torch.no_grad()
+    def update(self, flat: FlatParam, gradient: Tensor) -> None:
+        """Update a flat parameter by its gradient, 1-D `[shard_numel]`; matrices are complete after `finish`."""
+        flat.reduction.flat_gradient = gradient
+        for optimizer, matrices in self._matrices.items():
+            matrices.arrive(optimizer, flat)
         for optimizer in self._elementwise:
-            for segment in Segments.of(optimizer).all:
-                of(segment.flat).segments.setdefault(optimizer, []).append(segment)
-                of(segment.flat).params += segment.params
-        for optimizer in self._matrix:
-            matrices = MatrixUpdates.of(optimizer)
-            covered = matrices.prepare(optimizer)
-            for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-                if id(param) in covered and id(param) in matrices.flats:
-                    update = of(matrices.flats[id(param)])
-                    update.matrices.setdefault(optimizer, []).append(param)
-                    update.params.append(param)
-        return updates
-
-    def expect(self, updates: Iterable[FlatUpdate]) -> None:
-        """Expect to run some of the updates of `before_backward` in this backward."""
-        of_each: dict[Optimizer, list[nn.Parameter]] = {optimizer: [] for optimizer in self._matrix}
-        for optimizer, params in chain.from_iterable(update.matrices.items() for update in updates):
-            of_each[optimizer] += params
-        for optimizer, params in of_each.items():
-            MatrixUpdates.of(optimizer).expect(optimizer, params)
+            segments = Segments.of(optimizer)
+            if chosen := [segment for segment in segments.all if segment.flat is flat]:
+                ready = segments.ready(optimizer, chosen)
+                if len(ready) < len(chosen):
+                    flat.binding.show_gradient()
+                step_segments(optimizer, ready, segments.others(ready, chosen), fuses=self.fuses)
+        _free(flat, flat.params)
 
 
 def _free(flat: FlatParam, params: Iterable[nn.Parameter]) -> None:

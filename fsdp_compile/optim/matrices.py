@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.optim import Muon, Optimizer
 
 from fsdp_compile.optim._torch import adjusted_lr, orthogonalized
-from fsdp_compile.optim.owners import local_data, local_gradient
 from fsdp_compile.tensors.shard_spec import ShardSpec
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
+from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient, UnshardedTensor, refuse_unreduced
 
 
 class MatrixShard:
@@ -160,11 +160,30 @@ def matrix_shape(functions: Functions, shape: tuple[int, ...]) -> tuple[int, ...
     return shape if functions.dims is None else tuple(shape[-functions.dims :])
 
 
+def local_data(param: ShardedTensor) -> Tensor:
+    """What this rank stores of `param`, 1-D; RuntimeError if parameters are summoned."""
+    if isinstance(param, UnshardedTensor):
+        raise RuntimeError("step: parameters are unsharded by summon_full_params; leave it first")
+    return param.local.detach()
+
+
+def local_gradient(param: ShardedTensor) -> Tensor:
+    """What this rank stores of its gradient, 1-D, in its dtype; RuntimeError if that was not reduced."""
+    grad = param.grad
+    assert grad is not None
+    if isinstance(grad, UnreducedGradient):
+        refuse_unreduced("step")
+    if isinstance(grad, ShardedTensor) and grad.spec == param.spec:
+        return grad.local.to(param.dtype)
+    full = grad.elements() if isinstance(grad, ShardedTensor) else grad
+    return param.spec.local_of(full).to(param.dtype)
+
+
 def check_like(found: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, of: Functions, what: str) -> Tensor:
     """`found`, which one of the functions has returned; TypeError if it has another shape, or dtype if one is given."""
     if tuple(found.shape) != shape or found.dtype != (dtype or found.dtype):
         wanted = f"shape {shape}" + (f" and dtype {dtype}" if dtype else "")
-        raise TypeError(f"{type(of).__name__}.{what}: expected a tensor of {wanted}, found one of shape "
+        raise TypeError(f"{of.__class__.__name__}.{what}: expected a tensor of {wanted}, found one of shape "
                         f"{tuple(found.shape)} and dtype {found.dtype}")  # fmt: skip
     return found
 

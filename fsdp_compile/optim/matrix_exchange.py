@@ -1,17 +1,17 @@
 """Elements of matrices on their way to the ranks that compute with complete ones, and back.
 
-    routes = Routes(ranks, ranges, owners)     of matrices of one process group that are exchanged together
-    filling = routes.to_owners(parts, ...)     parts: what this rank stores of each of `routes.sent`, 1-D
-    routes.assemble(filling.full)              the matrices that this rank owns, `routes.owned`, each 1-D
-    filling = routes.to_ranks(matrices, ...)   matrices: of `routes.owned`, 1-D
-    routes.parts_of(filling.full)              what this rank stores of each of `routes.sent`
+    exchange = Exchange(ranks, ranges, owners)       of matrices of one process group that are exchanged together
+    exchange.send(part_of, ...)                      what this rank stores of each matrix, 1-D
+    for index, matrix in exchange.received(): ...    the matrices that this rank owns
+    exchange.send_back(results, ...)                 of these, in their order
+    for index, part in exchange.returned(): ...      what this rank stores of each result
 
-Both are one all-to-all, which runs while the caller computes. It also puts what a rank keeps of its own matrices in its
-place, so that a rank that owns one of them computes in the memory that was received. Matrices that lie on their owner
-are not exchanged; where no rank has anything for another one, nothing is sent.
+Both ways are one all-to-all, which runs while the caller computes. It also puts what a rank keeps of its own matrices
+in its place, so that a rank that owns one of them computes in the memory that was received. Matrices that lie on their
+owner are not exchanged; where no rank has anything for another one, nothing is sent.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ Ranges = Sequence[tuple[int, int]]
 """For each rank the first element that it stores of a matrix, and how many."""
 
 
-class Routes:
-    """Who sends what to whom: the same for all exchanges of these matrices.
+class Exchange:
+    """An exchange of some matrices, which may be repeated.
 
     Args:
         ranks: over which they are sharded.
@@ -32,9 +32,8 @@ class Routes:
         owners: for each matrix the rank of the group that computes with all of it.
 
     Attributes:
-        at_home: matrices that lie on this rank, which owns them.
+        at_home: matrices that lie on this rank, which owns them; the caller computes with these by itself.
         owned: other matrices that this rank owns.
-        sent: matrices of which this rank stores a part, owner by owner, without those that lie on one rank.
     """
 
     def __init__(self, ranks: ShardRanks, ranges: Sequence[Ranges], owners: Sequence[int]) -> None:
@@ -44,8 +43,8 @@ class Routes:
         moves = [index for index in range(len(owners)) if not stays[index]]
         moving = [[index for index in moves if owners[index] == rank] for rank in everyone]
         self.owned, self._any = moving[here], bool(moves)
-        self.sent = [index for of_rank in moving for index in of_rank if ranges[index][here][1]]
-        self._sent_sizes = [ranges[index][here][1] for index in self.sent]
+        self._sent = [index for of_rank in moving for index in of_rank if ranges[index][here][1]]
+        self._sent_sizes = [ranges[index][here][1] for index in self._sent]
         self._to_send = [sum(ranges[index][here][1] for index in of_rank) for of_rank in moving]
         received = [(at, rank) for rank in everyone for at, index in enumerate(self.owned) if ranges[index][rank][1]]
         self._received_sizes = [ranges[self.owned[at]][rank][1] for at, rank in received]
@@ -54,31 +53,58 @@ class Routes:
         for number in sorted(range(len(received)), key=lambda i: ranges[self.owned[received[i][0]]][received[i][1]]):
             self._parts[received[number][0]].append(number)
         self._are_in_order = [number for of in self._parts for number in of] == list(range(len(received)))
+        self._filling: Filling | None = None  # what is under way
+        self._left: Filling | None = None  # what was sent to owners, where this rank computes with nothing of it
 
-    def to_owners(self, parts: Sequence[Tensor], like: Tensor, what: str) -> Filling | None:
-        """Begin to send what this rank stores of each of `sent` to its owner; `like`: of their dtype and device."""
-        return self._start(parts, self._to_send, self._to_receive, like, what)
+    def send(self, part_of: Callable[[int], Tensor], like: Tensor, what: str) -> None:
+        """Begin to send owners what this rank stores of each matrix.
 
-    def assemble(self, full: Tensor) -> Iterator[Tensor]:
-        """Each of `owned`, 1-D; `full`: what `to_owners` has filled."""
-        received = full.split_with_sizes(self._received_sizes)
-        for numbers in self._parts:
-            yield received[numbers[0]] if len(numbers) == 1 else torch.cat([received[number] for number in numbers])
+        Args:
+            part_of: given the index of a matrix, what this rank stores of it, 1-D.
+            like: of their dtype and device, without elements.
+            what: it is, for errors.
+        """
+        self._left = self._start([part_of(index) for index in self._sent], self._to_send, self._to_receive, like, what)
+        self._filling, self._left = (self._left, None) if self.owned else (None, self._left)
 
-    def to_ranks(self, matrices: Sequence[Tensor], like: Tensor, what: str) -> Filling | None:
-        """Begin to send each rank what it stores of `owned`, flattened; `like`: of their dtype and device."""
-        parts: Sequence[Tensor] = matrices
+    def has_ended(self) -> bool:
+        """Whether the host would not wait for what is under way."""
+        return self._filling is None or all(work.is_completed() for work in self._filling.works)
+
+    def received(self) -> Iterator[tuple[int, Tensor]]:
+        """Each matrix that this rank owns and that moves, 1-D, by its index; it may be overwritten."""
+        filling, self._filling = self._filling, None
+        if filling is not None:
+            filling.wait()
+            of_each = filling.full.split_with_sizes(self._received_sizes)
+            for index, numbers in zip(self.owned, self._parts, strict=True):
+                parts = [of_each[number] for number in numbers]
+                yield index, parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def send_back(self, results: Sequence[Tensor], like: Tensor, what: str) -> None:
+        """Begin to send each rank what it stores of the results, 1-D, of what `received` gave, in its order."""
+        parts = results
         if not self._are_in_order:
             parts = [like] * len(self._received_sizes)
-            for matrix, numbers in zip(matrices, self._parts, strict=True):
-                cut = matrix.split_with_sizes([self._received_sizes[number] for number in numbers])
+            for result, numbers in zip(results, self._parts, strict=True):
+                cut = result.split_with_sizes([self._received_sizes[number] for number in numbers])
                 for number, part in zip(numbers, cut, strict=True):
                     parts[number] = part
-        return self._start(parts, self._to_receive, self._to_send, like, what)
+        self._filling = self._start(parts, self._to_receive, self._to_send, like, what)
 
-    def parts_of(self, full: Tensor) -> Sequence[Tensor]:
-        """What this rank stores of each of `sent`; `full`: what `to_ranks` has filled."""
-        return full.split_with_sizes(self._sent_sizes)
+    def returned(self) -> Iterator[tuple[int, Tensor]]:
+        """What this rank stores of each result that moves, 1-D, by the matrix's index."""
+        filling, self._filling = self._filling, None
+        if filling is not None:
+            filling.wait()
+            yield from zip(self._sent, filling.full.split_with_sizes(self._sent_sizes), strict=True)
+        self.finish_sending()
+
+    def finish_sending(self) -> None:
+        """Wait for what was sent to owners, where this rank owns nothing of it."""
+        left, self._left = self._left, None
+        if left is not None:
+            left.wait()
 
     def _start(
         self, parts: Sequence[Tensor], send: list[int], receive: list[int], like: Tensor, what: str

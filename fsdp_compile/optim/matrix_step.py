@@ -1,8 +1,7 @@
 """Updates by optimizers of complete matrices, such as Muon: one rank computes each matrix, while others are on the way.
 
     updates = MatrixUpdates.of(optimizer)
-    covered = updates.begin(optimizer)      parameters that are updated here; the optimizer steps on the others itself
-    updates.start()                         momentum; it goes to the owners of the matrices
+    covered = updates.begin(optimizer)      momentum goes to the owners of matrices; the optimizer steps on all others
     for stage in updates.finish(): ...      owners compute, results return, parameters are updated
 
 The optimizer's three functions run (matrices.py): on the elements that each rank stores, on complete matrices, and on
@@ -19,38 +18,158 @@ State is the optimizer's own, sharded as the parameters are. No rank has a compl
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from math import prod
-from operator import is_
-from typing import Any, ClassVar, cast
-from weakref import WeakKeyDictionary
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakKeyDictionary, proxy
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.unit import unit_of
-from fsdp_compile.optim.matrices import functions_of, matrix_shape, takes_matrices
-from fsdp_compile.optim.matrix_exchange import Ranges
-from fsdp_compile.optim.matrix_stage import Member, Place, Stage
+from fsdp_compile.optim.matrices import (
+    Functions,
+    MatrixShard,
+    check_like,
+    functions_of,
+    local_data,
+    local_gradient,
+    matrix_shape,
+    takes_matrices,
+)
+from fsdp_compile.optim.matrix_exchange import Exchange, Ranges
 from fsdp_compile.optim.owner_plan import LAG, Matrix, OwnerPlan, plan_owners
-from fsdp_compile.optim.owners import local_gradient
-from fsdp_compile.optim.segments import kept_gradient
+from fsdp_compile.optim.segments import are_same, kept_gradient
 from fsdp_compile.tensors.shard_spec import ShardRanks, ShardSpec
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor, moves
 
 
-def _ranges_of(param: ShardedTensor, numel: int) -> tuple[Ranges, ...]:
-    """For each matrix of `numel` elements of a parameter what each rank stores."""
-    if numel == param.numel():
-        return (param.spec.ranges,)
-    found = []
-    for begin in range(0, param.numel(), numel):
-        ends = [(max(first, begin), min(first + size, begin + numel)) for first, size in param.spec.ranges]
-        found.append(tuple((low - begin, high - low) if low < high else (0, 0) for low, high in ends))
-    return tuple(found)
+class Place(NamedTuple):
+    """Where the matrices of a parameter are computed: for each its ranges by rank and its owner; and their stage."""
+
+    ranges: tuple[Ranges, ...]
+    owners: tuple[int, ...]
+    stage: int
+
+
+class Member:
+    """A parameter whose matrices are computed by their owners.
+
+    Args:
+        group: the index of its parameter group.
+
+    Attributes:
+        flat: the flat parameter that it lies in, if any, and `within`: which elements of the shard it is.
+        cut: for each of its matrices which part it is of what this rank stores.
+        has_arrived: whether `before` has had the gradient of this step.
+        sent: what it has returned; nothing where it was not called, as this rank has nothing of the parameter.
+        updates: of each matrix what this rank stores of its update.
+    """
+
+    def __init__(self, param: ShardedTensor, group: int, place: Place) -> None:
+        self.param, self.group, self.place = param, group, place
+        self.flat: FlatParam | None = None
+        self.within = slice(0)
+        if (managed := unit_of(param)) is not None:  # type: ignore[arg-type]  # is an nn.Parameter too
+            self.flat, at = managed[0].in_flat(managed[1])
+            if record := self.flat.records[at]:
+                self.within = slice(record.offset, record.offset + record.numel)
+        self.shard = MatrixShard(local_data(param), tuple(param.shape), param.spec)
+        ends = list(accumulate((of_ranks[param.spec.ranks.rank][1] for of_ranks in place.ranges), initial=0))
+        self.cut = [slice(begin, end) for begin, end in pairwise(ends)]
+        self.has_arrived, self._is_idle = False, False
+        self.sent = self.shard.param[:0]
+        self.updates: dict[int, Tensor] = {}
+
+    def run_before(self, functions: Functions, optimizer: Optimizer, grad: Tensor) -> None:
+        """Compute what owners need, from `grad` in this rank's part, 1-D."""
+        self.has_arrived, shard = True, self.shard
+        shard.group = optimizer.param_groups[self.group]
+        if not self._is_idle:
+            shard.state, shard.grad = optimizer.state[self.param], grad
+            self.sent = check_like(functions.before(shard), (shard.param.numel(),), None, functions, "before")
+            shard.grad = None
+
+    def run_after(self, functions: Functions) -> None:
+        """Update what this rank stores."""
+        self.has_arrived = False
+        if not self._is_idle:
+            parts = [self.updates[at] for at in sorted(self.updates)]
+            functions.after(self.shard, parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self.sent)
+            numbers = any(type(each) is not ShardedTensor for each in self.shard.state.values())  # alike on all ranks
+            self._is_idle = not numbers and not self.shard.param.numel()
+            self.updates.clear()
+            self.sent = self.sent.new_empty(0)  # of the dtype that is sent
+
+
+class Stage:
+    """Parameters of one process group, device and dtype that are exchanged together.
+
+    Attributes:
+        members: all of them.
+        flats: the flat parameters that they lie in, and how many of them in each.
+        number: which stage it is, in the order in which owners compute.
+        at_home: matrices that lie on this rank and are still to be computed.
+    """
+
+    def __init__(self, members: Sequence[Member], functions: Functions) -> None:
+        self.members, self._functions = members, functions
+        self._name = f"matrices of {members[0].param.spec.named()} and {len(members) - 1} others"
+        self.number, self.at_home = members[0].place.stage, list[int]()
+        self.flats = Counter(member.flat for member in members if member.flat is not None)
+        self._matrices = [(member, at) for member in members for at in range(len(member.cut))]
+        ranges = [member.place.ranges[at] for member, at in self._matrices]
+        owners = [member.place.owners[at] for member, at in self._matrices]
+        self._exchange = Exchange(members[0].param.spec.ranks, ranges, owners)
+        self._like = members[0].sent.new_empty(0)
+        self.has_ended = self._exchange.has_ended  # whether the host would not wait for the exchange
+
+    def send(self) -> None:
+        """Begin to send owners what they need; all members have arrived."""
+        dtypes = {member.sent.dtype for member in self.members}
+        if len(dtypes) > 1:
+            raise TypeError(f"{self._functions.__class__.__name__}.before: expected one dtype for parameters of one, "
+                            f"found {sorted(map(str, dtypes))}")  # fmt: skip
+        self._like, self.at_home = self.members[0].sent.new_empty(0), self._exchange.at_home[:]
+        self._exchange.send(self._sent, self._like, self._name)
+
+    def _sent(self, index: int) -> Tensor:
+        """What this rank stores of a matrix, behind `before`."""
+        member, at = self._matrices[index]
+        return member.sent[member.cut[at]]
+
+    def update(self, index: int, matrix: Tensor) -> Tensor:
+        """The update of a `matrix`, 1-D both, which its owner computes and overwrites; `index`: which one it is."""
+        member, _ = self._matrices[index]
+        shape = matrix_shape(self._functions, member.shard.shape)
+        found = self._functions.whole(matrix.view(shape), member.shard.group)
+        return check_like(found, shape, matrix.dtype, self._functions, "whole").reshape(-1)
+
+    def compute_at_home(self) -> None:
+        """Compute with the matrices that lie on this rank, once, at any time between `send` and `finish`."""
+        for index in self.at_home:
+            member, at = self._matrices[index]
+            member.updates[at] = self.update(index, self._sent(index).clone())  # which may be state
+        self.at_home = []
+
+    def compute(self) -> None:
+        """Compute with the other matrices that this rank owns, and begin to send the results."""
+        updates = [self.update(index, matrix) for index, matrix in self._exchange.received()]
+        self._exchange.send_back(updates, self._like, self._name)
+
+    def finish(self) -> None:
+        """Update the parameters."""
+        self.compute_at_home()
+        for index, update in self._exchange.returned():
+            member, at = self._matrices[index]
+            member.updates[at] = update
+        for member in self.members:
+            member.run_after(self._functions)
+        torch.autograd.graph.increment_version([member.param for member in self.members])
 
 
 def owner_plans(optimizer: Optimizer) -> list[OwnerPlan]:
@@ -77,8 +196,7 @@ class MatrixUpdates:
 
     Attributes:
         plans: for each group of ranks who owns which matrix, since the first step.
-        flats: for each parameter that can be updated here, by its id, the flat parameter that it lies in.
-        covers: how many of these there are in each flat parameter.
+        covers: for each flat parameter how many of its parameters can be updated here.
         stages: those whose updates have started, in the order in which they are computed.
     """
 
@@ -86,19 +204,15 @@ class MatrixUpdates:
 
     def __init__(self) -> None:
         self.plans: dict[ShardRanks, OwnerPlan] = {}
-        self.flats: dict[int, FlatParam] = {}
         self.covers: Counter[FlatParam] = Counter()
-        self._planned: list[tuple[ShardedTensor, ShardSpec]] = []  # parameters, and how they were sharded: alive here
-        self._places: dict[int, Place] = {}  # for each parameter, by its id
-        self._groups: list[list[Any]] = []  # the parameters of each group, when this was prepared
+        self._planned: list[ShardedTensor | ShardSpec] = []  # parameters, and how they were sharded
+        self._places: list[Place] = []  # of each of these parameters
+        self._params: list[Any] = []  # all parameters, when this was prepared
         self._moves = -1  # `moves()` then
-        self._params: dict[int, tuple[ShardedTensor, int]] = {}  # those that are updated here, by id, with their group
-        self._slices: dict[int, slice | None] = {}  # for each of `flats` what this rank stores in the flat shard
+        self._members: dict[int, Member] = {}  # by the id of the parameter
         self._made: dict[tuple[int, ...], list[Stage]] = {}  # for some parameters, by their ids
         self.stages: list[Stage] = []
-        self._waiting: list[tuple[Stage, dict[int, Tensor]]] = []  # to be started, with gradients
         self._expected: list[Stage] = []  # whose gradients arrive in this backward
-        self._shown: list[Any] = []  # parameters whose `.grad` was taken by `begin`
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "MatrixUpdates":
@@ -106,73 +220,67 @@ class MatrixUpdates:
         return cls._of.setdefault(optimizer, cls())
 
     @torch.no_grad()
-    def begin(self, optimizer: Optimizer) -> set[int]:
-        """Prepare the step of all parameters that have gradients, on all ranks the same; return the ids of those that
-        are updated here, also in backward. Others are the optimizer's own to update.
+    def begin(self, optimizer: Optimizer, drops: bool = False) -> set[int]:
+        """Begin the step of all parameters that have gradients, on all ranks the same, or had them in backward; return
+        their ids. Others are the optimizer's own to update. `drops`: whether gradients are freed.
 
         Raises:
             RuntimeError: a gradient was accumulated under `no_sync` and not reduced; parameters are summoned; or ranks
                 disagree about the parameters.
         """
+        arrived = {id(each.param): each for stage in self._expected for each in stage.members if each.has_arrived}
         self.prepare(optimizer)
-        self._shown.clear()
-        expected, self._expected = self._expected, []
-        gradients = self._gradients(param for param, _ in self._params.values())
-        covered = {*gradients, *(id(param) for stage in self.stages for param in stage.params)}
-        for stage in expected:
-            if stage.arrived:
-                stage.arrive({id(each): gradients.pop(id(each)) for each in stage.params if id(each) in gradients})
-                covered |= stage.arrived
-                self._waiting.append((stage if stage.is_ready else stage.part(), {}))
-        for stage in self._stages_of(optimizer, gradients):
-            self._waiting.append((stage, {id(param): gradients[id(param)] for param in stage.params}))
-        return covered
+        self._members.update(arrived)  # also if others lie elsewhere since
+        self._expected = []
+        covered = {id(member.param) for stage in self.stages for member in stage.members}
+        gradients = self._gradients(self._members.values(), drops)
+        chosen = [key for key, member in self._members.items()
+                  if key in gradients or (member.has_arrived and key not in covered)]  # fmt: skip
+        for stage in self._stages_of(optimizer, chosen):
+            self._arrive(optimizer, stage.members, gradients)
+            self._send(stage)
+        return covered.union(chosen)
 
     @torch.no_grad()
-    def prepare(self, optimizer: Optimizer, per_node: int | None = None) -> set[int]:
-        """Plan owners where parameters are new; return the ids of the parameters that can be updated here.
+    def prepare(self, optimizer: Optimizer, per_node: int | None = None) -> None:
+        """Plan owners where parameters are new.
 
         Args:
             optimizer: of the matrices.
             per_node: ranks of a node, where a plan is only looked at; None: as this machine has, and ranks compare it.
         """
-        groups = [group["params"] for group in optimizer.param_groups]
-        pairs = zip(groups, self._groups, strict=False)
-        same = len(groups) == len(self._groups) and all(len(a) == len(b) and all(map(is_, a, b)) for a, b in pairs)
-        if not same or self._moves != moves():
-            self._groups, self._moves = [list(params) for params in groups], moves()
+        params = [each for group in optimizer.param_groups for each in (None, *group["params"])]
+        if self._moves != moves() or not are_same(params, self._params):
+            self._params, self._moves = params, moves()
             self._made.clear()
-            self._find_params()
-            self._plan(optimizer, per_node)
-        return set(self._params)
-
-    def expect(self, optimizer: Optimizer, params: Iterable[Any]) -> None:
-        """Let `arrive` come for each of `params`, which `prepare` has returned: stages are sent when all have come."""
-        self._expected = list(self._stages_of(optimizer, map(id, params)))
+            pairs = ((each, index) for index, group in enumerate(optimizer.param_groups) for each in group["params"])
+            some = [pair for pair in pairs if _is_taken(pair[0])]
+            self._plan(optimizer, some, per_node)
+            members = [Member(*pair, place) for pair, place in zip(some, self._places, strict=True)]
+            self._members = {id(member.param): member for member in members}
+            self.covers = Counter(member.flat for member in members if member.flat is not None)
 
     @torch.no_grad()
-    def arrive(self, params: Sequence[Any]) -> None:
-        """Take the gradients of some of the parameters that were expected, and send what is complete."""
-        gradients = self._gradients(params)
+    def expect(self, optimizer: Optimizer, flats: Sequence[FlatParam]) -> None:
+        """Let `arrive` come for each of `flats`: a stage is sent when all have come whose parameters it has."""
+        keys = [key for key, member in self._members.items() if member.flat in flats]
+        self._expected = list(self._stages_of(optimizer, keys))
+
+    @torch.no_grad()
+    def arrive(self, optimizer: Optimizer, flat: FlatParam) -> None:
+        """Take the gradients of a flat parameter that was expected, and send what is complete."""
+        some = [member for member in self._members.values() if member.flat is flat]
+        self._arrive(optimizer, some, self._gradients(some))
         for stage in list(self._expected):
-            mine = {id(param): gradients[id(param)] for param in stage.params if id(param) in gradients}
-            if mine:
-                stage.arrive(mine)
-            if stage.is_ready:
+            if all(member.has_arrived for member in stage.members):
                 self._expected.remove(stage)
                 self._send(stage)
 
-    @torch.no_grad()
-    def start(self, drops: bool = False) -> None:
-        """Begin to send the matrices of `begin` to their owners. `drops`: whether their gradients are freed."""
-        for param in self._shown if drops else ():
-            param.grad = None
-        self._shown.clear()
-        waiting, self._waiting = self._waiting, []
-        for stage, gradients in waiting:
-            stage.arrive(gradients)
-            gradients.clear()  # they may be freed
-            self._send(stage)
+    def _arrive(self, optimizer: Optimizer, members: Iterable[Member], gradients: dict[int, Tensor]) -> None:
+        functions = functions_of(optimizer)
+        for member in members:
+            if (grad := gradients.pop(id(member.param), None)) is not None:  # which may be freed
+                member.run_before(functions, optimizer, grad)
 
     def _send(self, stage: Stage) -> None:
         self.stages.append(stage)
@@ -181,14 +289,13 @@ class MatrixUpdates:
 
     def drop(self) -> None:
         """Forget what is under way, after a failure."""
-        if self.stages or self._waiting or self._expected:
-            self.stages, self._waiting, self._expected = [], [], []
-            self._made.clear()
+        if self.stages or any(member.has_arrived for member in self._members.values()):
+            self.stages, self._moves = [], -1
 
     def finish(self) -> Iterator[Stage]:
         """Compute and update, under `no_grad`; each stage as soon as its parameters are updated."""
         stages = self.stages
-        at_home = [stage for stage in stages if stage.has_home]  # computed where this rank would wait
+        at_home = [stage for stage in stages if stage.at_home]  # computed where this rank would wait
         for index, stage in enumerate([*stages, *[None] * LAG]):
             if stage is not None:
                 _compute_until(stage.has_ended, at_home)
@@ -200,37 +307,22 @@ class MatrixUpdates:
                 yield finished
         self.stages = []
 
-    # --- preparation --------------------------------------------------------------------------------------------------
-
-    def _find_params(self) -> None:
-        self._params, self.flats, self._slices = {}, {}, {}
-        for index, params in enumerate(self._groups):
-            for param in params:
-                if not isinstance(param, ShardedTensor) or param.spec.tensor_parallel is not None:
-                    continue
-                self._params[id(param)] = param, index
-                if (managed := unit_of(cast(nn.Parameter, param))) is not None:
-                    self.flats[id(param)], at = managed[0].in_flat(managed[1])
-                    record = self.flats[id(param)].records[at]
-                    self._slices[id(param)] = slice(record.offset, record.offset + record.numel) if record else None
-        self.covers = Counter(self.flats.values())
-
-    def _plan(self, optimizer: Optimizer, per_node: int | None) -> None:
-        """Plan who owns which matrix, where parameters or ranks are new; all ranks compare that."""
-        given = [(param, param.spec) for param, _ in self._params.values()]
-        pairs = zip(given, self._planned, strict=False)
-        if len(given) == len(self._planned) and all(a is b and mine is its for (a, mine), (b, its) in pairs):
+    def _plan(self, optimizer: Optimizer, params: list[tuple[ShardedTensor, int]], per_node: int | None) -> None:
+        """Plan who owns which matrix, where parameters, each with its group, or ranks are new; all ranks compare it."""
+        given = [each for param, _ in params for each in (param, param.spec)]
+        if are_same(given, self._planned):
             return
-        self._places, self.plans, functions = {}, {}, functions_of(optimizer)
+        self.plans, functions = {}, functions_of(optimizer)
+        places: dict[int, Place] = {}
         by_ranks: dict[ShardRanks, list[tuple[ShardedTensor, int]]] = {}
-        for param, index in self._params.values():
-            by_ranks.setdefault(param.spec.ranks, []).append((param, index))
+        for pair in params:
+            by_ranks.setdefault(pair[0].spec.ranks, []).append(pair)
         for ranks, some in by_ranks.items():
-            matrices, places = list[Matrix](), list[tuple[ShardedTensor, tuple[Ranges, ...], int]]()
+            matrices, of_each = list[Matrix](), list[tuple[ShardedTensor, tuple[Ranges, ...], int]]()
             for number, (param, index) in enumerate(some):
                 shape = matrix_shape(functions, tuple(param.shape))
                 cost, ranges = functions.cost(shape, optimizer.param_groups[index]), _ranges_of(param, prod(shape))
-                places.append((param, ranges, len(matrices)))
+                of_each.append((param, ranges, len(matrices)))
                 for at, of_ranks in enumerate(ranges):
                     stored = tuple((rank, numel) for rank, (_, numel) in enumerate(of_ranks) if numel)
                     name = param.spec.named() + (f" [{at}]" if len(ranges) > 1 else "")
@@ -238,38 +330,40 @@ class MatrixUpdates:
             plan = self.plans[ranks] = plan_owners(matrices, ranks.size, _nodes_of(ranks, per_node))
             if per_node is None:
                 _compare_plans(plan, ranks)
-            for param, ranges, at in places:
-                self._places[id(param)] = Place(ranges, plan.owners[at : at + len(ranges)], plan.stages[at])
-        self._planned = given
+            for param, ranges, at in of_each:
+                places[id(param)] = Place(ranges, plan.owners[at : at + len(ranges)], plan.stages[at])
+        self._planned, self._places = given, [places[id(param)] for param, _ in params]
 
-    def _gradients(self, params: Iterable[Any]) -> dict[int, Tensor]:
-        """What this rank stores of the gradients of those of `params` that have one, by the parameters' ids."""
+    def _gradients(self, members: Iterable[Member], drops: bool = False) -> dict[int, Tensor]:
+        """What this rank stores of the gradients of those that have one, by the parameters' ids.
+        `drops`: gradients that lie in no flat one are taken from the parameters.
+        """
         found: dict[int, Tensor] = {}
-        kept: dict[FlatParam, Tensor | None] = {}
-        for param in params:
-            key, flat = id(param), self.flats.get(id(param))
+        kept: dict[FlatParam | None, Tensor | None] = {None: None}
+        for member in members:
+            param, flat = member.param, member.flat
             if flat is not None and flat not in kept:
                 kept[flat] = kept_gradient(flat)
-            if flat is not None and (whole := kept[flat]) is not None:
-                within = self._slices[key]
-                found[key] = whole[:0] if within is None else whole[within]
+            if (whole := kept[flat]) is not None:
+                found[id(param)] = whole[member.within]
             elif (grad := param.grad) is not None and grad.dtype == param.dtype:  # else state has another one too
                 is_alike = type(grad) is ShardedTensor and grad.spec is param.spec
-                found[key] = grad.local if is_alike else local_gradient(param)
-                self._shown.append(param)
+                found[id(param)] = grad.local if is_alike else local_gradient(param)  # type: ignore[attr-defined]  # alike
+                if drops:
+                    param.grad = None
         return found
 
-    def _stages_of(self, optimizer: Optimizer, keys: Iterable[int]) -> list[Stage]:
+    def _stages_of(self, optimizer: Optimizer, keys: Sequence[int]) -> list[Stage]:
         """The stages of some parameters, by their ids."""
         chosen = tuple(keys)
         if chosen not in self._made:
             alike: dict[Any, list[Member]] = {}
-            for param, index in map(self._params.__getitem__, chosen):
-                place = self._places[id(param)]
-                key = (place.stage, param.spec.ranks, param.device, param.dtype)
-                alike.setdefault(key, []).append(Member(param, index, place, self.flats.get(id(param))))
-            some = sorted(alike.items(), key=lambda pair: pair[0][0])
-            self._made[chosen] = [Stage(members, optimizer) for _, members in some]
+            for member in map(self._members.__getitem__, chosen):
+                param = member.param
+                key = (member.place.stage, param.spec.ranks, param.device, param.dtype)
+                alike.setdefault(key, []).append(member)
+            functions = proxy(functions_of(optimizer))  # an optimizer that is gone takes this along
+            self._made[chosen] = [Stage(alike[key], functions) for key in sorted(alike, key=lambda key: key[0])]
         return self._made[chosen]
 
 
@@ -277,6 +371,22 @@ def _compute_until(has_ended: Callable[[], bool], at_home: list[Stage]) -> None:
     """Compute matrices that lie on this rank until an exchange has ended, or none are left."""
     while at_home and not has_ended():
         at_home.pop(0).compute_at_home()
+
+
+def _is_taken(param: Any) -> bool:
+    """Whether a parameter can be updated here; its optimizer updates others."""
+    return isinstance(param, ShardedTensor) and param.spec.tensor_parallel is None and param.numel() > 0
+
+
+def _ranges_of(param: ShardedTensor, numel: int) -> tuple[Ranges, ...]:
+    """For each matrix of `numel` elements of a parameter what each rank stores."""
+    if numel == param.numel():
+        return (param.spec.ranges,)
+    found = []
+    for begin in range(0, param.numel(), numel):
+        ends = [(max(first, begin), min(first + size, begin + numel)) for first, size in param.spec.ranges]
+        found.append(tuple((low - begin, high - low) if low < high else (0, 0) for low, high in ends))
+    return tuple(found)
 
 
 def _nodes_of(ranks: ShardRanks, per_node: int | None) -> list[int]:

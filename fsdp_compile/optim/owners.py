@@ -12,6 +12,7 @@ a, and its state            b, and its state             each rank updates what 
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,11 +21,11 @@ from torch.optim import Optimizer
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
-from fsdp_compile.optim.matrix_exchange import Routes
+from fsdp_compile.optim.matrices import local_data, local_gradient
+from fsdp_compile.optim.matrix_exchange import Exchange
 from fsdp_compile.tensors.nested import is_container, map_items
 from fsdp_compile.tensors.shard_spec import FlatSharding, ShardRanks, ShardSpec
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
-from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient, UnshardedTensor, refuse_unreduced
 
 Group = dict[str, Any]
 State = dict[str, Any]  # of one parameter
@@ -142,14 +143,14 @@ class ByOwner(Optimizer):
     def _is_here(self, param: Tensor) -> bool:
         return param in self._full or param not in self.owners
 
-    def _routes(self, params: Iterable[ShardedTensor], columns: int) -> Iterator[tuple[Routes, list[ShardedTensor]]]:
-        """For each process group, dtype and device its parameters, and who sends whom so many values of each."""
+    def _exchanges(self, params: Iterable[ShardedTensor], columns: int) -> Iterator[tuple[Exchange, list[Any]]]:
+        """For each process group, dtype and device an exchange of so many values of each of its parameters; these."""
         alike: dict[Any, list[ShardedTensor]] = {}
         for param in params:
             alike.setdefault((param.spec.ranks, param.dtype, param.device), []).append(param)
         for (ranks, *_), some in alike.items():
             each = [param for param in some for _ in range(columns)]
-            yield Routes(ranks, [param.spec.ranges for param in each], [self.owners[param] for param in each]), some
+            yield Exchange(ranks, [param.spec.ranges for param in each], [self.owners[param] for param in each]), some
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -196,16 +197,14 @@ class ByOwner(Optimizer):
     def _fetch(self, params: Sequence[ShardedTensor], with_gradients: bool) -> None:
         """Send parameters, and gradients, to their owners."""
         columns = (local_data, local_gradient) if with_gradients else (local_data,)
-        for routes, some in self._routes(params, len(columns)):
+        for exchange, some in self._exchanges(params, len(columns)):
             stored = [column(param) for param in some for column in columns]  # all ranks raise what any of them does
-            filling = routes.to_owners([stored[at] for at in routes.sent], stored[0][:0], "parameters of owners")
-            found = {at: stored[at].clone() for at in routes.at_home}
-            if filling is not None:
-                filling.wait()
-                found.update(zip(routes.owned, routes.assemble(filling.full), strict=True))
-            for at, value in sorted(found.items()):
+            exchange.send(stored.__getitem__, stored[0][:0], "parameters of owners")
+            arrived = {at: stored[at].clone() for at in exchange.at_home} | dict(exchange.received())
+            exchange.finish_sending()
+            for at in sorted(arrived):
                 param = some[at // len(columns)]
-                full, data = self._full[param], value.view(param.shape)
+                full, data = self._full[param], arrived[at].view(param.shape)
                 if at % len(columns):
                     full.grad = data
                     continue
@@ -215,14 +214,10 @@ class ByOwner(Optimizer):
                 full.grad = None
 
     def _send_back(self, params: Sequence[ShardedTensor]) -> None:
-        for routes, some in self._routes(params, 1):
-            owned = [self._full[some[at]].reshape(-1) for at in routes.owned]
-            filling = routes.to_ranks(owned, some[0].local[:0], "updated parameters")
-            parts = {at: self._full[some[at]].reshape(-1) for at in routes.at_home}
-            if filling is not None:
-                filling.wait()
-                parts.update(zip(routes.sent, routes.parts_of(filling.full), strict=True))
-            for at, part in parts.items():
+        for exchange, some in self._exchanges(params, 1):
+            full = [self._full[each].reshape(-1) if each in self._full else each.local[:0] for each in some]
+            exchange.send_back([full[at] for at in exchange.owned], some[0].local[:0], "updated parameters")
+            for at, part in chain(((at, full[at]) for at in exchange.at_home), exchange.returned()):
                 some[at].local.copy_(part)
             torch.autograd.graph.increment_version([*some, *(param.local for param in some)])
 
@@ -329,25 +324,6 @@ def _cost(param: Tensor) -> int:
 
 def _options(group: Group) -> Group:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def local_data(param: ShardedTensor) -> Tensor:
-    """What this rank stores of `param`, 1-D; RuntimeError if parameters are summoned."""
-    if isinstance(param, UnshardedTensor):
-        raise RuntimeError("step: parameters are unsharded by summon_full_params; leave it first")
-    return param.local.detach()
-
-
-def local_gradient(param: ShardedTensor) -> Tensor:
-    """What this rank stores of its gradient, 1-D, in its dtype; RuntimeError if that was not reduced."""
-    grad = param.grad
-    assert grad is not None
-    if isinstance(grad, UnreducedGradient):
-        refuse_unreduced("step")
-    if isinstance(grad, ShardedTensor) and grad.spec == param.spec:
-        return grad.local.to(param.dtype)
-    full = grad.elements() if isinstance(grad, ShardedTensor) else grad
-    return param.spec.local_of(full).to(param.dtype)
 
 
 def _outline(param: Any, value: Any) -> Any:

@@ -14,7 +14,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
 
@@ -30,7 +30,19 @@ from fsdp_compile.tensors.sharded_tensor import FlatGradient, ShardedTensor, mov
 
 State = dict[str, Any]
 _LOCAL, _SHARD, _VERSION = map(operator.attrgetter, ("local", "shard", "_version"))
-_VALUES = operator.methodcaller("values")
+_GRAD, _STATE, _FLAT, _KEPT = map(operator.attrgetter, ("grad", "state", "flat", "reduction.flat_gradient"))
+_LEFT, _VALUES = operator.attrgetter("left"), operator.methodcaller("values")
+_END = (object(),)
+
+
+def are_same(found: Iterable[Any], expected: Iterable[Any]) -> bool:
+    """Whether two lists have the same objects."""
+    return all(map(operator.is_, chain(found, _END), chain(expected, _END)))
+
+
+def _values(states: Iterable[State]) -> Iterator[Any]:
+    """All values of some `states`."""
+    return chain.from_iterable(map(_VALUES, states))
 
 
 def is_laid_out_as(grad: Tensor, shard: Tensor) -> bool:
@@ -51,9 +63,10 @@ class Segment:
         params: the parameters, in the order of the shard.
         group: the index of their parameter group.
         param: all of them as one plain parameter, 1-D `[stop - start]`, which shares their memory.
-        tensors: state of the parameters' shape, by name, 1-D `[stop - start]` each.
-        counts: 0-d tensors of the state, by name: those of all parameters, 1-D `[len(params)]`, with equal elements.
-        state: the state of `param`: `tensors`, the first of each of `counts`, and what is equal for all parameters.
+        state: of `param`: tensors that the parameters' own are views of, 1-D `[stop - start]`, counts, and what is
+            equal for all of them.
+        counts: where the counts lie, and which segment this one is there.
+        left: the values of `state`, when it became theirs, and `known`: the values of theirs then.
     """
 
     def __init__(self, flat: FlatParam, indices: list[int], group: int) -> None:
@@ -62,14 +75,19 @@ class Segment:
         self.specs = [flat.specs[index] for index in indices]
         records = [flat.records[index] for index in indices]
         stored = [record for record in records if record]
-        self.start = stored[0].offset if stored else 0
-        self.stop = stored[-1].offset + stored[-1].numel if stored else 0
+        start = stored[0].offset if stored else 0
+        stop = stored[-1].offset + stored[-1].numel if stored else 0
         if len(indices) == len(flat.params):  # with padding, whose zeros stay: of one size on all ranks
-            self.start, self.stop = 0, flat.shard.numel()
-        self._offsets = [record.offset - self.start if record else 0 for record in records]
-        self._is_whole = self.stop - self.start == flat.shard.numel()
-        self.param = nn.Parameter(flat.shard.detach()[self.start : self.stop], requires_grad=False)
-        self._forget()
+            start, stop = 0, flat.shard.numel()
+        offsets = [record.offset - start if record else 0 for record in records]
+        self._within = [slice(offset, offset + spec.numel) for offset, spec in zip(offsets, self.specs, strict=True)]
+        self._elements = slice(start, stop)
+        self._is_whole = stop - start == flat.shard.numel()
+        self.param = nn.Parameter(self.part_of(flat.shard.detach()), requires_grad=False)
+        self.state: State = {}
+        self.counts: dict[Counts, int] = {}
+        self.left: list[Any] = []
+        self.known: KnownValues | None = None
 
     def is_current(self) -> bool:
         """Whether the flat parameter still has this shard and these parameters."""
@@ -85,229 +103,140 @@ class Segment:
 
     def part_of(self, flat: Tensor) -> Tensor:
         """The elements of the segment in a tensor that is laid out as the shard."""
-        return flat if self._is_whole else flat[self.start : self.stop]
+        return flat if self._is_whole else flat[self._elements]
 
-    # --- state --------------------------------------------------------------------------------------------------------
+    def is_known(self, states: Mapping[Any, State]) -> bool:
+        """Whether `state` is still that of all parameters; `states`: theirs."""
+        is_same = self.known is not None and self.known.are_in(states)
+        return is_same and all(counts.are_equal(at) for counts, at in self.counts.items())
 
-    def _forget(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self.counts: dict[str, Tensor] = {}
-        self.state: State = {}
-        self.joint: list[JointCounts] = []  # those that `counts` lie in, of several segments
-        self.shared: KnownValues | None = None  # the parameters' state, as `_share` left it
-        self._left: list[Any] = []  # the values of `state`
-        self._versions: list[int] = []  # of `counts`
+    def join(self, states: Sequence[State]) -> State | None:
+        """The `states` of the parameters as one of `param`; None if they differ in more than their elements."""
+        if any(state.keys() != states[0].keys() for state in states):
+            return None
+        joined = {name: self._joined([state[name] for state in states]) for name in states[0]}
+        return None if any(value is _UNLIKE for value in joined.values()) else joined
 
-    def take_state(self, optimizer: Optimizer) -> bool:
-        """Let the parameters' state be views of `tensors`; return False if it differs in more than its elements."""
-        states = {param: optimizer.state.get(param) or {} for param in self.params}
-        if self.shared is not None and self.shared.are_in(states) and self.has_equal_counts():
-            return True
-        of_each = list(states.values())
-        self._forget()
-        joined: State = {}
-        if any(state.keys() != of_each[0].keys() for state in of_each):
-            return False
-        if not all(self._join(name, [state[name] for state in of_each], joined) for name in of_each[0]):
-            return False
-        self._share(joined, states)
-        return True
-
-    def _join(self, name: str, values: list[Any], joined: State) -> bool:
-        """Put one kind of state of all parameters into `joined`, in one tensor or value; return whether that is it."""
+    def _joined(self, values: list[Any]) -> Any:
+        """One value in the place of those of all parameters, or `_UNLIKE`."""
         first = values[0]
-        if isinstance(first, Tensor):
-            if any(type(each) is not type(first) or each.dtype != first.dtype for each in values):
-                return False
-            if any(each.device != first.device for each in values):
-                return False
+        if len({(type(each), getattr(each, "dtype", None), getattr(each, "device", None)) for each in values}) > 1:
+            return _UNLIKE
+        if not isinstance(first, Tensor):
+            is_plain = isinstance(first, (int, float, str, type(None)))
+            return first if is_plain and all(each == first for each in values) else _UNLIKE
         if type(first) is ShardedTensor:
             if not all(each.spec.same_ranges(spec) for each, spec in zip(values, self.specs, strict=True)):
-                return False
-            joined[name] = torch.zeros(self.stop - self.start, dtype=first.dtype, device=first.device)
-            for each, offset in zip(values, self._offsets, strict=True):
-                joined[name][offset : offset + each.local.numel()] = each.local
-            return True
-        if type(first) is Tensor:
-            if any(each.dim() for each in values) or len(set(torch.stack(values).tolist())) > 1:
-                return False
-        elif not isinstance(first, (int, float, str, type(None))) or any(each != first for each in values):
-            return False
-        joined[name] = first
-        return True
+                return _UNLIKE
+            whole = torch.zeros(self.param.shape, dtype=first.dtype, device=first.device)
+            for each, within in zip(values, self._within, strict=True):
+                whole[within] = each.local
+            return whole
+        is_count = type(first) is Tensor and not any(each.dim() for each in values)
+        return first if is_count and len(set(torch.stack(values).tolist())) == 1 else _UNLIKE
 
-    def has_equal_counts(self) -> bool:
-        """Whether each of `counts` still has equal elements."""
-        pairs = zip(self.counts.values(), self._versions, strict=True)
-        # To look at the others would wait for the device.
-        seen = (counts.tolist() for counts, version in pairs if counts.is_cpu or counts._version != version)
-        return all(values.count(values[0]) == len(values) for values in seen)
-
-    def _share(self, joined: State, states: dict[nn.Parameter, State]) -> None:
-        """Let the parameters' `states` show what `joined` has: a state of `param`."""
-        self._forget()
-        self.state = joined
-        for name, value in joined.items():
-            of_each: list[Any] = [value] * len(states)
+    def show(self, state: State, states: Mapping[Any, State]) -> None:
+        """Let the `states` of the parameters show `state`, a new one of `param`; `Counts` are to follow."""
+        self.state, self.counts = state, {}
+        for name, value in state.items():
+            of_each = [value] * len(self.params)
             if isinstance(value, Tensor) and value.dim():
-                self.tensors[name] = value
-                ends = zip(self._offsets, self.specs, strict=True)
-                views = [value[offset : offset + spec.numel] for offset, spec in ends]
-                of_each = [state.get(name) for state in states.values()]
-                for i, (view, spec) in enumerate(zip(views, self.specs, strict=True)):
+                of_each = [states[param].get(name) for param in self.params]
+                for i, (within, spec) in enumerate(zip(self._within, self.specs, strict=True)):
                     if type(of_each[i]) is ShardedTensor:  # somebody may hold it
-                        set_local(of_each[i], view, spec)
+                        set_local(of_each[i], value[within], spec)
                     else:
-                        of_each[i] = ShardedTensor(view, spec)
-            elif isinstance(value, Tensor):
-                self.counts[name] = value.detach().expand(len(states)).clone()
-                of_each = list(self.counts[name].unbind())
-                joined[name] = of_each[0]
-            for state, own in zip(states.values(), of_each, strict=True):
-                state[name] = own
-        self._note_state(states)
-
-    def move_counts(self, name: str, counts: Tensor, states: Mapping[Any, State]) -> None:
-        """Let one of `counts` lie in other memory, right after `_share`: nobody holds the parameters' own yet."""
-        counts.copy_(self.counts[name])
-        self.counts[name], of_each = counts, list(counts.unbind())
-        self.state[name] = of_each[0]
-        for param, own in zip(self.params, of_each, strict=True):
-            states[param][name] = own
-        self._note_state({param: states[param] for param in self.params})
-
-    def _note_state(self, states: Mapping[Any, State]) -> None:
-        self.shared, self._left = KnownValues(states), list(self.state.values())
-        self.note_counts()
-
-    def note_counts(self) -> None:
-        """Expect the present versions of `counts`."""
-        self._versions = [counts._version for counts in self.counts.values()]
-
-    def has_new_state(self) -> bool:
-        """Whether a step has made state of `param`, or replaced some."""
-        return not _are_same(self.state.values(), self._left)
-
-    def end(self, states: dict[Any, State]) -> bool:
-        """Give the parameters' `states` what a step has left in `state`; return whether some is new."""
-        if self.has_new_state():
-            self._share(self.state, {param: states[param] for param in self.params})
-            return True
-        for counts in self.counts.values() if len(self.params) > 1 else ():
-            counts.fill_(counts[0])
-        self.note_counts()
-        return False
+                        of_each[i] = ShardedTensor(value[within], spec)
+            for param, own in zip(self.params, of_each, strict=True):
+                states[param][name] = own
 
 
+_UNLIKE: Any = ("unlike",)
 Ready = Sequence[tuple[Segment, Tensor]]
 """Segments that can be updated as one parameter, each with its gradient, 1-D `[stop - start]`."""
 
 
-class JointCounts:
+class Counts:
     """Step counts, or other 0-d tensors of the state, of the parameters of several segments, in one tensor.
 
-    A step changes the first of each segment; `spread` gives what that is then to all others.
+    A step changes the first of each segment; `spread` gives what that is then to the others.
     """
 
     def __init__(self, name: str, segments: Sequence[Segment], states: Mapping[Any, State]) -> None:
-        sizes = [len(segment.params) for segment in segments]
-        self.name = name
-        self._all = segments[0].counts[name]
-        self._parts = [self._all]
-        if len(segments) > 1:
-            self._all = self._all.new_empty(sum(sizes))
-            self._parts = [part.data for part in self._all.split(sizes)]  # `.data`: each counts versions by itself
-        first = chain.from_iterable([sum(sizes[:at])] * size for at, size in enumerate(sizes))
-        self._first = torch.tensor(list(first), device=self._all.device)  # for each element that of its segment
+        sizes, like = [len(segment.params) for segment in segments], segments[0].state[name]
+        self._all = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
         self._expected = torch.empty_like(self._all)
-        for segment, part in zip(segments, self._parts, strict=True):
-            if part is not self._all:
-                segment.move_counts(name, part, states)
-            segment.joint.append(self)
+        first = chain.from_iterable([sum(sizes[:at])] * size for at, size in enumerate(sizes))
+        self._first = torch.tensor(list(first), device=like.device)
+        self._parts = [part.data for part in self._all.split(sizes)]  # `.data`: each counts versions by itself
+        for at, (segment, part) in enumerate(zip(segments, self._parts, strict=True)):
+            segment.counts[self] = at
+            of_each = part.fill_(segment.state[name]).unbind()
+            segment.state[name] = of_each[0]
+            for param, own in zip(segment.params, of_each, strict=True):
+                states[param][name] = own
         self.spread()
 
-    @staticmethod
-    def join(segments: Sequence[Segment], states: Mapping[Any, State]) -> None:
-        """Join what is alike in `segments`, whose state was shared just now."""
-        alike: dict[Any, list[Segment]] = {}
-        for segment in segments:
-            for name, counts in segment.counts.items():
-                alike.setdefault((name, counts.dtype, counts.device), []).append(segment)
-        for (name, *_), some in alike.items():
-            JointCounts(name, some, states)
-
     def spread(self) -> None:
-        """Give what the first of each segment is to all others."""
+        """Give what the first of each segment is to all others, and expect them to stay so."""
         torch.index_select(self._all, 0, self._first, out=self._expected)
         self._all.copy_(self._expected)
-        self._versions = None if self._all.is_cpu else list(map(_VERSION, self._parts))
+        self._versions = list(map(_VERSION, self._parts))
+
+    def spread_in(self, at: int) -> None:
+        """The same in one segment."""
+        self._parts[at].fill_(self._parts[at][0])
+        self._versions[at] = self._parts[at]._version
 
     def are_unchanged(self) -> bool:
-        """Whether nobody has changed them since."""
-        if self._versions is not None and list(map(_VERSION, self._parts)) == self._versions:
-            return True  # to look would wait for the device
+        """Whether all are as `spread` left them. To look at those on a device would wait for it."""
+        if not self._all.is_cpu and list(map(_VERSION, self._parts)) == self._versions:
+            return True
         return self._all.equal(self._expected)
+
+    def are_equal(self, at: int) -> bool:
+        """Whether those of one segment are equal."""
+        if not self._all.is_cpu and self._parts[at]._version == self._versions[at]:
+            return True
+        values = self._parts[at].tolist()
+        return bool(values.count(values[0]) == len(values))
+
+
+def share(new: Mapping[Segment, State], states: Mapping[Any, State]) -> None:
+    """Let the parameters' `states` show the `new` state of each of these segments."""
+    alike: dict[Any, list[Segment]] = {}
+    for segment, state in new.items():
+        segment.show(state, states)
+        for name, value in state.items():
+            if isinstance(value, Tensor) and not value.dim():
+                alike.setdefault((name, value.dtype, value.device), []).append(segment)
+    for (name, *_), some in alike.items():
+        Counts(name, some, states)
+    for segment in new:
+        segment.left = list(segment.state.values())
+        segment.known = KnownValues({param: states.get(param) or {} for param in segment.params})
 
 
 class KnownValues:
     """The state of parameters, to find by identity whether it has been exchanged since."""
 
     def __init__(self, states: Mapping[Any, State]) -> None:
-        self._keys, self._values = list(states), list(chain.from_iterable(map(_VALUES, states.values())))
+        self._keys, self._values = list(states), list(_values(states.values()))
         self._sharded = [each for each in self._values if type(each) is ShardedTensor]
         self._moves, self._locals = moves(), list(map(_LOCAL, self._sharded))
         self._refs = list(map(ref, self._sharded))  # torch.utils.swap_tensors, which is no move, raises
 
     def are_in(self, states: Mapping[Any, State]) -> bool:
         """Whether `states` has the same parameters and values, over the same memory."""
-        if not _are_same(states, self._keys):
+        if not are_same(states, self._keys):
             return False
-        if not _are_same(chain.from_iterable(map(_VALUES, states.values())), self._values):
+        if not are_same(_values(states.values()), self._values):
             return False
         if self._moves != moves():
-            if not _are_same(map(_LOCAL, self._sharded), self._locals):
+            if not are_same(map(_LOCAL, self._sharded), self._locals):
                 return False
             self._moves = moves()
         return True
-
-
-_END = (object(),)
-
-
-def _are_same(found: Iterable[Any], expected: Iterable[Any]) -> bool:
-    """Whether two lists have the same objects."""
-    return all(map(operator.is_, chain(found, _END), chain(expected, _END)))
-
-
-class KnownStep:
-    """What was found when all segments of an optimizer were ready: while that stays, they are ready in the next step.
-
-    Attributes:
-        moves: where parameters lay, by its number (`sharded_tensor.moves`).
-        state: of the whole optimizer.
-        shown: the state of the segments, as a step finds it.
-        left: all values of `shown`.
-        joint: the counts.
-    """
-
-    def __init__(self, segments: Sequence[Segment], optimizer: Optimizer) -> None:
-        self.moves, self.state = moves(), KnownValues(optimizer.state)
-        self.shown: dict[Any, State] = {segment.param: segment.state for segment in segments}
-        self.left = list(chain.from_iterable(map(_VALUES, self.shown.values())))
-        for segment in segments:
-            if not segment.joint:
-                JointCounts.join([segment], optimizer.state)
-        self.joint = list(dict.fromkeys(chain.from_iterable(segment.joint for segment in segments)))
-        for joint in self.joint:
-            joint.spread()
-
-    def holds(self, optimizer: Optimizer) -> bool:
-        """Whether parameters lie where they lay, and have this state."""
-        return (
-            self.moves == moves()
-            and self.state.are_in(optimizer.state)
-            and all(map(JointCounts.are_unchanged, self.joint))
-        )
 
 
 def _number_sharded(groups: Iterable[Iterable[nn.Parameter]]) -> int:
@@ -326,7 +255,9 @@ class Segments:
         self._joined: list[nn.Parameter] = []  # those of the segments
         self._specs: list[ShardSpec] = []  # of `_joined`
         self._flats: list[FlatParam] = []  # that the segments are of, by first appearance
-        self.known: KnownStep | None = None
+        self._known: KnownValues | None = None  # the optimizer's state, when all segments were ready
+        self._known_moves = 0  # `moves()` then
+        self._counts: list[Counts] = []  # of all segments, likewise
         self.is_off = False  # whether a step on each parameter by itself was asked for
         self.hook: RemovableHandle | None = None  # of the step that begins (flat.py)
 
@@ -339,7 +270,7 @@ class Segments:
         elif is_hint and segments.all:
             return segments
         groups = [group["params"] for group in optimizer.param_groups]
-        same = len(groups) == len(segments._params) and all(map(_are_same, groups, segments._params))
+        same = len(groups) == len(segments._params) and all(map(are_same, groups, segments._params))
         if segments._moves != moves():  # else each lies where it lay, in the same shard
             segments._moves = moves()
             same = same and segments._sharded == _number_sharded(groups)
@@ -365,7 +296,7 @@ class Segments:
         self._joined = [param for segment in self.all for param in segment.params]
         self._specs = [spec for segment in self.all for spec in segment.specs]
         self._flats = list(dict.fromkeys(segment.flat for segment in self.all))
-        self.known = None
+        self._known = None
 
     def others(self, ready: Ready, chosen: Sequence[Segment] | None = None) -> list[list[nn.Parameter]]:
         """For each group the parameters, of the `chosen` segments or of all, that are in none of `ready`."""
@@ -387,69 +318,114 @@ class Segments:
         """
         if self.is_off or any(group.get("differentiable") for group in optimizer.param_groups):
             return []
-        if chosen is None and self.known is not None and self.known.holds(optimizer):
-            grads: dict[FlatParam, Tensor | None] = dict.fromkeys(self._flats)
-            if any(flat.reduction.flat_gradient is not None for flat in grads):
-                grads = {flat: kept_gradient(flat) for flat in grads}
-            if missing := [segment for segment in self.all if grads[segment.flat] is None]:
-                flats, params, specs = dict.fromkeys(self._flats), self._joined, self._specs
-                if len(missing) < len(self.all):
-                    flats = dict.fromkeys(segment.flat for segment in missing)
-                    params = [param for segment in missing for param in segment.params]
-                    specs = [spec for segment in missing for spec in segment.specs]
-                behind = FlatGradient.behind(params, specs)
-                if len(behind) == len(flats):  # one of each, as each spec is of one
-                    grads.update((flat, each.grad) for flat, each in zip(flats, behind, strict=True))
-            whole = [(each, each.part_of(grad)) for each in self.all if (grad := grads[each.flat]) is not None]
+        if chosen is None and self._are_unchanged(optimizer):
+            grads = list(map(self._flat_gradients().get, map(_FLAT, self.all)))
+            whole = [(each, each.part_of(grad)) for each, grad in zip(self.all, grads, strict=True) if grad is not None]
             if len(whole) == len(self.all):
                 return whole
         ready: list[tuple[Segment, Tensor]] = []
-        shared: list[Segment] = []
+        new: dict[Segment, State] = {}
         wanted = self.all if chosen is None else chosen
         with torch.no_grad():
             for segment in wanted:
-                before = segment.shared
                 gradient = segment.flat_gradient()
-                if gradient is not None and segment.flat.binding.is_bound() and segment.take_state(optimizer):
-                    ready.append((segment, segment.part_of(gradient)))
-                    shared += [segment] if segment.shared is not before else []
-            JointCounts.join(shared, optimizer.state)
+                if gradient is None or not segment.flat.binding.is_bound():
+                    continue
+                states = {param: optimizer.state.get(param) or {} for param in segment.params}
+                if not segment.is_known(states):
+                    if (joined := segment.join([*states.values()])) is None:
+                        continue
+                    new[segment] = joined
+                ready.append((segment, segment.part_of(gradient)))
+            share(new, optimizer.state)
         if len(ready) == len(self.all):
-            self.known = KnownStep(self.all, optimizer)
+            self._known, self._known_moves = KnownValues(optimizer.state), moves()
+            self._counts = list(dict.fromkeys(chain.from_iterable(segment.counts for segment in self.all)))
+            for counts in self._counts:
+                counts.spread()
         elif len(ready) < len(wanted):
-            self.known = None  # others of their parameters are updated one by one
+            self._known = None  # others of their parameters are updated one by one
         return ready
 
-    def end(self, optimizer: Optimizer, ready: Ready, own: Any, size: int) -> None:
-        """Give parameters what a step has left of `ready`, and the optimizer its `own` state.
+    def _are_unchanged(self, optimizer: Optimizer) -> bool:
+        """Whether parameters lie where they lay when all segments were ready, and have the state that they had."""
+        is_same = self._known is not None and self._known_moves == moves() and self._known.are_in(optimizer.state)
+        return is_same and all(map(Counts.are_unchanged, self._counts))
 
-        `size`: how many parameters the step has found state of.
+    def _flat_gradients(self) -> dict[FlatParam, Tensor]:
+        """Gradients that are laid out as flat shards, of those that the segments are of."""
+        found: dict[FlatParam, Tensor] = {}
+        flats, params, specs = self._flats, self._joined, self._specs
+        if not are_same(map(_KEPT, flats), repeat(None, len(flats))):
+            found = {flat: grad for flat in flats if (grad := kept_gradient(flat)) is not None}
+            missing = [segment for segment in self.all if segment.flat not in found]
+            flats = list(dict.fromkeys(segment.flat for segment in missing))
+            params = [param for segment in missing for param in segment.params]
+            specs = [spec for segment in missing for spec in segment.specs]
+        behind = FlatGradient.behind(params, specs)
+        if len(behind) == len(flats):  # one of each, as each spec is of one
+            found.update(zip(flats, map(_GRAD, behind), strict=True))
+        return found
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def show(
+        self,
+        optimizer: Optimizer,
+        ready: Ready,
+        others: Sequence[Sequence[nn.Parameter]] = (),
+        fused: Sequence[bool] = (),
+    ) -> None:
+        """Let the step that runs update the segments `ready` as one parameter each; `others`, of each group, one by
+        one. To be called by the step's closure, behind what that does otherwise.
+
+        Args:
+            fused: for each group whether torch's fused kernels update it; empty: as the group says.
+        """
+        state: defaultdict[Any, State] = defaultdict(dict, optimizer.state if others else ())
+        state.update((segment.param, segment.state) for segment, _ in ready)
+        shown = []
+        for index, group in enumerate(optimizer.param_groups):
+            group = {**group, "fused": True} if fused and fused[index] else group
+            joined = [segment.param for segment, _ in ready if segment.group == index]
+            shown += [{**group, "params": params} for params in (joined, others[index] if others else ()) if params]
+        for segment, gradient in ready:
+            segment.param.grad = gradient
+        end = partial(self._end, optimizer, [segment for segment, _ in ready], optimizer.state, len(state))
+        optimizer.param_groups, optimizer.state = _OneLoop(optimizer, shown, end), state
+
+    def _end(self, optimizer: Optimizer, stepped: Sequence[Segment], own: Any, size: int) -> None:
+        """Give parameters what a step has left of the segments that it has `stepped`, and the optimizer its `own`
+        state. `size`: how many parameters the step has found state of.
         """
         shown, optimizer.state = optimizer.state, own
-        segments = [segment for segment, _ in ready]
-        for segment in segments:
+        for segment in stepped:
             segment.param.grad = None
-        now = chain.from_iterable(map(_VALUES, self.known.shown.values() if self.known is not None else ()))
-        if self.known is not None and len(shown) == size and _are_same(now, self.known.left):
-            for joint in self.known.joint:
-                joint.spread()
+        is_new = len(shown) > size or not are_same(
+            _values(map(_STATE, stepped)), chain.from_iterable(map(_LEFT, stepped))
+        )
+        if self._known is not None and not is_new:
+            for counts in self._counts:
+                counts.spread()
         else:
-            self.known = None
-            self._end_each(optimizer, segments, shown, len(shown) > size)
-        written = self._joined if len(ready) == len(self.all) else [each for some in segments for each in some.params]
-        torch.autograd.graph.increment_version([*written, *map(_SHARD, segments)])
+            self._end_each(optimizer, stepped, shown if is_new else {})
+        written = self._joined if len(stepped) == len(self.all) else [each for some in stepped for each in some.params]
+        torch.autograd.graph.increment_version([*written, *map(_SHARD, stepped)])
 
     @torch.no_grad()
-    def _end_each(self, optimizer: Optimizer, ready: Sequence[Segment], shown: Any, has_more: bool) -> None:
-        own = optimizer.state
-        made = {id(param) for segment in ready if segment.has_new_state() for param in segment.params}
-        if made or has_more:  # state is made in the order of the groups, as by ordinary steps
-            for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-                if id(param) in made:
-                    own.setdefault(param, {})
-                elif param in shown:
-                    own[param] = shown[param]
-        JointCounts.join([segment for segment in ready if segment.end(own)], own)
+    def _end_each(self, optimizer: Optimizer, stepped: Iterable[Segment], shown: Mapping[Any, State]) -> None:
+        self._known, own = None, optimizer.state
+        new = {segment: segment.state for segment in stepped if not are_same(segment.state.values(), segment.left)}
+        made = {id(param) for segment in new for param in segment.params}
+        for param in chain.from_iterable(group["params"] for group in optimizer.param_groups) if shown else ():
+            if id(param) in made:  # state is made in the order of the groups, as by ordinary steps
+                own.setdefault(param, {})
+            elif param in shown:
+                own[param] = shown[param]
+        for segment in stepped:
+            for counts, at in segment.counts.items() if segment not in new else ():
+                counts.spread_in(at)
+        share(new, own)
 
 
 # Note [One loop over other groups]
@@ -482,34 +458,3 @@ class _OneLoop(list[dict[str, Any]]):
             yield from self._shown
         finally:
             self._end()
-
-
-def show_segments(
-    optimizer: Optimizer,
-    ready: Ready,
-    others: Sequence[Sequence[nn.Parameter]] = (),
-    fused: Sequence[bool] = (),
-) -> None:
-    """Let the step that runs update the segments `ready` as one parameter each; `others`, of each group, one by one.
-
-    To be called by the step's closure, behind what that does otherwise.
-
-    Args:
-        fused: for each group whether torch's fused kernels update it; empty: as the group says.
-    """
-    segments = Segments.of(optimizer)
-    groups, known = optimizer.param_groups, segments.known
-    if known is not None and not others:
-        state = defaultdict(dict, known.shown)
-    else:
-        state = defaultdict(dict, optimizer.state)
-        state.update((segment.param, segment.state) for segment, _ in ready)
-    shown = []
-    for index, group in enumerate(groups):
-        group = {**group, "fused": True} if fused and fused[index] else group
-        joined = [segment.param for segment, _ in ready if segment.group == index]
-        shown += [{**group, "params": params} for params in (joined, others[index] if others else ()) if params]
-    for segment, gradient in ready:
-        segment.param.grad = gradient
-    end = partial(segments.end, optimizer, ready, optimizer.state, len(state))
-    optimizer.param_groups, optimizer.state = _OneLoop(optimizer, shown, end), state

@@ -306,16 +306,15 @@ class FlatGradient:
 
     def __init__(self, grad: Tensor, specs: Sequence[ShardSpec], split: Callable[[Tensor], list[Tensor]]) -> None:
         self.grad, self.specs, self._split = grad, specs, split
-        self._segments: dict[int, Tensor] = {}  # by the id of a parameter's spec
+
+    @functools.cached_property
+    def segments(self) -> dict[int, Tensor]:
+        """For each parameter with elements here its segment, by the id of its spec; split off on first use."""
+        return dict(zip(map(id, filter(_NUMEL, self.specs)), self._split(self.grad), strict=True))
 
     def segment_of(self, spec: ShardSpec) -> Tensor:
         """The segment of the parameter whose spec is `spec`, one of `specs`."""
-        if not spec.numel:
-            return self.grad[:0]
-        if not self._segments:
-            stored = map(id, filter(_NUMEL, self.specs))
-            self._segments = dict(zip(stored, self._split(self.grad), strict=True))
-        return self._segments[id(spec)]
+        return self.segments[id(spec)] if spec.numel else self.grad[:0]
 
     @staticmethod
     def behind(params: Sequence[nn.Parameter], specs: Sequence[ShardSpec]) -> "list[FlatGradient]":

@@ -6,7 +6,6 @@ same instructions for all of them.
 """
 
 import copy
-import io
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -66,6 +65,8 @@ def backward(of: nn.Module, seed: int, adds: bool = False) -> None:
 
 class Side:
     """One of the two models, with its optimizer; `flat` counts the parameters that the last step updated as one."""
+
+    held: Any = None  # by a user
 
     def __init__(self, make: Make, is_flat: bool) -> None:
         self.model, self.is_flat, self.flat = model(), is_flat, 0
@@ -160,225 +161,170 @@ def test_equal_bit_for_bit(name: str, steps: int) -> None:
 # --- what users do between backward and step --------------------------------------------------------------------------
 
 ADAMW = OPTIMIZERS["adamw"]
-Between = Callable[[Side, int], Any]
+Edit = Callable[[Side], Any]
 
 
-def _no_gradient_once(side: Side, number: int) -> None:
-    if number == 2:
-        side.params[1].grad = None
+def _state(side: Side, index: int) -> dict[str, Any]:
+    return side.optimizer.state[side.params[index]]
 
 
-def _no_gradient_at_first(side: Side, number: int) -> None:
-    if number == 0:
-        side.params[1].grad = None
+def _exchange(of: Any, one: Any, other: Any) -> None:
+    of[one], of[other] = of[other], of[one]
 
 
-def _assigned_gradient(side: Side, number: int) -> None:
-    if number % 2:
-        side.params[2].grad = side.params[2].grad.clone() * 2
+def _exchange_gradients(side: Side) -> None:
+    one, other = side.params[0], side.params[5]
+    one.grad, other.grad = other.grad, one.grad
 
 
-def _data_of_gradient(side: Side, number: int) -> None:
-    if number == 1:
-        side.params[0].grad.data = torch.ones(64, 64)
+def _exchange_moments(side: Side) -> None:
+    one, other = _state(side, 0), _state(side, 5)
+    one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
 
 
-def _gradient_in_place(side: Side, number: int) -> None:
-    side.params[0].grad.mul_(2)
-    torch._foreach_mul_([param.grad for param in side.params], 0.5)
+def _replace_counts(side: Side) -> None:
+    for state in side.optimizer.state.values():
+        state["step"] = torch.tensor(5.0)
 
 
-def _clip(side: Side, number: int) -> Any:
-    return nn.utils.clip_grad_norm_(side.params, 0.1)
+def _hold_a_moment(side: Side) -> None:
+    side.held = _state(side, 1)["exp_avg"]
+    _state(side, 0)["exp_avg"] = torch.ones_like(side.params[0])
 
 
-def _count_in_place(side: Side, number: int) -> None:
-    if number == 2:
-        side.optimizer.state[side.params[1]]["step"].zero_()
-    if number == 4:
-        side.optimizer.state[side.params[3]]["step"].data.fill_(7.0)
+def _load(side: Side) -> None:
+    side.optimizer.load_state_dict(copy.deepcopy(side.held))
 
 
-def _count_replaced(side: Side, number: int) -> None:
-    if number == 2:
-        side.optimizer.state[side.params[1]]["step"] = torch.tensor(5.0)
+def _save(side: Side) -> None:
+    side.held = copy.deepcopy(side.optimizer.state_dict())
 
 
-def _counts_replaced(side: Side, number: int) -> None:
-    if number == 2:
-        for state in side.optimizer.state.values():
-            state["step"] = torch.tensor(5.0)
-
-
-def _moment_in_place(side: Side, number: int) -> None:
-    if number == 2:
-        side.optimizer.state[side.params[1]]["exp_avg"].fill_(0.5)
-
-
-def _moment_replaced(side: Side, number: int) -> None:
-    if number == 2:
-        side.optimizer.state[side.params[1]]["exp_avg"] = torch.ones_like(side.params[1])
-
-
-def _data_of_moment(side: Side, number: int) -> None:
-    if number == 2:
-        side.optimizer.state[side.params[1]]["exp_avg"].data = torch.ones(64)
-
-
-def _held_moment(side: Side, number: int) -> Any:
-    """A tensor of the state that somebody holds goes on to be that of the state, also when it is joined anew."""
-    state = side.optimizer.state.get(side.params[1])
-    if number == 2:
-        side.held = state["exp_avg"]  # type: ignore[attr-defined]
-        side.optimizer.state[side.params[0]]["exp_avg"] = torch.ones_like(side.params[0])
-    return [number < 2 or side.held is state["exp_avg"]]  # type: ignore[attr-defined]
-
-
-def _state_cleared(side: Side, number: int) -> None:
-    if number in (2, 3):
-        side.optimizer.state.clear()
-
-
-def _state_of_one_cleared(side: Side, number: int) -> None:
-    if number == 2:
-        del side.optimizer.state[side.params[1]]
-
-
-def _foreign_state(side: Side, number: int) -> None:
-    if number == 2:
-        side.optimizer.state[side.params[0]]["note"] = "mine"
-
-
-def _loaded(side: Side, number: int) -> None:
-    if number == 1:
-        side.saved = copy.deepcopy(side.optimizer.state_dict())  # type: ignore[attr-defined]
-    if number in (3, 4):
-        side.optimizer.load_state_dict(copy.deepcopy(side.saved))  # type: ignore[attr-defined]
-
-
-def _data_of_parameter(side: Side, number: int) -> None:
+def _average(side: Side) -> None:
     """An average takes the parameter's place for a step, as in docs/optimizers.md."""
-    if number == 2:
-        side.kept = side.params[0].data  # type: ignore[attr-defined]
-        side.params[0].data = side.params[0].data * 0.5
-    if number == 3:
-        side.params[0].data = side.kept  # type: ignore[attr-defined]
+    side.held = side.params[0].data
+    side.params[0].data = side.params[0].data * 0.5
 
 
-def _exchanged_gradients(side: Side, number: int) -> None:
-    one, other = (side.params[index] for index in (0, 5))
-    if number > 1:
-        one.grad, other.grad = other.grad, one.grad
+def _copy_state(side: Side) -> None:
+    side.optimizer.state = copy.copy(side.optimizer.state)
+    for param, state in side.optimizer.state.items():
+        side.optimizer.state[param] = {name: value.clone() * 0.5 for name, value in state.items()}
 
 
-def _earlier_gradient(side: Side, number: int) -> None:
-    if number == 2:
-        side.kept = side.params[6].grad  # type: ignore[attr-defined]
-    if number == 3:
-        side.params[6].grad = side.kept  # type: ignore[attr-defined]
+def _permute_state(side: Side) -> None:
+    """The state of other parameters, in the same order."""
+    params, values = list(side.optimizer.state), side.optimizer.state.values()
+    _exchange(params, 0, 5)
+    side.optimizer.state = defaultdict(dict, zip(params, values, strict=True))
 
 
-def _exchanged_states(side: Side, number: int) -> None:
-    if number > 1:
-        state, one, other = side.optimizer.state, side.params[0], side.params[5]
-        state[one], state[other] = state[other], state[one]
+def _summon(side: Side) -> None:
+    with FullyShardedDataParallel.summon_full_params(side.model), torch.no_grad():
+        for param in side.model.parameters():
+            param.mul_(0.5)
 
 
-def _exchanged_moments(side: Side, number: int) -> None:
-    if number > 1:
-        one, other = (side.optimizer.state[side.params[index]] for index in (0, 5))
-        one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
-
-
-def _other_state(side: Side, number: int) -> None:
-    """The whole state is replaced: by copies, and by those of other parameters in the same order."""
-    if number == 2:
-        side.optimizer.state = copy.copy(side.optimizer.state)
-        for param, state in side.optimizer.state.items():
-            side.optimizer.state[param] = {name: value.clone() * 0.5 for name, value in state.items()}
-    if number == 3:
-        params, values = list(side.optimizer.state), side.optimizer.state.values()
-        params[0], params[5] = params[5], params[0]
-        side.optimizer.state = defaultdict(dict, zip(params, values, strict=True))
-
-
-def _summoned(side: Side, number: int) -> None:
-    if number == 2:
-        with FullyShardedDataParallel.summon_full_params(side.model), torch.no_grad():
-            for param in side.model.parameters():
-                param.mul_(0.5)
-
-
-def _exchanged_contents(side: Side, number: int) -> None:
+def _swap(side: Side) -> None:
     """Two tensors of the state cannot exchange their contents unnoticed: torch refuses it."""
-    if number == 2 and side.is_flat:
-        one, other = (side.optimizer.state[side.params[index]]["exp_avg"] for index in (0, 4))
+    if side.is_flat:
         with pytest.raises(RuntimeError, match="weakref"):
-            torch.utils.swap_tensors(one, other)
+            torch.utils.swap_tensors(_state(side, 0)["exp_avg"], _state(side, 4)["exp_avg"])
 
 
-def _options(side: Side, number: int) -> None:
-    side.optimizer.param_groups[0].update(lr=0.1 / (number + 1), weight_decay=0.1 * number, maximize=number % 2 == 1)
-    side.optimizer.param_groups[0]["foreach"] = number > 2
+def _add_gradients(side: Side) -> None:
+    side.optimizer.zero_grad(set_to_none=False)
+    backward(side.model, 10, adds=True)
+    backward(side.model, 11, adds=True)
 
 
-def _turned_off_and_on(side: Side, number: int) -> None:
-    if number in (1, 3) and side.is_flat:
-        flat_step(side.optimizer, number == 3)
+def _turn(on: bool) -> Edit:
+    return lambda side: flat_step(side.optimizer, on and side.is_flat) and None
 
 
-def _zeroed_and_added(side: Side, number: int) -> None:
-    if number == 2:
-        side.optimizer.zero_grad(set_to_none=False)
-        backward(side.model, 10, adds=True)
-        backward(side.model, 11, adds=True)
-
-
-def _half_found(side: Side, number: int) -> None:
-    side.optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]  # as GradScaler does
-    side.optimizer.found_inf = torch.tensor(float(number == 2))  # type: ignore[attr-defined]
-
-
-def _schedule(side: Side, number: int) -> Any:
-    if number == 0:
-        side.schedule = torch.optim.lr_scheduler.OneCycleLR(side.optimizer, 0.5, 10)  # type: ignore[attr-defined]
-    side.step()
-    side.schedule.step()  # type: ignore[attr-defined]
-    return True
-
-
-BETWEEN: dict[str, tuple[Between, Make]] = {
-    each.__name__.removeprefix("_"): (each, ADAMW)
-    for each in (
-        *(_no_gradient_once, _no_gradient_at_first, _assigned_gradient, _data_of_gradient),
-        *(_gradient_in_place, _clip, _count_in_place, _count_replaced, _counts_replaced, _moment_in_place),
-        *(_moment_replaced, _data_of_moment, _held_moment, _state_cleared, _state_of_one_cleared, _foreign_state),
-        *(_loaded, _data_of_parameter, _options, _turned_off_and_on, _zeroed_and_added, _schedule),
-        *(
-            _earlier_gradient,
-            _exchanged_gradients,
-            _exchanged_states,
-            _exchanged_moments,
-            _other_state,
-            _summoned,
-            _exchanged_contents,
-        ),
+def _scale(infinite: bool) -> Edit:
+    return lambda side: vars(side.optimizer).update(  # as GradScaler does
+        grad_scale=torch.tensor(2.0), found_inf=torch.tensor(float(infinite))
     )
-} | {
-    "scaled": (_half_found, OPTIMIZERS["fused_adamw"]),
-    "scaled_sgd": (_half_found, OPTIMIZERS["fused_sgd"]),
-    "loaded_sgd": (_loaded, OPTIMIZERS["sgd"]),
-    "loaded_radam": (_loaded, OPTIMIZERS["radam"]),
-    "cleared_sgd": (_state_cleared, OPTIMIZERS["sgd"]),
-    "half_without_gradient": (_no_gradient_once, OPTIMIZERS["nadam"]),
-}
 
 
-@pytest.mark.parametrize("name", BETWEEN)
-def test_what_users_change(name: str) -> None:
+def _set_options(number: int) -> Edit:
+    options = {
+        "lr": 0.1 / (number + 1),
+        "weight_decay": 0.1 * number,
+        "maximize": number % 2 == 1,
+        "foreach": number > 2,
+    }
+    return lambda side: side.optimizer.param_groups[0].update(options)
+
+
+def _set_grad(index: int, make: Callable[[Side], Any]) -> Edit:
+    return lambda side: setattr(side.params[index], "grad", make(side))
+
+
+EVERY = range(6)
+EDITS: dict[str, dict[int, Edit]] = {  # before which steps
+    "no gradient once": {2: _set_grad(1, lambda side: None)},
+    "no gradient at first": {0: _set_grad(1, lambda side: None)},
+    "assigned gradient": dict.fromkeys((1, 3, 5), _set_grad(2, lambda side: side.params[2].grad.clone() * 2)),
+    "data of a gradient": {1: lambda side: setattr(side.params[0].grad, "data", torch.ones(64, 64))},
+    "gradient in place": dict.fromkeys(EVERY, lambda side: [side.params[0].grad.mul_(2).to_local()]),
+    "gradients in place": dict.fromkeys(EVERY, lambda side: torch._foreach_mul_([p.grad for p in side.params], 0.5)),
+    "clipped": dict.fromkeys(EVERY, lambda side: nn.utils.clip_grad_norm_(side.params, 0.1)),
+    "count in place": {2: lambda side: [_state(side, 1)["step"].zero_()],
+                       4: lambda side: [_state(side, 3)["step"].data.fill_(7.0)]},
+    "count replaced": {2: lambda side: _state(side, 1).update(step=torch.tensor(5.0))},
+    "counts replaced": {2: _replace_counts},
+    "moment in place": {2: lambda side: [_state(side, 1)["exp_avg"].fill_(0.5).to_local()]},
+    "moment replaced": {2: lambda side: _state(side, 1).update(exp_avg=torch.ones_like(side.params[1]))},
+    "data of a moment": {2: lambda side: setattr(_state(side, 1)["exp_avg"], "data", torch.ones(64))},
+    "held moment": {2: _hold_a_moment,
+                    **dict.fromkeys((3, 4, 5), lambda side: [side.held is _state(side, 1)["exp_avg"], True])},
+    "state cleared": dict.fromkeys((2, 3), lambda side: side.optimizer.state.clear()),
+    "state of one cleared": {2: lambda side: side.optimizer.state.pop(side.params[1]) and None},
+    "foreign state": {2: lambda side: _state(side, 0).update(note="mine")},
+    "loaded": {1: _save, 3: _load, 4: _load},
+    "data of a parameter": {2: _average, 3: lambda side: setattr(side.params[0], "data", side.held)},
+    "earlier gradient": {2: lambda side: setattr(side, "held", side.params[6].grad),
+                         3: _set_grad(6, lambda side: side.held)},
+    "exchanged gradients": dict.fromkeys(range(2, 6), _exchange_gradients),
+    "exchanged states": dict.fromkeys(
+        range(2, 6), lambda side: _exchange(side.optimizer.state, side.params[0], side.params[5])),
+    "exchanged moments": dict.fromkeys(range(2, 6), _exchange_moments),
+    "other state": {2: _copy_state, 3: _permute_state},
+    "summoned": {2: _summon},
+    "exchanged contents": {2: _swap},
+    "options": {number: _set_options(number) for number in EVERY},
+    "turned off and on": {1: _turn(False), 3: _turn(True)},
+    "zeroed and added": {2: _add_gradients},
+    "scaled": {number: _scale(number == 2) for number in EVERY},
+}  # fmt: skip
+OF_OTHERS = {
+    ("scaled", "fused_adamw"), ("scaled", "fused_sgd"), ("loaded", "sgd"), ("loaded", "radam"),
+    ("state cleared", "sgd"), ("no gradient once", "nadam"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "adamw") for name in EDITS if name != "scaled"), *sorted(OF_OTHERS)]
+)
+def test_what_users_change(name: str, kind: str) -> None:
     """Gradients, state, counts, data and options that users change count as in ordinary steps."""
-    between, make = BETWEEN[name]
-    trained(make, 6, between)
+    trained(OPTIMIZERS[kind], 6, lambda side, number: EDITS[name].get(number, lambda side: None)(side))
+
+
+def test_a_schedule() -> None:
+    """A schedule that wraps the step, and changes its learning rate, is followed."""
+    schedules: dict[Side, Any] = {}
+
+    def between(side: Side, number: int) -> bool:
+        if number == 0:
+            schedules[side] = torch.optim.lr_scheduler.OneCycleLR(side.optimizer, 0.5, 10)
+        side.step()
+        schedules[side].step()
+        return True
+
+    trained(ADAMW, 6, between)
 
 
 # --- around the step --------------------------------------------------------------------------------------------------
@@ -591,22 +537,16 @@ def test_copies() -> None:
         steps = [state["step"] for state in side.optimizer.state.values()]
         assert len({each.data_ptr() for each in steps}) == len(steps)
         copied_model, copied = copy.deepcopy((side.model, side.optimizer))
-        side.copied = Side.__new__(Side)  # type: ignore[attr-defined]
-        vars(side.copied).update(model=copied_model, optimizer=side.choose(copied), is_flat=side.is_flat)  # type: ignore[attr-defined]
-        side.copied.params = list(copied_model.parameters())  # type: ignore[attr-defined]
-        side.pickled = pickle.loads(pickle.dumps(side.optimizer))  # type: ignore[attr-defined]
-        buffer = io.BytesIO()
-        torch.save(side.optimizer.state_dict(), buffer)
-        buffer.seek(0)
-        side.saved = torch.load(buffer, weights_only=False)  # type: ignore[attr-defined]
-    assert_same(*[side.pickled.state_dict()["state"] for side in sides])  # type: ignore[attr-defined]
-    assert_same(*[side.saved for side in sides])  # type: ignore[attr-defined]
+        side.held = Side.__new__(Side)
+        vars(side.held).update(model=copied_model, optimizer=side.choose(copied), is_flat=side.is_flat)
+        side.held.params = list(copied_model.parameters())
+    assert_same(*[pickle.loads(pickle.dumps(side.optimizer)).state_dict()["state"] for side in sides])
     for number in range(3):
         for side in sides:
-            backward(side.copied.model, number)  # type: ignore[attr-defined]
-            side.copied.step()  # type: ignore[attr-defined]
-            assert side.copied.flat == (len(side.params) if side.is_flat else 0)  # type: ignore[attr-defined]
-        assert_same(*[side.copied.shown() for side in sides])  # type: ignore[attr-defined]
+            backward(side.held.model, number)
+            side.held.step()
+            assert side.held.flat == (len(side.params) if side.is_flat else 0)
+        assert_same(*[side.held.shown() for side in sides])
         assert_same(*[side.shown() for side in sides])
 
 

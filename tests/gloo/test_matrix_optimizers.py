@@ -1,5 +1,7 @@
 """Optimizers of complete matrices step as on one process, while each rank computes what it owns."""
 
+import copy
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -279,6 +281,8 @@ def test_update_in_backward() -> None:
         for model in models:
             model.skipped = skipped  # type: ignore[assignment]  # not a parameter
         inputs, target = mine(case, number)
+        for each in (each for some in stepping for each in some) if number == 3 else ():  # state that will be joined
+            each.load_state_dict(copy.deepcopy(each.state_dict()))
         with watching(sent):
             step(inputs, target=target)
         counted = len(sent), len(set(owner_plans(stepping[0][0])[0].stages))
@@ -449,6 +453,9 @@ def test_three_functions(rank: int, kind: type[Orthogonal]) -> None:
             assert torch.equal(param.full_tensor(), other)  # type: ignore[attr-defined]  # a ShardedTensor
             momentum, expected = mine.state[param]["momentum"], alone.state[other]["momentum"]
             assert torch.equal(momentum.full_tensor(), expected) and mine.state[param]["step"] == 3
+        gone = weakref.ref(mine)
+        del mine, each
+        assert gone() is None, "what its updates need does not keep the optimizer"
 
     of_ranks(rank, run)
 

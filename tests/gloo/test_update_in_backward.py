@@ -12,61 +12,42 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 
-from fsdp_compile import compile_step
-
 from .ranks import Ranks, on_ranks
-from .test_compile_step import Loop, adamw, batch, loss_of
-from .training import assert_bitwise, local, shard
+from .test_compile_step import Both, adamw, batch, loss_of
+from .training import local, shard
 
 LATE = pytest.mark.nightly
 BLOCKS = Case(lambda: Stack([Residual(11, 13) for _ in range(4)], width=11), MODELS["mlp"].batch, MODELS["mlp"].loss)
 BF16 = {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)}
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> Any:
+def _both(how: str, case: Case = BLOCKS, make: Any = adamw, **sharding: Any) -> Both:
     """`how`: a backend, or "eager": the eager runtime, as behind graph breaks."""
-    if how == "eager":
-        model.compile(disable=True)
-    backend = "aot_eager" if how == "eager" else how
-    return compile_step(model, optimizer, loss_of, update_in_backward=True, backend=backend)
 
+    def build(case: Case) -> nn.Module:
+        model = shard(case, **sharding)
+        if how == "eager":
+            model.compile(disable=True)
+        return model
 
-def _assert_equal(models: list[nn.Module], optimizers: list[torch.optim.Optimizer], when: str) -> None:
-    assert_bitwise(*models, when)
-    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        states = [optimizer.state.get(param, {}) for optimizer, param in zip(optimizers, (a, b), strict=True)]
-        assert states[0].keys() == states[1].keys()
-        assert all(torch.equal(local(value), local(states[1][kind])) for kind, value in states[0].items()), when
-
-
-def _worst(models: list[nn.Module]) -> float:
-    """The largest difference of a parameter, relative to its largest element."""
-    pairs = [(local(a), local(b)) for a, b in zip(*(model.parameters() for model in models), strict=True)]
-    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs if a.numel())
+    return Both(case, make, how, build, update_in_backward=True, **({"backend": "aot_eager"} if how == "eager" else {}))
 
 
 def _follow(rank: int, name: str, how: str, steps: int, options: dict[str, Any]) -> float:
-    case = MODELS.get(name, BLOCKS)
     if "strategy" in options:
         options = {**options, "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))}
-    models = [shard(case, **options) for _ in range(2)]
-    optimizers = [adamw(model) for model in models]
-    for group in optimizers[1].param_groups if how == "inductor" else ():
+    both, worst = _both(how, MODELS.get(name, BLOCKS), **options), 0.0
+    for group in both.optimizers[1].param_groups if how == "inductor" else ():
         group["fused"] = True  # the kernel that compile_step takes where bits are Inductor's anyway
-    step, loop = _step(models[0], optimizers[0], how), Loop(models[1], optimizers[1], None, 1, how)
-    worst = 0.0
+    params = list(both.models[0].parameters())
     for number in range(steps):
-        inputs, target = batch(case, number)
         with torch._dynamo.config.patch(error_on_recompile=number > 1):
-            losses = step(inputs, target=target), loop(inputs, target)
-        updated = {param for flat in step._in_backward.updated for param in flat.params}
-        assert updated == {param for param in models[0].parameters() if param.requires_grad}
-        assert all(param.grad is None for param in models[0].parameters())
-        if how != "inductor":
-            assert torch.equal(*losses), number
-            _assert_equal(models, optimizers, f"step {number}")
-        worst = max(worst, _worst(models))
-    assert "cpu_offload" in options or step._next_forward._gathered  # the first units, for the next forward
+            (both.train if how == "inductor" else both.compare)(number)
+        updated = {param for flat in both.step._in_backward.updated for param in flat.params}  # type: ignore[union-attr]  # set
+        assert updated == {param for param in params if param.requires_grad}
+        assert all(param.grad is None for param in params)
+        worst = max(worst, both.difference())
+    assert "cpu_offload" in options or both.step._next_forward._gathered  # the first units, for the next forward
     return worst
 
 
@@ -107,21 +88,20 @@ def test_with_replicas(four: Ranks, how: str) -> None:
 
 
 def _count(rank: int, how: str) -> list[int]:
-    model = shard(BLOCKS)
-    step = _step(model, adamw(model), how)
+    both = _both(how)
     living: list[weakref.ref[Any]] = []
     alive: list[int] = []
-    run = step._in_backward._run
+    in_backward: Any = both.step._in_backward
+    run = in_backward._run
 
-    def noted(update: Any, grad: Tensor) -> None:
+    def noted(flat: Any, grad: Tensor) -> None:
         alive.append(sum(each() is not None for each in living))
         living.append(weakref.ref(grad.untyped_storage()))
-        run(update, grad)
+        run(flat, grad)
 
-    step._in_backward._run = noted
+    in_backward._run = noted
     for number in range(3):
-        inputs, target = batch(BLOCKS, number)
-        step(inputs, target=target)
+        both.train(number)
     return alive
 
 
@@ -137,36 +117,34 @@ def test_gradients_do_not_live_together(two: Ranks) -> None:
 @on_ranks(2)
 def test_what_others_read(how: str) -> None:
     """Units whose gradients are added to, or read by hooks, are updated after backward; ordinary steps go between."""
-    models = [shard(BLOCKS) for _ in range(2)]
-    optimizers = [adamw(model) for model in models]
-    step, loop = _step(models[0], optimizers[0], how), Loop(models[1], optimizers[1], None, 1, how)
+    both = _both(how)
     seen: list[list[Tensor]] = [[], []]
     updated: list[int] = []
     for number in range(7):
         inputs, target = batch(BLOCKS, number)
         if number == 1:  # a gradient is there before
-            for model in models:
+            for model in both.models:
                 loss_of(model(inputs), target).backward()
                 for param in list(model.parameters())[:-1]:
                     param.grad = None
         if number == 2:  # somebody else reads a gradient
-            for model, grads in zip(models, seen, strict=True):
+            for model, grads in zip(both.models, seen, strict=True):
                 param = next(model.parameters())
                 param.register_post_accumulate_grad_hook(lambda p, grads=grads: grads.append(local(p.grad).clone()))
         if number == 4:  # gradients were accumulated
-            for model in models:
+            for model in both.models:
                 with model.no_sync():
                     loss_of(model(inputs), target).backward()
         if number == 6:  # an ordinary step of the same graphs
-            loss = loss_of(step._run(inputs), target)
+            loss = loss_of(both.step._run(inputs), target)
             loss.backward()
-            optimizers[0].step()
-            optimizers[0].zero_grad()
-            assert torch.equal(loss, loop(inputs, target))
+            both.optimizers[0].step()
+            both.optimizers[0].zero_grad()
+            assert torch.equal(loss, both.loop(inputs, target))
+            both.assert_equal(number)
         else:
-            assert torch.equal(step(inputs, target=target), loop(inputs, target)), number
-            updated.append(len(step._in_backward.updated))
-        _assert_equal(models, optimizers, f"step {number}")
+            both.compare(number)
+            updated.append(len(both.step._in_backward.updated))  # type: ignore[union-attr]  # set
     assert len(seen[0]) == len(seen[1]) > 3 and all(map(torch.equal, *seen))
     after_no_sync = 0 if how == "aot_eager" else 4  # graphs ask for accumulated gradients from then on
     assert updated == [5, 4, 4, 4, 0, after_no_sync]
@@ -179,20 +157,18 @@ def test_units_with_other_parameters(kind: str) -> None:
     with gradients in low precision: values and the gradient that stays are the loop's."""
     low = kind == "low precision"
     narrow = MixedPrecision(reduce_dtype=torch.bfloat16, keep_low_precision_grads=True)
-    models = [shard(BLOCKS, **({"mixed_precision": narrow} if low else {})) for _ in range(2)]
-    apart = [model.blocks[1].up.weight for model in models]
-    params = [[p for p in model.parameters() if kind != "lacking" or p not in set(apart)] for model in models]
-    kind_of = torch.optim.SGD if low else torch.optim.AdamW  # which takes no gradients of another dtype
-    optimizers = [kind_of(each, lr=0.01) for each in params]
-    step, loop = _step(models[0], optimizers[0], "eager"), Loop(models[1], optimizers[1], None, 1, "eager")
-    if kind == "frozen":
-        for param in apart:
-            param.requires_grad_(False)
+
+    def make(model: Any) -> torch.optim.Optimizer:
+        params = [p for p in model.parameters() if kind != "lacking" or p is not model.blocks[1].up.weight]
+        return (torch.optim.SGD if low else torch.optim.AdamW)(params, lr=0.01)  # AdamW takes no other dtype
+
+    both = _both("eager", make=make, **({"mixed_precision": narrow} if low else {}))
+    apart = [model.blocks[1].up.weight for model in both.models]
+    for param in apart if kind == "frozen" else ():
+        param.requires_grad_(False)
     for number in range(3):
-        inputs, target = batch(BLOCKS, number)
-        assert torch.equal(step(inputs, target=target), loop(inputs, target)), number
-        assert len(step._in_backward.updated) == (0 if low else 4)
-        _assert_equal(models, optimizers, f"{kind}, step {number}")
+        both.compare(number)
+        assert len(both.step._in_backward.updated) == (0 if low else 4)  # type: ignore[union-attr]  # set
         grads = [None if param.grad is None else local(param.grad) for param in apart]
         assert [grad is None for grad in grads] == [kind != "lacking"] * 2
         assert kind != "lacking" or torch.equal(*grads)
@@ -213,12 +189,11 @@ def _raise_loss() -> Tensor:
 def test_failures() -> None:
     """After a failure in the middle of backward the error, and each further step, says so until a checkpoint is
     loaded; steps go on from there as if nothing had been."""
-    models = [shard(BLOCKS) for _ in range(2)]
-    optimizers = [adamw(model) for model in models]
-    step, loop = _step(models[0], optimizers[0], "eager"), Loop(models[1], optimizers[1], None, 1, "eager")
+    both = _both("eager")
+    models, optimizers, step = both.models, both.optimizers, both.step
     for number in range(2):
-        inputs, target = batch(BLOCKS, number)
-        assert torch.equal(step(inputs, target=target), loop(inputs, target))
+        both.compare(number)
+    inputs, target = batch(BLOCKS, 1)
     saved = copy.deepcopy((models[0].state_dict(), optimizers[0].state_dict()))
     hook = models[0].blocks[0].register_forward_hook(lambda module, args, output: output.register_hook(_raise) and None)
     for _ in range(2):
@@ -233,11 +208,9 @@ def test_failures() -> None:
     models[0].load_state_dict(saved[0])
     optimizers[0].load_state_dict(saved[1])
     for number in range(2, 4):
-        inputs, target = batch(BLOCKS, number)
-        assert torch.equal(step(inputs, target=target), loop(inputs, target))
-        _assert_equal(models, optimizers, f"step {number}")
+        both.compare(number)
     with pytest.raises(ValueError, match="the loss fails"):  # before any update: an ordinary step follows
         step._options = replace(step._options, loss_fn=lambda output, target: _raise_loss())
         step(inputs, target=target)
     step._options = replace(step._options, loss_fn=loss_of)
-    assert torch.equal(step(inputs, target=target), loop(inputs, target))
+    both.compare(4)
