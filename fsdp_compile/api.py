@@ -348,10 +348,14 @@ def explain(
         ValueError: an option has a value that it cannot have, hardware is unknown, `model` raises an error, is on an
             accelerator or cannot be traced. Nothing that was passed in is changed.
     """
-    from fsdp_compile.explain.predict import explain_settings
+    from fsdp_compile.explain.predict import predict_step
+    from fsdp_compile.explain.prediction import hardware_of, settings_of
+    from fsdp_compile.explain.report import Report
 
-    chosen = {"world_size": world_size, "batch": batch, "sequence": sequence, **options}
-    return explain_settings(model, example_inputs, chosen, hardware, calibration, name, alternatives, fully_shard)
+    used = hardware_of(hardware, calibration)
+    settings = settings_of({"world_size": world_size, "batch": batch, "sequence": sequence, **options}, used)
+    return Report(tuple(predict_step(model, settings, example_inputs, hardware=used, name=name,
+                                     alternatives=alternatives, shard=fully_shard)))  # fmt: skip
 
 
 def explain_plan(

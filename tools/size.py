@@ -23,7 +23,7 @@ FUNCTION_LINES = 90
 LIMITS = {
     "the story": 10_580,
     "the story and what it imports": 15_491,
-    PACKAGE: 39_564,
+    PACKAGE: 39_518,
     "tests": 53_704,
     "bench": 5_102,
     "docs, README, change log": 5_344,

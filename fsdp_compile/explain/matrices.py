@@ -5,28 +5,22 @@
 Owners are planned as a step plans them, from shapes: no rank, memory or GPU is needed.
 """
 
-import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 
 from torch import nn
 from torch.optim import Muon, Optimizer
 
 from fsdp_compile.construct.blocks import repeated_blocks
-from fsdp_compile.core.sharding import sharding_of
-from fsdp_compile.explain._torch import fake_tensors
 from fsdp_compile.explain.prediction import MatrixTimes
-from fsdp_compile.explain.ranks import process_group
+from fsdp_compile.explain.ranks import sharded
 from fsdp_compile.optim.matrix_step import MatrixUpdates
 from fsdp_compile.optim.owner_plan import LAG, OwnerPlan
 from fsdp_compile.passes.cost.hardware import Hardware, Link
 from fsdp_compile.passes.cost.hardware import device as device_named
 from fsdp_compile.passes.cost.hardware import link as link_named
 from fsdp_compile.passes.cost.roofline import launch_seconds, product_seconds
-from fsdp_compile.passes.graph.prices import hardware_at
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,8 @@ def explain_matrices(
     """Predict the matrices' part of a step, for each group of ranks that matrices are sharded over.
 
     Args:
-        model: a sharded model, one that `shard` shards, or a function that makes either, whose tensors get no memory.
+        model: a sharded model, one of which `shard` shards a copy, or a function that makes either, whose tensors get
+            no memory.
         make_optimizer: called with the sharded model; returns the optimizer of its matrices.
         shard: such as `fully_shard`.
         link: what connects the ranks, as in `CompileConfig`.
@@ -62,11 +57,8 @@ def explain_matrices(
     Raises:
         ValueError: a name is unknown, or `world_size` is missing, or stands beside a process group of another size.
     """
-    with process_group(world_size):
-        with nullcontext() if isinstance(model, nn.Module) else fake_tensors():
-            made = model if isinstance(model, nn.Module) else model()
-            sharded = made if sharding_of(made) else shard(made)
-        return list(costs_of_matrices(make_optimizer(sharded), link, device))
+    with sharded(model, shard, world_size) as made:
+        return list(costs_of_matrices(make_optimizer(made), link_named(link), device_named(device)))
 
 
 def muon_of(model: nn.Module) -> Muon:
@@ -78,50 +70,20 @@ def muon_of(model: nn.Module) -> Muon:
     return Muon(list(dict.fromkeys(matrices)))
 
 
-class MuonOfModel:
-    """What the matrices of a model cost on any number of ranks, which need not exist.
-
-    Args:
-        model: unsharded, which stays as it is; or a function that makes one, whose tensors get no memory.
-        shard: such as `fully_shard`.
-    """
-
-    def __init__(self, model: nn.Module | Callable[[], nn.Module], shard: Callable[[nn.Module], nn.Module]) -> None:
-        self._model, self._shard = model, shard
-        self._plans = cache(self._plan)
-
-    def costs(self, ranks: int, link: Link, hardware: Hardware) -> tuple[MatrixCosts, ...]:
-        """Those of a step in which `ranks` store one copy of the parameters, and `link` connects them."""
-        plans, width = self._plans(ranks, int(hardware.ranks_per_node))
-        return tuple(costs_of_plan(plan, width, link, hardware) for plan in plans)
-
-    def _plan(self, ranks: int, per_node: int) -> tuple[list[OwnerPlan], int]:
-        with process_group(ranks), nullcontext() if isinstance(self._model, nn.Module) else fake_tensors():
-            made = copy.deepcopy(self._model) if isinstance(self._model, nn.Module) else self._model()
-            return _plans_of(muon_of(self._shard(made)), per_node)
-
-
-def _plans_of(optimizer: Optimizer, per_node: int) -> tuple[list[OwnerPlan], int]:
-    """Who owns what, for each group of ranks; and bytes of an element that is exchanged, each way."""
-    updates = MatrixUpdates()
-    updates.prepare(optimizer, per_node)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    is_muon = type(optimizer) is Muon  # which sends bfloat16; others are taken to send what they store
-    return [*updates.plans.values()], 2 if is_muon else max((param.element_size() for param in params), default=0)
-
-
-def costs_of_matrices(optimizer: Optimizer, link: str, device: str | None) -> tuple[MatrixCosts, ...]:
+def costs_of_matrices(optimizer: Optimizer, link: Link, hardware: Hardware) -> tuple[MatrixCosts, ...]:
     """What a step of `optimizer` computes with complete matrices, for each group of ranks.
 
     Args:
         optimizer: of a sharded model, whose tensors may have no memory.
-        link: what connects the ranks, as in `CompileConfig`.
-        device: what computes, likewise; None: that of the parameters.
+        link: what connects the ranks.
+        hardware: what computes.
     """
-    where = optimizer.param_groups[0]["params"][0].device
-    hardware = device_named(device) if device else hardware_at(where)
-    plans, width = _plans_of(optimizer, int(hardware.ranks_per_node))
-    return tuple(costs_of_plan(plan, width, link_named(link), hardware) for plan in plans)
+    updates = MatrixUpdates()
+    updates.prepare(optimizer, int(hardware.ranks_per_node))
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    is_muon = type(optimizer) is Muon  # which sends bfloat16; others are taken to send what they store
+    width = 2 if is_muon else max((param.element_size() for param in params), default=0)
+    return tuple(costs_of_plan(plan, width, link, hardware) for plan in updates.plans.values())
 
 
 def costs_of_plan(plan: OwnerPlan, width: int, link: Link, hardware: Hardware) -> MatrixCosts:

@@ -1,16 +1,14 @@
 """Predict steps of an unsharded model in many settings: it is traced a few times, all else is arithmetic.
 
-explain_settings   options of one value or several -> settings -> predictions -> a report
 predict_step       predictions for some settings; alternatives have one thing changed, and the best setting is
                    searched over strategy, checkpointing and batch together
 Priced             work in a setting on hardware as a workload and a plan: FSDP2's rule, or what compiled graphs of
                    this package do by default, simulated by passes/plan
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +18,9 @@ from fsdp_compile.comm.formats import ratio
 from fsdp_compile.config import update_moves
 from fsdp_compile.core.layout import lay_out
 from fsdp_compile.explain.fixed_prefetch import prefetch
-from fsdp_compile.explain.matrices import MuonOfModel
-from fsdp_compile.explain.prediction import UPDATE, Alternative, Prediction, Setting, hardware_of, settings_of
-from fsdp_compile.explain.report import Report
+from fsdp_compile.explain.matrices import costs_of_matrices, muon_of
+from fsdp_compile.explain.prediction import UPDATE, Alternative, Prediction, Setting
+from fsdp_compile.explain.ranks import sharded
 from fsdp_compile.explain.scheduled import Message, Scheduled
 from fsdp_compile.explain.trace import Model
 from fsdp_compile.explain.work import StepWork, UnitWork
@@ -305,16 +303,17 @@ def predict_step(
         here = hardware or device(setting.hardware, "hardware")
         used.append(here if setting.network is None else replace(here, network=link(setting.network, "network")))
     traced = Model(model, example_inputs, name)
-    muon = None if shard is None else MuonOfModel(model, shard)
     predictions = []
     for setting, here in zip(settings, used, strict=True):
         made = price(traced.work(setting), setting, here)
         if alternatives:
             others = _Others(traced, setting, here)
             made = replace(made, alternatives=tuple(others.changed(made)), best=others.best(made))
-        if setting.optimizer == "muon" and muon is not None:
+        if setting.optimizer == "muon" and shard is not None:
             ranks, between = Priced(traced.work(setting), setting, here).group
-            made = replace(made, matrices=tuple(each.plain for each in muon.costs(ranks, between, here)))
+            with sharded(model, shard, ranks) as whole:
+                costs = costs_of_matrices(muon_of(whole), between, here)
+            made = replace(made, matrices=tuple(each.plain for each in costs))
         predictions.append(made)
     return predictions
 
@@ -384,27 +383,3 @@ class _Others:
                     if found.tokens_per_second > speed * (1 + 1e-6):
                         speed, best = found.tokens_per_second, found
         return best
-
-
-# --- options ---------------------------------------------------------------------------------------------------------
-
-
-def explain_settings(
-    model: nn.Module | Callable[[], nn.Module],
-    example_inputs: Callable[[int, int], Sequence[Any]] | None,
-    chosen: Mapping[str, Any],
-    hardware: str | Path | Hardware | None,
-    calibration: str | Path | None,
-    name: str | None,
-    alternatives: bool,
-    shard: Callable[[nn.Module], nn.Module],
-) -> Report:
-    """Do what `fsdp_compile.explain` does; `chosen` has a value or several for each field of `Setting`.
-    `shard`: `fully_shard`.
-    """
-    used = hardware_of(hardware, calibration)
-    settings = settings_of(chosen, used)
-    predictions = predict_step(
-        model, settings, example_inputs, hardware=used, name=name, alternatives=alternatives, shard=shard
-    )
-    return Report(tuple(predictions))

@@ -1,10 +1,14 @@
-"""Ranks that need not exist: a process group for predictions."""
+"""Ranks that need not exist: a process group for predictions, and a model that is sharded over it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch.distributed as dist
+from torch import nn
 
+from fsdp_compile.core.sharding import sharding_of
+from fsdp_compile.explain._torch import fake_tensors
 from fsdp_compile.passes._torch import fake_store
 
 
@@ -24,3 +28,17 @@ def process_group(world_size: int | None) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def sharded(
+    model: nn.Module | Callable[[], nn.Module], shard: Callable[[nn.Module], nn.Module], world_size: int | None
+) -> Iterator[nn.Module]:
+    """Yield `model`, or what it makes, which gets no memory, sharded by `shard` within `process_group(world_size)`.
+
+    A model that is sharded already stays as it is; of another one a copy is sharded.
+    """
+    given = model if isinstance(model, nn.Module) else None
+    with process_group(world_size), nullcontext() if given is not None else fake_tensors():
+        made = model() if given is None else given
+        yield made if sharding_of(made) else shard(made if given is None else copy.deepcopy(made))

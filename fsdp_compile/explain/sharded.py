@@ -6,9 +6,7 @@ Neither other ranks nor the device are needed: a process group of the backend "f
 from the figures of the link and of the device that the configuration names.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,22 +18,20 @@ from torch import nn
 from fsdp_compile.comm.collectives import STARTS
 from fsdp_compile.comm.formats import ratio
 from fsdp_compile.config import CompileConfig, StepUpdate
-from fsdp_compile.core.sharding import sharding_of
-from fsdp_compile.explain._torch import fake_tensors
 from fsdp_compile.explain.batch import Batch
 from fsdp_compile.explain.matrices import costs_of_matrices, muon_of
 from fsdp_compile.explain.predict import UPDATE_MOVES
 from fsdp_compile.explain.prediction import Setting
-from fsdp_compile.explain.ranks import process_group
+from fsdp_compile.explain.ranks import sharded
 from fsdp_compile.explain.report import Report
 from fsdp_compile.explain.scheduled import Message, Scheduled
 from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import reset_dynamo
-from fsdp_compile.passes.cost.hardware import device
+from fsdp_compile.passes.cost.hardware import Hardware, link
 from fsdp_compile.passes.graph.analyze import GraphInfo, analyze
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
 from fsdp_compile.passes.graph.optimizer_update import update_cost
-from fsdp_compile.passes.graph.prices import ALL_REDUCES, group_of, prices_of
+from fsdp_compile.passes.graph.prices import ALL_REDUCES, group_of, hardware_at, prices_of
 from fsdp_compile.passes.graph.work import node_work, size_of
 from fsdp_compile.passes.inductor import compile_with
 from fsdp_compile.passes.pipeline import GraphContext, Pass
@@ -65,6 +61,7 @@ def report(
     budget: int | None = None,
     *,
     setting: Setting | None = None,
+    hardware: Hardware | None = None,
     model: str = "model",
     parameters: int = 0,
     flops: int = 0,
@@ -79,7 +76,6 @@ def report(
         PlanError: the plan breaks a rule, or needs more than `budget` bytes.
     """
     verify(workload, plan, budget)
-    hardware = device(setting.hardware) if setting else None
     setting = setting or Setting(1)
     shards = setting.shard_size or setting.world_size
     step = Scheduled(workload, plan, budget, shards=shards, **links)
@@ -109,19 +105,19 @@ def explain_sharded(
         PlanError: no plan fits into the budget.
         ValueError: `world_size` is missing or does not fit, or the model's graph has no sharded parameters.
     """
-    exists = isinstance(model, nn.Module)
-    with process_group(world_size), nullcontext() if exists else fake_tensors():
-        made = model if isinstance(model, nn.Module) else model()
-        sharded = made if sharding_of(made) else shard(copy.deepcopy(made) if exists else made)
-        workload, setting, flops, links = read_step(sharded, *batch(sharded), config)
-        parameters = sum(each.numel() for each in sharded.parameters())
-        matrices = costs_of_matrices(muon_of(sharded), config.link or "", config.device) if optimizer == MUON else ()
+    with sharded(model, shard, world_size) as made:
+        workload, setting, flops, links = read_step(made, *batch(made), config)
+        parameters = sum(each.numel() for each in made.parameters())
+        hardware = hardware_at(next(made.parameters()).device, config.device)
+        between = link(config.link or "")
+        matrices = costs_of_matrices(muon_of(made), between, hardware) if optimizer == MUON else ()
     if config.device not in (None, "cpu"):  # on that device, though not here, one launch serves several units
         workload = replace(workload, can_coalesce=True)
     if optimizer is not None:
         setting = replace(setting, optimizer=optimizer, compile_step=True)
-    planned = search_plan(workload, budget_of_step(workload, config.budget))
-    return report(workload, planned.plan, config.budget, setting=setting, model=type(sharded).__name__,
+    setting = replace(setting, hardware=hardware.name)
+    plan, name = search_plan(workload, budget_of_step(workload, config.budget)).plan, type(made).__name__
+    return report(workload, plan, config.budget, setting=setting, hardware=hardware, model=name,
                   parameters=parameters, flops=flops, matrices=matrices, **links)  # fmt: skip
 
 
@@ -165,7 +161,6 @@ def read_step(model: nn.Module, inputs: Sequence[object], named: Mapping[str, An
             precision="bf16" if torch.bfloat16 in dtypes else "fp16" if torch.float16 in dtypes else "fp32",
             optimizer="none",
             clip=config.update is not None and config.update.clips,
-            hardware=config.device or "cpu",
             network=config.link,
         )
         flops = sum(node_work(node).flops for node in context.graph.nodes)
