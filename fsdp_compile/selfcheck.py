@@ -2,7 +2,7 @@
 
 Each row is one check, made on all ranks; a row holds if it holds on all of them.
 
-values         a small GPT trains for three steps: sharded, on a part of the batch for each rank, and whole, on all
+values         a small GPT trains for three steps, sharded and unsharded, and all values are compared (tools/check.py)
 a steady step  its collectives, the bytes that are alive, and the host's waits, by profilers (steady.py)
 side by side   its speed and losses by this package and by FSDP2 (compare/), beside the prediction
 """
@@ -13,9 +13,9 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,13 +28,16 @@ from torch.profiler import ProfilerActivity, profile
 from fsdp_compile import __version__, steady
 from fsdp_compile.api import explain_plan, fully_shard
 from fsdp_compile.comm.waits import state_of
+from fsdp_compile.compare.case import Batch, Case, default_loss
 from fsdp_compile.compare.memory import alive, resident
 from fsdp_compile.compare.report import Comparison, Row, bars, page
 from fsdp_compile.compare.rounds import predict
-from fsdp_compile.compare.systems import WARM, Task, Training, Turn
-from fsdp_compile.edits.summon import summon_full_params
+from fsdp_compile.compare.systems import WARM, Task, Turn, take_turn
+from fsdp_compile.compare.training import Training, Way
+from fsdp_compile.compare.verdicts import EQUAL, ROUNDING
 from fsdp_compile.explain.calibrate import Block
 from fsdp_compile.passes.graph.prices import hardware_at
+from fsdp_compile.tools.check import check
 from fsdp_compile.torch_names import check_all, is_untested
 
 STEPS, TOKENS, WIDTH, LENGTH = 3, 32, 32, 16
@@ -42,7 +45,7 @@ MANY = 64  # sequences of a batch of which activations are most of the memory
 OURS = ("eager", "compiled", "step")
 SPEED = ("fsdp2", "fsdp2-compiled", *OURS)
 ROUNDS = 3
-WAYS = {"eager": None, "aot_eager": "aot_eager", "inductor": "inductor"}
+WAYS = ("eager", "aot_eager", "inductor")
 
 
 @dataclass
@@ -100,8 +103,8 @@ def selfcheck(device: torch.device) -> Report:
         "backend": dist.get_backend(),
     }  # fmt: skip
     rows = [_row_of_check("names", _check_names, device)]
-    for way, backend in WAYS.items():
-        rows.append(_row_of_check(way, partial(_trains_as_one_process, backend, device), device))
+    for way in WAYS:
+        rows.append(_row_of_check(way, partial(_trains_as_unsharded, way), device))
     for name, look in LOOKS.items():
         rows.append(_row_of_check(name, partial(look, device), device))
     compared: list[Comparison] = []
@@ -181,41 +184,30 @@ class _GPT(nn.Module):
         return self.head(x)
 
 
-def _model_and_batches(device: torch.device) -> tuple[nn.Module, Tensor]:
-    """The model, and the batches of all ranks, `(steps, ranks, 2, length)`; the same on all ranks."""
-    torch.manual_seed(0)
-    model = _GPT().to(device)
-    return model, torch.randint(TOKENS, (STEPS, dist.get_world_size(), 2, LENGTH)).to(device)
+def _batch(number: int) -> Batch:
+    tokens = torch.randint(TOKENS, (2, LENGTH))
+    return Batch((tokens,), target=tokens)
 
 
-def _loss(run: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:  # (batch, length)
-    return F.cross_entropy(run(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+def _loss(output: Tensor, tokens: Tensor) -> Tensor:  # (batch, length, tokens), (batch, length)
+    return F.cross_entropy(output[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def _train(run: Callable[[Tensor], Tensor], model: nn.Module, batches: list[Tensor]) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for tokens in batches:
-        _loss(run, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def _sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
-def _trains_as_one_process(backend: str | None, device: torch.device) -> str:
-    """Compare all parameters after a few steps; raise AssertionError with the first that differs."""
-    whole, batches = _model_and_batches(device)
-    _train(whole, whole, [each.flatten(0, 1) for each in batches])
-    model, _ = _model_and_batches(device)
-    sharded: Any = fully_shard(model)
-    run = sharded if backend is None else torch.compile(sharded, backend=backend)
-    _train(run, sharded, [each[dist.get_rank()] for each in batches])
-    most = 0.0
-    with summon_full_params(sharded, writeback=False):
-        for (name, mine), expected in zip(sharded.named_parameters(), whole.parameters(), strict=True):
-            difference = float((mine - expected).detach().abs().max())
-            if not difference <= 1e-5 + 1e-4 * float(expected.detach().abs().max()):  # also if it is NaN
-                raise AssertionError(f"{name} differs from that of one process by {difference:.1e}")
-            most = max(most, difference)
-    return f"parameters after {STEPS} steps as of one process, by {most:.1e} at most"
+def _trains_as_unsharded(way: str) -> str:
+    """Compare all values of a few steps; raise AssertionError with the first that differs."""
+    [row] = check(_GPT, _batch, loss=_loss, optimizer=_sgd, ways=[way], steps=STEPS, accumulate=1, resume_on=0).rows
+    if row.verdict not in (EQUAL, ROUNDING):
+        raise AssertionError(f"beside the unsharded model:{str(row).partition(' s ')[2]}")
+    how = "bit for bit" if row.verdict == EQUAL else f"within rounding; {row.largest}"
+    return f"all values of {STEPS} steps are those of the unsharded model, {how}"
+
+
+def _case(device: torch.device) -> Case:
+    return Case(_GPT, _batch, _loss, _sgd, lambda model: fully_shard(model.to(device)))
 
 
 # --- what a steady step does ------------------------------------------------------------------------------------------
@@ -229,11 +221,10 @@ def _order_is_the_plan(device: torch.device) -> str:
     assert world is not None
     compared = state_of(world).agreed
     compared.clear()  # so that ranks compare the graphs of this check again, on all ranks
-    model, batches = _model_and_batches(device)
-    run = torch.compile(fully_shard(model))
-    _loss(run, batches[0, dist.get_rank()]).backward()
+    training = Training(_case(device), Way("compiled", "whole", "inductor"), device)
+    training.step(training.next_batches())
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-        _loss(run, batches[0, dist.get_rank()]).backward()
+        training.step(training.next_batches())
     graphs = sorted(compared, key=lambda text: "reduce" in text)  # forward, backward
     planned = [collective for text in graphs for collective in steady.planned(text)]
     steady.compare_order(planned, [*steady.ran(profiler.events())])
@@ -248,7 +239,7 @@ class _WithLoss(nn.Module):
         self.model = _GPT()
 
     def forward(self, tokens: Tensor) -> Tensor:  # (batch, length) -> ()
-        return _loss(self.model, tokens)
+        return _loss(self.model(tokens), tokens)
 
 
 def _check_memory(device: torch.device) -> str:
@@ -257,34 +248,26 @@ def _check_memory(device: torch.device) -> str:
     Activations are most of them, so that what a GPU's allocator rounds up, 512 bytes a tensor, is within 5 %. A plan is
     an upper bound. Recomputing cheap values, which it does not count, saves about a fifth of it here.
     """
-    tokens = torch.randint(TOKENS, (MANY, LENGTH)).to(device)
+    case = replace(_case(device), make=_WithLoss, batches=lambda number: torch.randint(TOKENS, (MANY, LENGTH)),
+                   loss=default_loss)  # fmt: skip
     alone = dist.get_world_size() == 1
     # A named link: what is gathered early, and is alive longer, depends on it. Its seconds do not matter here.
     planned: dict[str, Any] = {"link": "h100-nvlink", "device": "h100" if device.type == "cuda" else "cpu"}
+    compiled = Way("", "whole", "fsdp_compile")
     found = []
-    for shards in (False, True) if alone else (True,):
-        torch.manual_seed(0)
-        model: Any = _WithLoss().to(device)
-        if shards:
-            fully_shard(model)
-        run = model if alone else torch.compile(model, backend="fsdp_compile", options=planned)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-        def step(run: Any = run, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            run(tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
+    for way in (Way("", "unsharded"), Way("", "eager")) if alone else (compiled,):
+        training = Training(case, way, device, options=planned)
+        batches = training.next_batches()
         for _ in range(2):
-            step()
-        found.append(alive(step, device, resident(model.parameters())))
+            training.step(batches)
+        found.append(alive(partial(training.step, batches), device, resident(training.trained)))
     peak, left = found[-1]
     if left:
         raise AssertionError(f"a step leaves {left:,} bytes behind")
     if alone:
         most, words = int(1.05 * found[0].peak), "5 % above unsharded"
     else:
-        plan = explain_plan(model, (tokens,), **planned)
+        plan = explain_plan(training.model, batches[0].args, **planned)
         most, words = plan.timeline.peak + steady.workspace(device), "planned"
     if not most / 2 <= peak <= most:
         raise AssertionError(f"{peak:,} bytes are alive at most, expected {most // 2:,} to {most:,}, {words}")
@@ -297,10 +280,10 @@ def _check_streams(device: torch.device) -> str:
     if device.type != "cuda":
         return "not looked at on a CPU, where collectives hold up the host"
     for system in OURS:
-        training = Training(system, _GPT, None, _small_task(device))
+        training = _small_task(device).training(_case(device), system, device)
         for _ in range(WARM):
-            training.step(training.batch())
-        waits = steady.host_waits(partial(training.step, training.batch()))
+            training.step(training.next_batches())
+        waits = steady.host_waits(partial(training.step, training.next_batches()))
         if waits is None:
             return "not seen: the profiler shows no calls of CUDA here"
         if waits:
@@ -327,9 +310,9 @@ def side_by_side(device: torch.device) -> Comparison:
         for system in SPEED:
             try:
                 if number == 0:
-                    trainings[system] = Training(system, _GPT, None, _small_task(device))
+                    trainings[system] = _small_task(device).training(_case(device), system, device)
                 if system not in failed:
-                    turns.setdefault(system, []).append(trainings[system].turn(STEPS, looks=False))
+                    turns.setdefault(system, []).append(take_turn(trainings[system], 2, STEPS, looks=False))
             except Exception as error:
                 if system in OURS:
                     raise

@@ -1,8 +1,13 @@
-"""Systems side by side on a user's model: `fsdp-compile compare`, and the rows of `selfcheck` about speed and memory.
+"""One runner of training: `check` compares its values, `compare` its seconds and bytes, `selfcheck` both.
 
-systems.py   the systems, and one rank of one of them that trains a model
+case.py      what is trained: model, batches, loss, optimizer, and what shards it
+training.py  one rank that trains a case by a way
+pool.py      processes that are such ranks
+values.py    all values of a step, and by how much they may differ
+modules.py   which module's output or gradient differs first
+alike.py     what a rank does for `check`; verdicts.py: what came out
+systems.py   the systems of `compare`, and a turn of one of them
 memory.py    bytes that are alive in a step
-worker.py    a process that is such a rank, and does what it is told line by line
-rounds.py    starts these processes, lets the systems take turns, and gathers what they say
+rounds.py    lets the systems take turns, and gathers what they say
 report.py    what came out as text, JSON, and a page with pictures
 """

@@ -1,4 +1,4 @@
-"""The systems that are compared, each as its users write it, and one rank of one of them that trains a model.
+"""The systems that are compared, as their users write them, and a turn of one of them on one rank.
 
 All have the same weights at first, the same batches, AdamW and, if they shard, the same units: each repeated block, and
 the rest.
@@ -6,31 +6,67 @@ the rest.
 
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_compile.api import shard_module
 from fsdp_compile.comm.hops import Wire
+from fsdp_compile.compare.case import Case, Load
 from fsdp_compile.compare.memory import alive, resident, states_of, waited
-from fsdp_compile.construct.blocks import repeated_blocks
-from fsdp_compile.core._torch import tree_map
-from fsdp_compile.explain.batch import Batch, Inputs, batch_of, loss_of
-from fsdp_compile.step import compile_step
+from fsdp_compile.compare.pool import device_here
+from fsdp_compile.compare.training import Training, Way
+from fsdp_compile.explain.batch import loss_of
 
 WARM = 3  # steps before the first that counts: the first compiles the model, the second may compile the update
 RATE = 1e-4  # of learning
 LOOKS = 5  # steps whose waits are timed
+
+
+@dataclass(frozen=True)
+class System:
+    """A row.
+
+    Attributes:
+        label: what it is, as code.
+        way: how it trains.
+        setting: how a prediction's `Setting` differs.
+        shares: whether all ranks train one model on all batches; otherwise each its own.
+    """
+
+    label: str
+    way: Way
+    setting: dict[str, Any] = field(default_factory=dict)
+    shares: bool = True
+
+
+def _system(label: str, name: str, how: str, backend: str | None = None, shares: bool = True, **setting: Any) -> System:
+    return System(label, Way(name, how, backend), setting, shares)
+
+
+SYSTEMS = {
+    each.way.name: each
+    for each in (
+        _system("fully_shard(model)", "eager", "eager", compiled=False),
+        _system("torch.compile(fully_shard(model))", "compiled", "whole", "inductor"),
+        _system("compile_step(fully_shard(model), optimizer)", "step", "step", "fsdp_compile", compile_step=True),
+        _system("torch's fully_shard of each block, and of the model", "fsdp2", "fsdp2",
+                runtime="fsdp2", compiled=False),
+        _system("the same, each block compiled", "fsdp2-compiled", "fsdp2", "inductor", runtime="fsdp2"),
+        _system("torch.compile(DistributedDataParallel(model))", "ddp", "ddp", "inductor",
+                runtime="fsdp2", strategy="NO_SHARD"),
+        _system("torch.compile(model): each rank for itself", "unsharded", "unsharded", "inductor", shares=False,
+                world_size=1),
+    )
+}  # fmt: skip
+OURS = ("eager", "compiled", "step")
+"""Those of this package."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +83,27 @@ class Task:
     wire_gather: str | None = None
     wire_reduce: str | None = None
 
+    def training(self, case: Case, system: str, device: torch.device) -> Training:
+        """A rank of a system, whatever loss, optimizer and sharding the case itself has."""
+        own = replace(case, loss=_loss, optimizer=_adamw, shard=partial(self._shard, device))
+        return Training(own, SYSTEMS[system].way, device, bf16=self.bf16)
 
-@dataclass(frozen=True)
-class Spec:
-    """One rank of a system in a process of its own: what it trains, and where its ranks meet, by which name."""
+    def _shard(self, device: torch.device, model: nn.Module) -> nn.Module:
+        precision = MixedPrecision(torch.bfloat16, torch.float32) if self.bf16 else None
+        wire = Wire(self.wire_gather, self.wire_reduce) if self.wire_gather or self.wire_reduce else None
+        on = device if device.type == "cuda" else None
+        return shard_module(model, mixed_precision=precision, device_id=on, wire=wire)
 
-    system: str
-    factory: str
-    task: Task
-    rank: int
-    world: int
-    host: str
-    port: int
-    meeting: str
+
+def _loss(output: Any, target: Any = None) -> Tensor:
+    return loss_of(output)
+
+
+def _adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=RATE, foreach=True)
+
+
+# --- a turn -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -85,201 +129,87 @@ class Turn:
     waits: float | None = None
 
 
-Run = Callable[..., Any]
+def take_turn(training: Training, samples: int, steps: int, looks: bool) -> Turn:
+    """Train for `steps` steps that count, of `samples` on each rank, and some before.
 
-
-class Training:
-    """One rank of a system, in the default process group.
-
-    Args:
-        system: one of `SYSTEMS`.
-        make: makes the model, unsharded, on the CPU.
-        example_inputs: as in `explain`.
-        task: what to do.
+    `looks`: see how many bytes are alive.
     """
-
-    def __init__(self, system: str, make: Callable[[], Any], example_inputs: Inputs | None, task: Task) -> None:
-        self.task, self.device, self.example_inputs = task, torch.device(task.device), example_inputs
-        torch.manual_seed(0)
-        model = make()
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"FUNCTION: expected a function that makes a module, found one that makes "
-                             f"{type(model).__name__}")  # fmt: skip
-        self.name = type(model).__name__
-        self.given = model.train()  # its forward says what it takes
-        self.model, self._run = SYSTEMS[system].prepare(self, model)
-        trained = [each for each in self.model.parameters() if each.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=True)
-        self._step: Run = compile_step(self.model, self.optimizer, loss_of) if system == "step" else self._usual_step
-        self._kept = resident(trained) if system == "ddp" else 0  # its buckets of gradients, which it never frees
-        self._done = 0
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """What bf16 is where nothing is sharded."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.task.bf16)
-
-    def _usual_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = self._run(*args, **kwargs)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-    def step(self, batch: Batch) -> Tensor:
-        """One step; the loss on this rank, shape `()`."""
-        args, kwargs = batch
-        loss: Tensor = self._step(*args, **kwargs)
-        return loss
-
-    def batch(self) -> Batch:
-        """The next batch, which is another one on each rank and in each step, and the same for all systems."""
-        torch.manual_seed(1 + dist.get_rank() + 1000 * self._done)
-        self._done += 1
-        given = batch_of(self.given, self.example_inputs, self.task.batch, self.task.sequence, draws=True)
-        return tree_map(lambda each: each.to(self.device) if isinstance(each, Tensor) else each, given)
-
-    def _synchronized_time(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def turn(self, steps: int, looks: bool) -> Turn:
-        """Train for `steps` steps that count, and some before; `looks`: see how many bytes are alive."""
-        is_first, warm = self._done == 0, 1 if self._done else WARM
-        batches = [self.batch() for _ in range(warm + steps)]
-        seconds, losses = list[float](), list[Tensor]()
-        dist.barrier()
-        for number, batch in enumerate(batches):
-            if number == warm and self.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            begin = self._synchronized_time()
-            losses.append(self.step(batch))
-            seconds.append(self._synchronized_time() - begin)
-        mean = torch.stack(losses).float()
-        dist.all_reduce(mean)
-        first = next((each for each in (*batches[0][0], *batches[0][1].values()) if isinstance(each, Tensor)), None)
-        unit, number = "samples", self.task.batch
-        if first is not None and first.dim() > 1 and not first.is_floating_point():
-            unit, number = "tokens", first.numel()
-        return Turn(
-            seconds=seconds[warm:],
-            losses=(mean / dist.get_world_size()).tolist(),
-            first=seconds[0] if is_first else None,
-            peak=self._peak_bytes() if looks else None,
-            unit=unit,
-            number=number * dist.get_world_size(),
-            waits=self._seconds_waited() if looks else None,
-        )
-
-    def _seconds_waited(self) -> float | None:
-        """Of a step, the median of some."""
-        if self.device.type != "cpu" or dist.get_world_size() == 1:  # on a GPU streams wait, and not the host
-            return None
-        seen = [waited(partial(self.step, self.batch())) for _ in range(LOOKS)]
-        seconds = [each for each in seen if each is not None]
-        if len(seconds) < LOOKS:
-            return None
-        mean = torch.tensor(statistics.median(seconds))
-        dist.all_reduce(mean)
-        return mean.item() / dist.get_world_size()
-
-    def _peak_bytes(self) -> int:
-        """Bytes alive at most in a step: by the allocator; on the CPU what stays, and what more steps allocate."""
-        if self.device.type == "cuda":
-            bytes_alive = torch.cuda.max_memory_allocated()
-        else:
-            batch = self.batch()
-            states = [*self.model.parameters(), *self.model.buffers(), *states_of(self.optimizer)]
-            bytes_alive = alive(lambda: self.step(batch), self.device, resident(states) + self._kept).peak
-        most = torch.tensor(bytes_alive, device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return int(most)
+    is_first, warm, device = training.forwards == 0, 1 if training.forwards else WARM, training.device
+    batches = [training.next_batches() for _ in range(warm + steps)]
+    seconds, losses = list[float](), list[Tensor]()
+    dist.barrier()
+    for number, batch in enumerate(batches):
+        if number == warm and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        begin = _synchronized_time(device)
+        losses.append(training.step(batch))
+        seconds.append(_synchronized_time(device) - begin)
+    given = [*batches[0][0].args, *batches[0][0].kwargs.values()]
+    first = next((each for each in given if isinstance(each, Tensor)), None)
+    unit, number = "samples", samples
+    if first is not None and first.dim() > 1 and not first.is_floating_point():
+        unit, number = "tokens", first.numel()
+    ranks = dist.get_world_size()
+    return Turn(
+        seconds=seconds[warm:],
+        losses=(_reduced(torch.stack(losses).float()) / ranks).tolist(),
+        first=seconds[0] if is_first else None,
+        peak=_peak_bytes(training) if looks else None,
+        unit=unit,
+        number=number * ranks,
+        waits=_seconds_waited(training) if looks else None,
+    )
 
 
-# --- systems ----------------------------------------------------------------------------------------------------------
+def _synchronized_time(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
-@dataclass(frozen=True)
-class System:
-    """A row.
-
-    Attributes:
-        label: what it is, as code.
-        prepare: given the rank and the model, returns the model that trains, and a function from a batch to the loss.
-        setting: how a prediction's `Setting` differs.
-        shares: whether all ranks train one model on all batches; otherwise each its own.
-    """
-
-    label: str
-    prepare: Callable[[Training, nn.Module], tuple[nn.Module, Run]]
-    setting: dict[str, Any] = field(default_factory=dict)
-    shares: bool = True
+def _reduced(value: Tensor, by: Any = dist.ReduceOp.SUM) -> Tensor:
+    dist.all_reduce(value, by)
+    return value
 
 
-def _with_loss(run: Run) -> Run:
-    return lambda *args, **kwargs: loss_of(run(*args, **kwargs))
+def _seconds_waited(training: Training) -> float | None:
+    """Of a step, the median of some."""
+    if training.device.type != "cpu" or dist.get_world_size() == 1:  # on a GPU streams wait, and not the host
+        return None
+    seen = [waited(partial(training.step, training.next_batches())) for _ in range(LOOKS)]
+    seconds = [each for each in seen if each is not None]
+    if len(seconds) < LOOKS:
+        return None
+    return _reduced(torch.tensor(statistics.median(seconds))).item() / dist.get_world_size()
 
 
-def _make_eager(training: Training, model: nn.Module) -> tuple[nn.Module, Run]:
-    task = training.task
-    precision = MixedPrecision(torch.bfloat16, torch.float32) if task.bf16 else None
-    wire = Wire(task.wire_gather, task.wire_reduce) if task.wire_gather or task.wire_reduce else None
-    device = training.device if training.device.type == "cuda" else None
-    shard_module(model, mixed_precision=precision, device_id=device, wire=wire)
-    return model, _with_loss(model)
+def _peak_bytes(training: Training) -> int:
+    """Bytes alive at most in a step: by the allocator; on the CPU what stays, and what more steps allocate."""
+    model, device = training.model, training.device
+    if device.type == "cuda":
+        most = torch.cuda.max_memory_allocated()
+    else:
+        stays = resident([*model.parameters(), *model.buffers(), *states_of(training.optimizer)])
+        if training.way.how == "ddp":
+            stays += resident(training.trained)  # its buckets of gradients, which it never frees
+        most = alive(partial(training.step, training.next_batches()), device, stays).peak
+    return int(_reduced(torch.tensor(most, device=device), dist.ReduceOp.MAX))
 
 
-def _make_compiled(training: Training, model: nn.Module) -> tuple[nn.Module, Run]:
-    _make_eager(training, model)
-    return model, _with_loss(torch.compile(model))
+# --- in a process of a `Pool`, which is one rank of one system --------------------------------------------------------
+
+_TRAINING: list[Training] = []
 
 
-def _fsdp2(training: Training, model: nn.Module) -> tuple[nn.Module, Run]:
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if training.task.bf16 else MixedPrecisionPolicy()
-    mesh = init_device_mesh(training.device.type, (dist.get_world_size(),))
-    for unit in (*repeated_blocks(model), model):
-        fsdp2(unit, mesh=mesh, mp_policy=policy)
-    return model, _with_loss(model)
+def begin(load: Load, task: Task, system: str) -> dict[str, Any]:
+    """Make the model; what is said of it, and of the device."""
+    device, on_gpu = device_here(task.device), task.device == "cuda"
+    _TRAINING.append(task.training(load(), system, device))
+    name = torch.cuda.get_device_name(device) if on_gpu else "cpu"
+    memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else 0
+    return {"device": name, "memory": memory, "model": _TRAINING[0].name}
 
 
-def _fsdp2_compiled(training: Training, model: nn.Module) -> tuple[nn.Module, Run]:
-    """Each block is compiled before it is sharded, which is torchtitan's recipe."""
-    blocks = set(repeated_blocks(model))
-    names = [name for name, each in model.named_modules() if each in blocks]
-    if not names:
-        raise ValueError("expected repeated blocks to compile one by one, found none")
-    for name in names:
-        compiled: Any = torch.compile(model.get_submodule(name))
-        model.set_submodule(name, compiled)
-    return _fsdp2(training, model)
-
-
-def _make_ddp(training: Training, model: nn.Module) -> tuple[nn.Module, Run]:
-    replicated = DistributedDataParallel(model.to(training.device), gradient_as_bucket_view=True)
-    return replicated, _in_autocast(training, torch.compile(replicated))
-
-
-def _make_unsharded(training: Training, model: nn.Module) -> tuple[nn.Module, Run]:
-    return model.to(training.device), _in_autocast(training, torch.compile(model))
-
-
-def _in_autocast(training: Training, run: Run) -> Run:
-    def in_autocast(*args: Any, **kwargs: Any) -> Tensor:
-        with training.autocast():
-            return loss_of(run(*args, **kwargs))
-
-    return in_autocast
-
-
-FSDP2 = {"runtime": "fsdp2"}
-SYSTEMS = {
-    "eager": System("fully_shard(model)", _make_eager, {"compiled": False}),
-    "compiled": System("torch.compile(fully_shard(model))", _make_compiled),
-    "step": System("compile_step(fully_shard(model), optimizer)", _make_eager, {"compile_step": True}),
-    "fsdp2": System("torch's fully_shard of each block, and of the model", _fsdp2, {**FSDP2, "compiled": False}),
-    "fsdp2-compiled": System("the same, each block compiled", _fsdp2_compiled, FSDP2),
-    "ddp": System("torch.compile(DistributedDataParallel(model))", _make_ddp, {**FSDP2, "strategy": "NO_SHARD"}),
-    "unsharded": System("torch.compile(model): each rank for itself", _make_unsharded, {"world_size": 1}, shares=False),
-}
-OURS = ("eager", "compiled", "step")
-"""Those of this package."""
+def train(samples: int, steps: int, looks: bool) -> Turn:
+    """A turn of what `begin` has made."""
+    return take_turn(_TRAINING[0], samples, steps, looks)

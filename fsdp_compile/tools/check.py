@@ -11,9 +11,9 @@ the optimizer are compared in each step.
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,18 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile import __version__, fully_shard
-from fsdp_compile.tools.check_job import Task, compare_way, deviations, reference
-from fsdp_compile.tools.check_ranks import Answer, one_line, run
-from fsdp_compile.tools.check_report import FAILED, LEFT_OUT, Report, Row
-from fsdp_compile.tools.check_training import (
-    Batch,
-    InFile,
-    Pickled,
-    Way,
-    default_loss,
-    default_optimizer,
-    subject_of,
-)
+from fsdp_compile.compare.alike import Task, alone, compare_way, deviations, reference
+from fsdp_compile.compare.case import Batch, Load, check_pickles, default_loss, default_optimizer, given_case
+from fsdp_compile.compare.pool import Answer, one_line, run
+from fsdp_compile.compare.training import Way
+from fsdp_compile.compare.verdicts import FAILED, LEFT_OUT, Report, Row
 
 WAYS = ("eager", "blocks", "aot_eager", "inductor", "step")
 RESUMED_STEPS = 2
@@ -85,19 +78,19 @@ def check(
         TypeError: a batch has another type.
         ValueError: an argument cannot be what it is, or the unsharded model cannot be trained.
     """
-    chosen = [Way.of(each) for each in ways]
-    _check_numbers(ranks=ranks, steps=steps, accumulate=accumulate)
+    for name, value in {"ranks": ranks, "steps": steps, "accumulate": accumulate}.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: expected a whole number of at least 1, found {value!r}")
     if not callable(batches) and not len(batches):
         raise ValueError("batches: expected at least one, found none")
     parts = {"loss": loss, "optimizer": optimizer, "shard": shard}
+    load = partial(given_case, model, batches, **parts)
     options: dict[str, Any] = {"steps": steps, "accumulate": accumulate, "resume_on": resume_on}
     if dist.is_initialized():
-        pickled = Pickled(model, [], {}) if isinstance(model, nn.Module) else None
-        again = (lambda: pickled.subject().make()) if pickled is not None else (lambda: None)
-        subject = subject_of(model, batches, parts, again)
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        return _check_ways(subject, chosen, _Here(), device, **options)
-    return _check_ways(Pickled(model, batches, parts), chosen, _Started(ranks), device, **options)
+        kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        return _check_ways(load, ways, _run_here, dist.get_world_size(), kind, **options)
+    check_pickles(model, batches, **parts)
+    return _check_ways(load, ways, run, ranks, device, **options)
 
 
 def assert_trains_alike(
@@ -114,99 +107,62 @@ def assert_trains_alike(
     return report
 
 
-def check_file(source: InFile, ways: Sequence[str], ranks: int, device: str, **options: Any) -> Report:
-    """As `check`, of what a file defines; by the ranks of `torchrun` where it has started this process.
+def check_loaded(load: Load, ways: Sequence[str], ranks: int, device: str, **options: Any) -> Report:
+    """As `check`, of what `load` gives; by the ranks of `torchrun` where it has started this process.
 
     It calls `found`, one of the options, with each row as soon as it is known.
     """
-    chosen = [Way.of(each) for each in ways]
     if "RANK" not in os.environ:
-        return _check_ways(source, chosen, _Started(ranks), device, **options)
-    backend = "nccl" if device == "cuda" else "gloo"
+        return _check_ways(load, ways, run, ranks, device, **options)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(backend)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
-        return _check_ways(source, chosen, _Here(), device, **options)
+        return _check_ways(load, ways, _run_here, dist.get_world_size(), device, **options)
     finally:
         dist.destroy_process_group()
 
 
-def _check_numbers(**given: int) -> None:
-    for name, value in given.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}: expected a whole number of at least 1, found {value!r}")
+Run = Callable[..., list[Answer]]  # given how many ranks, the device, a function and its arguments
 
 
-class _Here:
-    """The ranks of the process group that exists."""
-
-    @property
-    def count(self) -> int:
-        return dist.get_world_size()
-
-    another = count  # of ranks, to resume on
-
-    def run(self, count: int, device: str, function: Callable[..., Any], *args: Any) -> list[Answer]:
-        """What the function returns or raises, on all ranks."""
-        try:
-            answer = Answer(function(*args))
-        except Exception as error:  # whatever the user's code raises is an answer
-            answer = Answer(error=one_line(error))
-        found: list[Any] = [None] * count
-        dist.all_gather_object(found, answer)
-        return found
-
-    @contextmanager
-    def folder(self) -> Iterator[str]:
-        """A folder, the same for all ranks; rank 0 makes and removes it."""
-        with tempfile.TemporaryDirectory(prefix="fsdp_compile_check_") as own:
-            shared = [own]
-            dist.broadcast_object_list(shared)
-            yield shared[0]
-            dist.barrier()
-
-
-@dataclass(frozen=True)
-class _Started:
-    """Ranks in processes of their own, each time."""
-
-    count: int
-
-    @property
-    def another(self) -> int:
-        return self.count + 1
-
-    run = staticmethod(run)
-
-    @contextmanager
-    def folder(self) -> Iterator[str]:
-        """A folder that is removed."""
-        with tempfile.TemporaryDirectory(prefix="fsdp_compile_check_") as made:
-            yield made
+def _run_here(count: int, device: str, function: Callable[..., Any], *args: Any) -> list[Answer]:
+    """What the function returns or raises, on all ranks of the process group that exists."""
+    try:
+        answer = Answer(function(*args))
+    except Exception as error:  # whatever the user's code raises is an answer
+        answer = Answer(error=one_line(error))
+    found: list[Any] = [None] * count
+    dist.all_gather_object(found, answer)
+    return found
 
 
 def _check_ways(
-    source: Any, ways: Sequence[Way], ranks: _Here | _Started, device: str, *, steps: int, accumulate: int,
+    load: Load, names: Sequence[str], run: Run, ranks: int, device: str, *, steps: int, accumulate: int,
     resume_on: int | None, found: Callable[[Row], None] = lambda row: None,
 ) -> Report:  # fmt: skip
     """Run the reference and each way, from the start and behind a load; tell each row as soon as it is known."""
+    ways, are_here = [Way.of(each) for each in names], run is _run_here
     counts = tuple(accumulate if step == 1 else 1 for step in range(steps))
-    another = ranks.another if resume_on is None else resume_on
-    if isinstance(ranks, _Here) and another not in (0, ranks.count):
-        raise ValueError(f"resume_on: a process group of {ranks.count} ranks exists, expected 0 or as many, found "
+    another = ranks + (not are_here) if resume_on is None else resume_on
+    if are_here and another not in (0, ranks):
+        raise ValueError(f"resume_on: a process group of {ranks} ranks exists, expected 0 or as many, found "
                          f"{another}; call check without a process group")  # fmt: skip
     rows: list[Row] = []
-    with ranks.folder() as folder:
-        task = Task(device, counts, 0, folder, resumes=False, saves=another > 0)
-        about = _compare_ways(source, task, ways, ranks, ranks.count, rows, found)
-        if another:
-            right = [way for way, row in zip(ways, rows, strict=True) if not row.is_fault and row.verdict != LEFT_OUT]
+    with tempfile.TemporaryDirectory(prefix="fsdp_compile_check_") as own:
+        folder = [own]
+        if are_here:  # that of rank 0
+            dist.broadcast_object_list(folder)
+        task = Task(device, counts, 0, folder[0], resumes=False, saves=another > 0)
+        about = _compare_ways(load, task, ways, run, ranks, rows, found)
+        right = [way for way, row in zip(ways, rows, strict=True) if not row.is_fault and row.verdict != LEFT_OUT]
+        if another and right:
             later = replace(task, counts=(1,) * RESUMED_STEPS, start=sum(counts), resumes=True, saves=False)
-            if right:
-                _compare_ways(source, later, right, ranks, another, rows, found)
+            _compare_ways(load, later, right, run, another, rows, found)
+        if are_here:
+            dist.barrier()
     where = {
-        "model": about["model"], "parameters": f"{about['parameters']:,}", "ranks": ranks.count, "steps": steps,
+        "model": about["model"], "parameters": f"{about['parameters']:,}", "ranks": ranks, "steps": steps,
         "micro-batches": list(counts), "loaded on": another or "none", "device": device, "torch": torch.__version__,
         "fsdp_compile": __version__,
     }  # fmt: skip
@@ -214,35 +170,27 @@ def _check_ways(
 
 
 def _compare_ways(
-    source: Any, task: Task, ways: Sequence[Way], ranks: _Here | _Started, count: int, rows: list[Row],
-    found: Callable[[Row], None],
+    load: Load, task: Task, ways: Sequence[Way], run: Run, ranks: int, rows: list[Row], found: Callable[[Row], None]
 ) -> dict[str, Any]:  # fmt: skip
     """The reference, and each way beside it, whose rows are added; what is said of the model."""
-    answers = ranks.run(count, task.device, reference, source, task)
+    answers = run(ranks, task.device, reference, load, task)
     if any(each.error for each in answers):
         raise ValueError(f"the unsharded model cannot be trained: {_failures_text(answers)}")
     about: dict[str, Any] = answers[0].value
     for way in ways:
-        rows.append(_row_of_way(source, task, way, ranks, count))
-        found(rows[-1])
+        begun = time.monotonic()
+        answers = run(ranks, task.device, compare_way, load, task, way)
+        row, why = answers[0].value, _failures_text(answers)
+        if why:  # it is left out if its backend cannot compile the unsharded model either
+            seconds = round(time.monotonic() - begun, 1)
+            absent = [_failures_text(run(ranks, task.device, deviations, load, task, each))
+                      for each in alone(way) if each.backend]  # fmt: skip
+            verdict = LEFT_OUT if any(absent) else FAILED
+            row = Row(way.name, ranks, verdict, task.resumes, why="".join(absent) or why, seconds=seconds,
+                      compiled=way.how != "eager")  # fmt: skip
+        rows.append(row)
+        found(row)
     return about
-
-
-def _row_of_way(source: Any, task: Task, way: Way, ranks: _Here | _Started, count: int) -> Row:
-    """One way beside the reference. It is left out if its backend cannot compile the unsharded model either."""
-    row = Row(way.name, count, FAILED, task.resumes, compiled=way.how != "eager")
-    begun = time.monotonic()
-    answers = ranks.run(count, task.device, compare_way, source, task, way)
-    seconds = round(time.monotonic() - begun, 1)
-    why = _failures_text(answers)
-    if not why:
-        result: Row = answers[0].value
-        return result
-    if way.backend is not None:
-        absent = _failures_text(ranks.run(count, task.device, deviations, source, task, way.backend))
-        row = replace(row, verdict=LEFT_OUT) if absent else row
-        why = absent or why
-    return replace(row, why=why, seconds=seconds)
 
 
 def _failures_text(answers: Sequence[Answer]) -> str:

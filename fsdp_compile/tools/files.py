@@ -20,7 +20,7 @@ def run_file(path: Path) -> dict[str, Any]:
 
     It becomes a module: compilers and dataclasses look for that of a class by its name.
     """
-    name = f"fsdp_compile_file_{path.stem}"
+    name = _module_name(path)
     module = sys.modules[name] = ModuleType(name)
     module.__file__ = str(path)
     parsed = _parse(path)
@@ -117,6 +117,23 @@ def load_functions(text: str) -> tuple[Callable[[], Any], Callable[..., Any] | N
     if not callable(names.get(name)):
         raise _no_function(path, name, (each for each, value in names.items() if callable(value)))
     return names[name], names.get("example_inputs")
+
+
+def names_beside(text: str, names: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    """The functions of these names in the file of a loaded `FILE.py:FUNCTION`. ValueError if one is no function."""
+    if text.startswith(TORCHTITAN):
+        return {}
+    path, _ = split_factory(text)
+    made = vars(sys.modules[_module_name(Path(path))])
+    found = {name: made[name] for name in names if name in made}
+    for name, value in found.items():
+        if not callable(value):
+            raise ValueError(f"{path}: expected {name} to be a function, found {type(value).__name__}")
+    return found
+
+
+def _module_name(path: Path) -> str:
+    return f"fsdp_compile_file_{path.stem}"
 
 
 def split_factory(text: str) -> tuple[str, str]:

@@ -2,9 +2,9 @@
 
 import os
 
+import fsdp_compile.compare.alike
 import fsdp_compile.compare.systems
-import fsdp_compile.passes.inductor
-import fsdp_compile.tools.check_job  # noqa: F401
+import fsdp_compile.passes.inductor  # noqa: F401
 from fsdp_compile.tools.files import import_for
 from fsdp_compile.tools.server import FILE
 

@@ -9,7 +9,7 @@ import torch
 
 from fsdp_compile import fully_shard
 from fsdp_compile import selfcheck as module
-from fsdp_compile.compare.systems import Training
+from fsdp_compile.compare.training import Training
 from fsdp_compile.selfcheck import selfcheck
 
 GPU = torch.device("cuda", 0)
@@ -51,9 +51,9 @@ def test_a_wait_of_the_host_is_found(step: Callable[..., Any], called: str) -> N
 def test_memory_that_is_kept_is_found() -> None:
     """A step that leaves a tensor behind."""
 
-    def leaking(model: Any) -> None:
-        fully_shard(model)
-        model.register_forward_hook(lambda *_: KEPT.append(torch.empty(1000, device=GPU)))
+    def leaking(model: Any) -> Any:
+        fully_shard(model).register_forward_hook(lambda *_: KEPT.append(torch.empty(1000, device=GPU)))
+        return model
 
     with (
         mock.patch.object(module, "fully_shard", leaking),

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fsdp_compile.compare.case import default_loss
+from fsdp_compile.compare.modules import Event, Step, first, owner_of
+from fsdp_compile.compare.training import Way
+from fsdp_compile.compare.values import Key, differences
+from fsdp_compile.compare.verdicts import Fault, Report, Row
 from fsdp_compile.tools.check import Batch, check
-from fsdp_compile.tools.check_modules import Event, Step, first, owner_of
-from fsdp_compile.tools.check_report import Fault, Report, Row
-from fsdp_compile.tools.check_training import Way, default_loss
-from fsdp_compile.tools.check_values import Key, differences
 from fsdp_compile.tools.commands.check import ways
 
 KEY = Key("gradient", "blocks.0.weight")

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_compile.compare.pool import Launch
 from fsdp_compile.compare.report import Comparison, Row
-from fsdp_compile.compare.rounds import Failed, Launch, Running, Side, predict
+from fsdp_compile.compare.rounds import Failed, Running, Side, predict
 from fsdp_compile.compare.systems import SYSTEMS, Task, Turn
 from fsdp_compile.explain.batch import batch_of
 from fsdp_compile.passes.cost.hardware import reported_device
@@ -166,13 +167,13 @@ def test_the_same_failure_twice_ends_it(monkeypatch: pytest.MonkeyPatch) -> None
     launched = Launch((0,), 1, "", None, 0)  # type: ignore[arg-type]  # nothing starts
     REASONS.update(dict.fromkeys(COMPARED, "IndexError: no"))
     with (
-        Side(COMPARED, "m.py:make", task(), launched) as side,
+        Side(COMPARED, "m.py:make", nn.Identity, task(), launched) as side,
         pytest.raises(ValueError, match=r"m.py:make: no system can train it: IndexError: no"),
     ):
         side.run(2, 1)
     assert list(side.failed) == ["eager", "compiled"]
     REASONS["compiled"] = "ValueError: another"
-    with Side(COMPARED, "m.py:make", task(), launched) as side:
+    with Side(COMPARED, "m.py:make", nn.Identity, task(), launched) as side:
         side.run(2, 1)
     assert side.failed == REASONS
 

@@ -4,9 +4,10 @@ import argparse
 import difflib
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
-from fsdp_compile.tools.files import check_factory, split_factory
+from fsdp_compile.tools.files import check_factory
 from fsdp_compile.tools.options import Add, check_folders, positive, say, write_files
 from fsdp_compile.tools.server import start_server
 
@@ -69,20 +70,19 @@ def run(args: argparse.Namespace) -> int:
         ranks = args.ranks + 1 if args.resume_on is None else args.resume_on
         later = f", then again from a checkpoint on {ranks}" if ranks else ""
         say(f"checking {args.factory} by {', '.join(args.ways)} on {args.ranks} ranks{later}")
-    from fsdp_compile.tools.check import check_file
-    from fsdp_compile.tools.check_report import Row
-    from fsdp_compile.tools.check_training import InFile
+    from fsdp_compile.compare.case import case_in_file
+    from fsdp_compile.compare.verdicts import Row
+    from fsdp_compile.tools.check import check_loaded
 
     options = {name: getattr(args, name) for name in ("steps", "accumulate", "resume_on")}
-    path, name = split_factory(args.factory)
     is_first = os.environ.get("RANK", "0") == "0"
 
     def found(row: Row) -> None:
         if is_first:  # a way may take minutes, and who stops the command keeps what it has found
             print(row, file=sys.stderr, flush=True)
 
-    source = InFile(path, name, args.batch, args.seq)
-    report = check_file(source, args.ways, args.ranks, args.device, found=found, **options)
+    load = partial(case_in_file, args.factory, args.batch, args.seq)
+    report = check_loaded(load, args.ways, args.ranks, args.device, found=found, **options)
     if is_first:
         print(report, end="")
         write_files({args.json: report.to_json})

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 
 from fsdp_compile.explain.prediction import WIRE_FORMATS, hardware_of
@@ -72,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
         sequence = args.seq or training.seq_len
     check_factory(factory)
     systems, rounds = list(dict.fromkeys(args.systems)), min(args.rounds, args.steps)
-    if os.environ.get("RANK", "0") == "0":
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first:
         slow = [each for each in systems if each not in ("eager", "fsdp2")]
         say(f"comparing {', '.join(systems)} in {rounds} rounds, {args.steps} steps of each"
             + (f"; the first round takes minutes, in which {', '.join(slow)} compile" if slow else ""))  # fmt: skip
@@ -88,15 +90,16 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--ranks {args.ranks}: expected {os.environ['WORLD_SIZE']}, as torchrun has started; "
                          "leave it out")  # fmt: skip
     start_server(factory)
-    from fsdp_compile.compare.rounds import compare, launch
+    from fsdp_compile.compare.case import case_in_file
+    from fsdp_compile.compare.rounds import compare
     from fsdp_compile.compare.systems import Task
 
     bf16 = args.precision == "bf16" or (args.precision is None and kind == "cuda")
     task = Task(batch, sequence, bf16, kind, args.wire_gather, args.wire_reduce)
-    launched = launch(here)
-    found = compare(factory, make, example_inputs, task, launched, systems=systems,
-                    steps=args.steps, rounds=rounds, hardware=hardware)  # fmt: skip
-    if launched.speaks:
+    load = partial(case_in_file, factory, batch, sequence)
+    found = compare(factory, load, (make, example_inputs), task, here, systems=systems, steps=args.steps,
+                    rounds=rounds, hardware=hardware)  # fmt: skip
+    if is_first:
         print(found, end="")
         write_files({args.json: found.to_json, args.html: found.to_html, args.svg: found.to_svg})
     return 0 if found.ran else 1

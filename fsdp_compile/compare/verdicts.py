@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fsdp_compile.tools.check_values import Difference
+from fsdp_compile.compare.values import Difference
 
 FORMAT = 1
 EQUAL, ROUNDING, DIFFERS, FAILED, LEFT_OUT = "equal", "rounding", "differs", "failed", "left out"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fsdp_compile.tools.check_values import Allowed, Difference, Key, Values, differences
+from fsdp_compile.compare.values import Allowed, Difference, Key, Values, differences
 
 # Note [Which module a difference is of]
 # Events of a forward are the inputs and outputs of modules; those of a backward the gradients of outputs and inputs. If
