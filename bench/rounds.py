@@ -1,16 +1,13 @@
 """Systems side by side: a process for each rank of each, which take turns."""
 
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.worker import Spec
+from bench.worker import Spec, do
+from fsdp_compile.compare.pool import Launch, Pool
 from fsdp_compile.compare.rounds import rotated
 
 
@@ -19,62 +16,19 @@ class Failed(Exception):
 
 
 class Running:
-    """All ranks of a system, a process each."""
+    """All ranks of a system, a process each; on the emulated link one process."""
 
     def __init__(self, spec: Spec, folder: Path) -> None:
-        ranks = spec.world if spec.mode in ("gloo", "nccl") else 1
-        meeting = str(folder / "meeting")
-        self.ranks = [Rank(replace(spec, rank=rank, rendezvous=meeting), folder) for rank in range(ranks)]
+        self.spec, self.folder, are_real = spec, folder, spec.mode in ("gloo", "nccl")
+        self.pool = Pool(Launch.here(spec.world if are_real else 1), spec.device, "bench", folder, joins=are_real)
 
-    def ask(self, do: str, **arguments: Any) -> Any:
+    def ask(self, what: str, **arguments: Any) -> Any:
         """Let every rank do something; what rank 0 answers."""
-        for rank in self.ranks:
-            rank.tell(do, **arguments)
-        answers = [rank.answer() for rank in self.ranks]
-        return answers[0]
-
-
-class Rank:
-    """One process."""
-
-    def __init__(self, spec: Spec, folder: Path) -> None:
-        self.spec, self.errors = spec, folder / f"{spec.rank}.err"
-        reading, writing = os.pipe()
-        command = [sys.executable, "-m", "bench.worker", str(writing), json.dumps(asdict(spec))]
-        environment = {  # one thread a rank, and compile caches of the system's own, empty at first
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
-            "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "1"),
-        }
-        with self.errors.open("w") as errors:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, pass_fds=[writing], env=environment
-            )
-        os.close(writing)
-        self.answers = os.fdopen(reading)
-
-    def tell(self, do: str, **arguments: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> Any:
-        line = self.answers.readline()
-        if not line:
-            raise Failed(f"{self.spec.system}, rank {self.spec.rank}: {self.errors.read_text()[-3000:]}")
-        return json.loads(line)
-
-    def stop(self) -> None:
-        """Close its input, at which it ends."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        answers = self.pool.ask(do, self.spec, what, arguments)
+        if self.pool.failure:
+            said = "\n".join(each.read_text()[-3000:] for each in sorted(self.folder.glob("*.err")))
+            raise Failed(f"{self.spec.system}: {self.pool.failure}\n{said}")
+        return answers[0].value
 
 
 class Side:
@@ -100,10 +54,10 @@ class Side:
         folder = Path(self.folder.name) / spec.system.replace(":", "_")
         folder.mkdir()
         try:
-            running = Running(spec, folder)
+            running = self.running[spec.system] = Running(spec, folder)
             self.first[spec.system] = running.ask("first")
-            self.running[spec.system] = running
-        except (Failed, BrokenPipeError) as error:
+        except Failed as error:
+            self.running.pop(spec.system).pool.stop()
             self.failed[spec.system] = str(error)
             print(f"\n{error}", file=sys.stderr)
             if spec.system.startswith("ours"):
@@ -128,6 +82,5 @@ class Side:
 
     def __exit__(self, *_: Any) -> None:
         for running in self.running.values():
-            for rank in running.ranks:
-                rank.stop()
+            running.pool.stop()
         self.folder.cleanup()

@@ -1,13 +1,12 @@
-"""One rank of one system, in a process of its own, which does what it is told line by line (rounds.py tells it).
+"""One rank of one system, in a process of its own, which does what it is asked to (rounds.py asks it).
 
 A process for each system keeps compile caches, memory and Inductor's settings apart: SimpleFSDP replaces a hook that
-ours uses. It waits in a read while the others have their turns.
+ours uses. It waits while the others have their turns.
 """
 
 import json
 import os
 import resource
-import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from bench.link import FREE, LINK
 from bench.memory import thinned
 from bench.models import WORKLOADS
 from fsdp_compile.compare.memory import curve, resident, states_of
+from fsdp_compile.compare.pool import device_here
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,6 @@ class Spec:
     device: str  # cpu or cuda
     bf16: bool  # what it computes in
     world: int  # how many ranks there are, or are played
-    rank: int = 0
-    rendezvous: str = ""  # a file that real ranks meet at
     cpu_time: bool = False  # emulated link: CPU seconds count, and those of transfers that are waited for
 
 
@@ -44,19 +42,12 @@ class Worker:
 
     def __init__(self, spec: Spec) -> None:
         self.spec, self.number = spec, 0
-        gpu = torch.device("cuda", spec.rank if spec.mode == "nccl" else 0)
-        self.device = gpu if spec.device == "cuda" else torch.device("cpu")
-        torch.set_num_threads(1)
+        self.device = device_here(spec.device)
         torch.set_flush_denormal(True)  # what is never really received must not slow kernels
         if spec.mode == "link":
             link.start(spec.world, 0.0, FREE)
             if spec.cpu_time:
                 LINK.count_cpu_time()
-        else:
-            meeting = f"file://{spec.rendezvous}"
-            dist.init_process_group(spec.mode, init_method=meeting, rank=spec.rank, world_size=spec.world)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
         self.generated = GeneratedCode()
         self.workload = WORKLOADS[spec.model]()
         torch.manual_seed(0)
@@ -93,7 +84,7 @@ class Worker:
         return {"forward": forward, "backward": self.clock() - begin, "calls": calls, "loss": loss.item()}
 
     def _batch(self) -> list[torch.Tensor]:
-        return [tensor.to(self.device) for tensor in self.workload.batch(self.number, self.spec.rank)]
+        return [tensor.to(self.device) for tensor in self.workload.batch(self.number, dist.get_rank())]
 
     def step(self) -> dict[str, float]:
         if self.whole_step is None:
@@ -205,22 +196,14 @@ def _cpu_seconds() -> float:
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
-def main() -> None:
-    """Read `{"do": name, ...}` lines, answer each by a line, until the input ends."""
-    answers = os.fdopen(int(sys.argv[1]), "w")
-
-    def answer(found: Any) -> None:
-        print(json.dumps(found), file=answers, flush=True)
-
-    worker = Worker(Spec(**json.loads(sys.argv[2])))
-    for line in sys.stdin:
-        told = json.loads(line)
-        found = getattr(worker, told.pop("do"))(**told)
-        if worker.device.type == "cuda":  # what no tensor has goes back to the systems whose turn is next
-            torch.cuda.empty_cache()
-        answer(found)
-    dist.destroy_process_group()
+_WORKER: list[Worker] = []  # of this process
 
 
-if __name__ == "__main__":
-    main()
+def do(spec: Spec, what: str, arguments: dict[str, Any]) -> Any:
+    """Call a method of this process's worker, which is made first; the answer as JSON has it."""
+    if not _WORKER:
+        _WORKER.append(Worker(spec))
+    found = getattr(_WORKER[0], what)(**arguments)
+    if spec.device == "cuda":  # what no tensor has goes back to the systems whose turn is next
+        torch.cuda.empty_cache()
+    return json.loads(json.dumps(found))

@@ -16,11 +16,11 @@ def test_two_systems_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(pictures, "IMAGES", tmp_path)
     found = parts.run("smoke", replace(parts.PARTS["smoke"], looks=("calls", "copies", "memory")))
     free, slow = found["settings"]
-    for name in ("fsdp2", "ours"):
+    for name, gathers in (("fsdp2", 5), ("ours", 4)):  # of three units, of which both keep the root, and ours the last
         assert len(free["systems"][name]["losses"]) == 4
         assert slow["systems"][name]["exposed"] > 0  # how much is a matter of the machine's load: two steps of 6 ms
         calls = found["calls"][name]["summary"]["calls"]["0"]
-        assert calls == {"all_gather": 5, "reduce_scatter": 3}  # three units; FSDP2 and ours keep the root's
+        assert calls == {"all_gather": gathers, "reduce_scatter": 3}
     parameters = 4 * 118_016  # bytes, with what padding there is
     assert found["copies"]["ours"] == pytest.approx(parameters, rel=0.2)  # packing, eagerly
     assert found["copies"]["fsdp2"] == pytest.approx(3 * parameters, rel=0.2)  # both sides of gathers, and packing
