@@ -24,8 +24,8 @@ LIMITS = {
     "the story": 10_580,
     "the story and what it imports": 15_491,
     PACKAGE: 39_297,
-    "tests": 53_647,
-    "bench": 5_102,
+    "tests": 53_542,
+    "bench": 5_038,
     "docs, README, change log": 5_321,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""

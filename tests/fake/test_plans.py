@@ -273,7 +273,7 @@ def test_explain_plan() -> None:
     measured = explain_plan(build, (inputs,), link="measured:0=1e-5,1e9", device="h100")
     assert "1e-5,1e9: measured, its ranks\ndevice    h100-80: 4 data sheet, 6 fitted, 8 assumed" in str(measured)
     same = explain_plan(fully_shard(build(), reshard_after_forward="auto"), (inputs,), link=SLOW, world_size=4)
-    assert same.plan == found.plan
+    assert same.plan == found.plan and measured.predictions[0].setting.hardware == "h100-80"
     with pytest.raises(PlanError, match=r"budget: expected at least \d+ bytes"):
         explain_plan(build, (inputs,), link=SLOW, budget=1)
     with pytest.raises(ValueError, match="world_size: expected 4, as the process group has, found 8"):

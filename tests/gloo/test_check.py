@@ -1,6 +1,7 @@
 """`fsdp-compile check`: what users write, and twelve seeded faults, each of which it finds in the right module."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_compile import checkpoint, fully_shard
+from fsdp_compile.compare.pool import run
 from fsdp_compile.core import flat_collectives
 from fsdp_compile.eager.unsharded import UnshardedUnit
 from fsdp_compile.tools.check import Batch, assert_trains_alike, check
@@ -396,3 +398,8 @@ def test_a_way_that_fails() -> None:
         ValueError, match="resume_on: a process group of 2 ranks exists, expected 0 or as many, found 3"
     ):
         check(Net, batch, ways=["eager"], resume_on=3)
+
+
+def test_ranks_that_end() -> None:
+    """What a process says that cannot answer."""
+    assert [each.error for each in run(2, "cpu", os._exit, 3)] == [f"rank {n} ended with exit status 3" for n in (0, 1)]
