@@ -23,7 +23,7 @@ FUNCTION_LINES = 90
 LIMITS = {
     "the story": 10_580,
     "the story and what it imports": 15_491,
-    PACKAGE: 39_297,
+    PACKAGE: 39_298,
     "tests": 53_542,
     "bench": 5_038,
     "docs, README, change log": 5_321,

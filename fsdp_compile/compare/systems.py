@@ -92,7 +92,8 @@ class Task:
         precision = MixedPrecision(torch.bfloat16, torch.float32) if self.bf16 else None
         wire = Wire(self.wire_gather, self.wire_reduce) if self.wire_gather or self.wire_reduce else None
         on = device if device.type == "cuda" else None
-        return shard_module(model, mixed_precision=precision, device_id=on, wire=wire)
+        shard_module(model, mixed_precision=precision, device_id=on, wire=wire)
+        return model
 
 
 def _loss(output: Any, target: Any = None) -> Tensor:
