@@ -10,7 +10,7 @@ from models import MODELS, Case, Residual, squared_error, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compile import ShardingStrategy, fully_shard
+from fsdp_compile import fully_shard
 
 from .ranks import on_ranks
 from .test_communication import _assert_freed, _gathered_bytes, _soon, _spied
@@ -180,38 +180,6 @@ def test_gradients_of_inputs_alone() -> None:
             (found,), (wanted,) = (torch.autograd.grad(each(x).sin().sum(), [x]) for each in (model, plain))
             torch.testing.assert_close(found, wanted)
         assert not any(unit.is_unsharded for unit in units(model))
-
-
-# --- freezing at run time ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@on_ranks(2)
-def test_freezing_units_at_run_time(strategy: str) -> None:
-    """Whole units may be frozen and thawed between steps; the rest trains on as unsharded (E-NONE-5)."""
-    reference, model = reference_and_model(MLP, strategy)
-    for frozen in ([], [0, 1], [0, 1, 2], [1], []):
-        for each in (reference, model):
-            for index, block in enumerate(each.blocks):
-                block.requires_grad_(index not in frozen)
-        follow(model, reference, MLP, steps=1)
-        for index in frozen:
-            assert all(param.grad is None for param in model.blocks[index].parameters())
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@on_ranks(2)
-def test_thawing_what_was_frozen_before(strategy: str) -> None:
-    """A unit, and parameters of one, that were frozen when the model was sharded train from the step on that thaws
-    them."""
-    reference = build(MLP)
-    for each in (reference.blocks[0], reference.blocks[2].up):
-        each.requires_grad_(False)
-    model = fully_shard(copy.deepcopy(reference), sharding_strategy=ShardingStrategy[strategy])
-    follow(model, reference, MLP, steps=1)
-    for each in (model, reference):
-        each.requires_grad_(True)
-    follow(model, reference, MLP, steps=2)
 
 
 # --- several dtypes ---------------------------------------------------------------------------------------------------

@@ -588,30 +588,6 @@ def test_a_former_root_may_be_wrapped() -> None:
     follow(model, reference, MLP)
 
 
-class _Twice(nn.Module):
-    """Runs its first block before and after the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList([Residual(7, 9), Residual(7, 9)]), nn.Linear(7, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.blocks
-        return self.head(first(second(first(x))))
-
-
-@all_strategies
-@on_ranks(2)
-def test_a_unit_called_twice(strategy: str) -> None:
-    """The gradients of several forwards of one unit add up to the unsharded ones (E-BWD-7)."""
-    case = Case(lambda: _Twice(), vectors, squared_error)
-    reference, model = reference_and_model(case, strategy)
-    follow(model, reference, case)
-    with wire() as sent:
-        backward(model, case, mine(case, 1))
-    return sent
-
-
 class _Keeps(nn.Module):
     """Keeps a view of its weight, with a history or without."""
 

@@ -8,7 +8,7 @@ from models import MODELS, Residual, vectors
 from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_compile import StateDictType, fully_shard, state_dict_type
+from fsdp_compile import fully_shard
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 from .ranks import on_ranks
@@ -20,7 +20,6 @@ from .training import (
     reference_and_model,
     shard,
     units,
-    whole,
 )
 from .wire import wire
 
@@ -108,36 +107,3 @@ def test_padding_is_never_seen(strategy: str, how: str) -> None:
                     part.copy_(values)
     assert any(flat.shard.isnan().any() for unit in units(model) for flat in unit.flats), "no padding in the test"
     follow(executor(model, how), reference, MLP)
-
-
-# --- never compute with old parameters --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("change", ["step", "load_state_dict", "fill_"])
-@all_strategies
-@on_ranks(2)
-def test_no_forward_with_old_parameters(strategy: str, change: str) -> None:
-    """After backward, evaluation and a change of the shard, forward computes with the new values (E-STRAT-10)."""
-    reference, model = reference_and_model(MLP, strategy)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, reference)]
-    for evaluate in (torch.no_grad, torch.enable_grad):
-        backward(model, MLP, mine(MLP, 1))
-        backward(reference, MLP, whole(MLP, 1))
-        with evaluate():
-            model(mine(MLP, 2)[0])
-        if change == "step":
-            for optimizer in optimizers:
-                optimizer.step()
-        elif change == "load_state_dict":
-            with state_dict_type(model, StateDictType.FULL_STATE_DICT):
-                model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
-            reference.load_state_dict({name: 0.5 * value for name, value in reference.state_dict().items()})
-        else:
-            with torch.no_grad():
-                for param in (*model.parameters(), *reference.parameters()):
-                    param.fill_(0.125)
-        x = mine(MLP, 3)[0]
-        torch.testing.assert_close(model(x), reference(x))
-        for each in (model, reference):
-            each.zero_grad()
-    follow(model, reference, MLP)
