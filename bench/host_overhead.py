@@ -92,9 +92,9 @@ def collectives_only(layers: int, sharded: bool) -> Step:
     def step() -> None:
         for unit, shard, full in buffers:
             for _ in range(2):
-                collectives.all_gather(shard, unit.group_size, unit.group_name, out=full)
+                collectives.all_gather(shard, unit.group.size, unit.group.name, out=full)
                 collectives.wait(full)
-            collectives.wait(collectives.all_to_all(full, [], [], unit.group_name))  # what is compiled on the CPU
+            collectives.wait(collectives.all_to_all(full, [], [], unit.group.name))  # what is compiled on the CPU
 
     return step
 

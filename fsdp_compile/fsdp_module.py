@@ -12,7 +12,6 @@ import torch.distributed.fsdp
 from torch import Tensor, nn
 
 from fsdp_compile.comm.groups import separate_group
-from fsdp_compile.comm.hops import NamedGroup
 from fsdp_compile.core._torch import set_state_of_fully_shard
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharding import (
@@ -368,7 +367,7 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module, torch.distributed
         for unit in _units(self, recurse):
             groups = None
             if enable and unit.is_sharded:
-                groups = tuple(NamedGroup.of(separate_group(stage.name)) for stage in unit.stages)
+                groups = tuple(separate_group(stage.name) for stage in unit.stages)
             unit.set_options(reduce_groups=groups)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -530,9 +529,9 @@ def _describe(unit: Unit, sharding: ModuleSharding) -> str:
     """Parameters, strategy, precision and memory of a unit, for `repr`."""
     strategy = sharding.settings.strategy.name
     if unit.is_sharded:
-        strategy += f" over {unit.group_size} ranks"
+        strategy += f" over {unit.group.size} ranks"
     if unit.replicas is not None:
-        strategy += f" in {unit.replicas.size()} copies"
+        strategy += f" in {unit.replicas.size} copies"
     stored = ", ".join(sorted({str(flat.shard.dtype).removeprefix("torch.") for flat in unit.flats}))
     precision = unit.settings.precision
     casts = {"computed": precision.param_dtype, "reduced": precision.reduce_dtype, "buffers": precision.buffer_dtype}

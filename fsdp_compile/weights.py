@@ -105,11 +105,11 @@ def _exported(parts: list["_Part"], single: dict[TensorInfo, Tensor], to: Any) -
                 is_left = True
         for tensor in (*exported.values(), exported.bucket) if exported.bucket is not None else ():
             tensor.set_()  # type: ignore[call-overload]  # whoever holds it: memory goes before more is allocated
-    units = {part.unit.group_name: part.unit for part in parts if part.unit.is_sharded}
+    units = {part.unit.group.name: part.unit for part in parts if part.unit.is_sharded}
     left = {unit: torch.full((), float(is_left), device=unit.device) for unit in units.values()}
     for unit, count in left.items():
-        collectives.start_all_reduce(count, unit.group_name, "sum").wait()
-    if any(0 < count.item() < unit.group_size for unit, count in left.items()):
+        collectives.start_all_reduce(count, unit.group.name, "sum").wait()
+    if any(0 < count.item() < unit.group.size for unit, count in left.items()):
         raise RuntimeError("export: some ranks stopped before its end, so their engines have a part of the weights; "
                            "take all units on all ranks")  # fmt: skip
 
@@ -208,13 +208,13 @@ def _start_gather(unit: Unit, shard: Tensor, dtype: torch.dtype, full: Any, to: 
         for stage in unit.stages[:-1]:
             shard = hops.gather(shard.to(dtype), stage)
         return collectives.start_all_gather(full, shard, unit.stages[-1].name)
-    sent, works = shard.to(dtype).view(torch.uint8), []
-    for index, rank in enumerate(dist.get_process_group_ranks(unit.group)):
+    sent, works, group = shard.to(dtype).view(torch.uint8), [], unit.group.find()
+    for index, rank in enumerate(dist.get_process_group_ranks(group)):
         if rank in to:
-            slices = None if index != unit.rank else full.view(torch.uint8).chunk(unit.group_size)
-            into = slices and [slices[each] for each in shard_order(unit.stages) or range(unit.group_size)]
-            works.append(dist.gather(sent, into, group=unit.group, group_dst=index, async_op=True))
-    return collectives.Filling(full, works, sent, "gather", state_of(unit.group) if sent.is_cpu else None)
+            slices = None if index != unit.rank else full.view(torch.uint8).chunk(unit.group.size)
+            into = slices and [slices[each] for each in shard_order(unit.stages) or range(unit.group.size)]
+            works.append(dist.gather(sent, into, group=group, group_dst=index, async_op=True))
+    return collectives.Filling(full, works, sent, "gather", state_of(group) if sent.is_cpu else None)
 
 
 # --- what is exported -------------------------------------------------------------------------------------------------

@@ -273,7 +273,8 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The group that parameters are sharded over; under NO_SHARD, that gradients are averaged over."""
-        return self._managed_units[0].group if self._managed_units else dist.distributed_c10d._get_default_group()
+        units = self._managed_units
+        return units[0].group.find() if units else dist.distributed_c10d._get_default_group()
 
     @property
     def rank(self) -> int:

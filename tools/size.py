@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 10_580,
-    "the story and what it imports": 15_491,
-    PACKAGE: 39_298,
+    "the story": 10_545,
+    "the story and what it imports": 15_488,
+    PACKAGE: 39_266,
     "tests": 53_542,
     "bench": 5_038,
     "docs, README, change log": 5_321,

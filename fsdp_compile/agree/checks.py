@@ -11,10 +11,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists
+from fsdp_compile.comm.groups import NamedGroup
 from fsdp_compile.comm.waits import state_of
 from fsdp_compile.core._torch import replicated_params
 from fsdp_compile.core.sharding import join_registries, modules_below, original_class, sharding_of, units_gathered_below
@@ -135,7 +135,7 @@ def compare_units(module: Any, settings: str, compiled: bool) -> bool:
         unit.path = path
         for flat in unit.flats:
             flat.path = path
-            state_of(unit.group).units[flat.layout.numel].add(path)
+            state_of(unit.group.find()).units[flat.layout.numel].add(path)
     if timeout is None or not groups:
         return True
     for unit in units:
@@ -145,7 +145,7 @@ def compare_units(module: Any, settings: str, compiled: bool) -> bool:
         f"{'compiled' if compiled else 'eager'} forward", "the same units and settings", "the end of the model", _ADVICE
     )
     first = f"{original_class(module).__name__} with {settings}"
-    texts = [(group, "\n".join([first, *_lines_to_compare(units, group)])) for group in groups]
+    texts = [(group.find(), "\n".join([first, *_lines_to_compare(units, group)])) for group in groups]
     compare_in_groups(texts, timeout, subject)
     return True
 
@@ -173,20 +173,19 @@ def _unit_paths(module: nn.Module) -> dict[Unit, str]:
     return paths
 
 
-def groups_of(units: Iterable[Unit]) -> list[dist.ProcessGroup]:
+def groups_of(units: Iterable[Unit]) -> list[NamedGroup]:
     """The groups of `units` with other ranks in them; those that they are sharded over come first."""
     replicas = [unit.replicas for unit in units if unit.replicas is not None]
-    return [group for group in dict.fromkeys([*(unit.group for unit in units), *replicas]) if exists(group)]
+    return [group for group in dict.fromkeys([*(unit.group for unit in units), *replicas]) if exists(group.find())]
 
 
-def _lines_to_compare(units: dict[Unit, str], group: dist.ProcessGroup) -> Iterator[str]:
+def _lines_to_compare(units: dict[Unit, str], group: NamedGroup) -> Iterator[str]:
     for unit, path in units.items():
-        if group is not unit.group and group is not unit.replicas:
+        if group not in (unit.group, unit.replicas):
             continue
-        replicas = unit.replicas.size() if unit.replicas is not None else 1
         options = unit.options
         yield (
-            f"{path}: over {unit.group_size} ranks and {replicas} replicas, "
+            f"{path}: over {unit.group.size} ranks and {unit.data_parallel_size // unit.group.size} replicas, "
             f"reshard_after_forward {unit.reshard_after_forward}, offload {unit.settings.offload}, "
             f"communication hook {unit.comm_hook is not None}, divided by {options.divide_factor or 'all ranks'}"
         )
@@ -199,7 +198,7 @@ def _lines_to_compare(units: dict[Unit, str], group: dist.ProcessGroup) -> Itera
             )
             for name, shape in zip(flat.layout.names, flat.full_shapes, strict=True):
                 yield f"{path}: {name} {shape}"
-        replicates = group is unit.replicas or not unit.is_sharded
+        replicates = group == unit.replicas or not unit.is_sharded
         if replicates and unit.summoned is None and unit.trains:
             names = ", ".join(unit.names[:3]) + (", ..." if len(unit.names) > 3 else "")
             stored = [flat.shard.detach() for flat in unit.flats if flat.trains]

@@ -23,7 +23,7 @@ from fsdp_compile.agree.checks import groups_of, timeout_of_checks
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists, follow
-from fsdp_compile.comm.hops import NamedGroup
+from fsdp_compile.comm.groups import NamedGroup
 from fsdp_compile.comm.waits import state_of
 from fsdp_compile.core.backward_pass import BackwardPass, running_backward
 from fsdp_compile.core.flat_collectives import all_gather_flat, dividing, start_average
@@ -54,9 +54,9 @@ class Order:
     """
 
     def __init__(self, direction: str) -> None:
-        self.groups: Sequence[dist.ProcessGroup] = ()
+        self.groups: Sequence[NamedGroup] = ()
         self._direction = direction
-        self._begun: set[dist.ProcessGroup | None] = set()  # in which groups the running pass communicates
+        self._begun: set[NamedGroup | None] = set()  # in which groups the running pass communicates
         self._subject = Subject("order of units", f"the same order in {direction}", _NO_MORE, _ADVICE[direction])
         self._records: dict[Hashable, list[Event]] = {}
         self._record: list[Event] | None = None  # that the running pass follows
@@ -88,11 +88,11 @@ class Order:
         else:
             self._note_departure(record, event)
 
-    def _begin_in(self, *groups: dist.ProcessGroup | None) -> None:
+    def _begin_in(self, *groups: NamedGroup | None) -> None:
         new = [group for group in groups if group is not None and group not in self._begun]
         self._begun.update(new)
-        of = f"the {self._direction} of model"
-        _follow_if_checking([(group, f"{of} {_model_number(self, group)}") for group in new if exists(group)], _PASSES)
+        of, found = f"the {self._direction} of model", filter(exists, (group.find() for group in new))
+        _follow_if_checking([(group, f"{of} {_model_number(self, group)}") for group in found], _PASSES)
 
     def next_in_backward(self, what: str, unit: Unit, part: str = "") -> None:
         """As `next`, of a backward pass, which this begins if none is running."""
@@ -121,13 +121,6 @@ class Order:
         """End the pass, which has failed."""
         self._record = None
 
-    def forget(self) -> None:
-        """Forget all records: the groups are others."""
-        self._record = None
-        self._records.clear()
-        for group in self.groups:
-            state_of(group).forget()
-
     def _note_departure(self, record: list[Event], event: Event) -> None:
         self._compare_lines([self._place_in_words(record), " of ".join(event)])
         self._departed = [*(record[: self._at] if self._departed is None else self._departed), event]
@@ -141,7 +134,7 @@ class Order:
         timeout = timeout_of_checks()
         if timeout is not None:
             text = "\n".join(lines)
-            compare_in_groups([(group, text) for group in self.groups], timeout, self._subject)
+            compare_in_groups([(group.find(), text) for group in self.groups], timeout, self._subject)
 
 
 class RankOrder(Listener):
@@ -158,13 +151,8 @@ class RankOrder(Listener):
         orders[0].groups = orders[1].groups = groups_of(units)
         for group in orders[0].groups:
             flats = [flat for unit in units if group in (unit.group, unit.replicas) for flat in unit.flats]
-            state_of(group).number_model([*orders, *flats])
+            state_of(group.find()).number_model([*orders, *flats])
         return True
-
-    def forget(self) -> None:
-        """Begin with no records."""
-        self._forward.forget()
-        self._backward.forget()
 
     def begin_forward(self, forward: ForwardPass, module: Any) -> None:
         """Follow the record of its kind."""

@@ -21,12 +21,12 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.comparison import exists
+from fsdp_compile.comm.groups import NamedGroup
 from fsdp_compile.core._torch import executes_node
 from fsdp_compile.core.backward_pass import BackwardPass, running_backward
 from fsdp_compile.core.flat_param import FlatParam, flat_param_at
@@ -41,7 +41,7 @@ from fsdp_compile.tensors.unused import NONE, Indices, set_unused
 FIRST = 2
 """In how many of a flat parameter's backward passes ranks are asked whether they leave something out."""
 
-Groups = tuple[dist.ProcessGroup, dist.ProcessGroup | None]
+Groups = tuple[NamedGroup, NamedGroup | None]
 """The group that a unit is sharded over, and its replicas."""
 
 
@@ -92,13 +92,6 @@ class Unused(Listener):
         self._at_rest: list[_Place] = []  # whose backward passes ask only if they leave something out
         self._is_on: dict[Groups, bool] = {}
         self._answers: list[_Answer] = []
-
-    def forget(self) -> None:
-        """Ask anew: ranks may be others."""
-        self._ask_of_all()
-        self._places.clear()
-        self._is_on.clear()
-        self._answers.clear()
 
     def compare(self, module: nn.Module, settings: str, compiled: bool) -> bool:
         """Hear of the gradients of all units."""
@@ -207,10 +200,10 @@ def _start_asking(groups: Groups, flags: Tensor, device: torch.device) -> _Answe
     if device.type != "cpu":
         flags = flags.pin_memory().to(device, non_blocking=True)  # the host does not wait
     for group in groups:
-        if group is not None and exists(group):
+        if group is not None and exists(group.find()):
             if filling is not None:
                 filling.wait()
-            filling = collectives.start_all_reduce(flags, group.group_name, "max")
+            filling = collectives.start_all_reduce(flags, group.name, "max")
     return _Answer(groups, flags, filling)
 
 

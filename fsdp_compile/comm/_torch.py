@@ -5,7 +5,8 @@ When torch moves:
   collectives.py lists those that are used, and in `GROUP_ARGUMENT` the position of the group among their arguments;
 - `_resolve_process_group` takes a plain `str` in 2.11 and a NewType of it in 2.13; a group may be registered under
   several names, and torch forgets those when the group is gone;
-- `_init_backend` and `_rank` of DeviceMesh let it be made without a process group;
+- `_init_backend` and `_rank` of DeviceMesh let it be made without a process group; `_pg_registry` of a root mesh and of
+  copies holds groups for Dynamo, and all else finds them by `_dim_group_names`;
 - `_allgather_base` is what `dist.all_gather_into_tensor` calls; `_get_backend` gives what its calls end in, with the
   same names and arguments, on torch's own process groups;
 - `options._timeout` of gloo's and NCCL's backends is what `init_process_group` or `new_group` was given as `timeout`;
@@ -13,6 +14,7 @@ When torch moves:
 - `new_group(..., use_local_synchronization=True)` makes a group's name of its ranks and of the size of `pg_names`.
 """
 
+import copy
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -48,8 +50,12 @@ def groups_counted() -> int:
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """The process group of that name."""
-    return _resolve_process_group(name)  # type: ignore[arg-type]  # a NewType of str in 2.13
+    """The process group of that name. RuntimeError if there is none, or it was destroyed."""
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type]  # a NewType of str in 2.13
+    except RuntimeError:
+        late = "destroy it after the last use of what is sharded over it"
+        raise RuntimeError(f"process group {name!r} was destroyed, or nobody has held it: {late}") from None
 
 
 def offer_name(name: str, group: dist.ProcessGroup) -> bool:
@@ -71,6 +77,15 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 def mesh_without_group(size: int, rank: int, device_type: str) -> DeviceMesh:
     """`size` ranks, as `rank` sees them, as a 1-D mesh that cannot communicate."""
     return DeviceMesh(device_type, torch.arange(size), _init_backend=False, _rank=rank)
+
+
+def without_groups(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh equal to `mesh` that finds its process groups by their names, and holds none."""
+    copied = copy.deepcopy(mesh, {id(mesh._rank_map): mesh._rank_map})  # a tensor, which a mode may not let be copied
+    root = copied._get_root_mesh()
+    for each in (copied, root, *root._flatten_mapping.values()):
+        each._pg_registry.clear()
+    return copied
 
 
 def start_gather(group: dist.ProcessGroup, full: Tensor, shard: Tensor) -> dist.Work:

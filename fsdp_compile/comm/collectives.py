@@ -285,13 +285,6 @@ def start_reduce_scatter(
     return reduced, finish
 
 
-def reduce_scatter(full: Tensor, group_size: int, group: str, op: str = "avg") -> Tensor:
-    """Reduce `full`, 1-D `[n * group_size]`, over the group; return this rank's slice, 1-D `[n]`."""
-    reduced, finish = start_reduce_scatter(full, group_size, group, op)
-    finish()
-    return reduced
-
-
 def start_all_reduce_by_tree(full: Tensor, group_size: int, group: str) -> Callable[[], None]:
     """Begin to add up `full`, 1-D, as a binary tree over the ranks, in place; return what completes it."""
     missing = -full.numel() % group_size

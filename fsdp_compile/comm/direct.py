@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from fsdp_compile.comm.collectives import Filling, note_wait, profiled, start_all_gather, start_exchange
-from fsdp_compile.comm.hops import NamedGroup, Waitable, start_gather
+from fsdp_compile.comm.groups import NamedGroup
+from fsdp_compile.comm.hops import Waitable, start_gather
 
 # Note [Where a prefetched buffer is taken]
 # An operator's body and the code that Inductor generates have the stored shard, as a tensor, and the group's name, and

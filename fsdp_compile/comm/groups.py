@@ -22,7 +22,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_compile.comm._torch import group_named, groups_counted, mesh_without_group, offer_name, timeout_of
+from fsdp_compile.comm._torch import (
+    group_named,
+    groups_counted,
+    mesh_without_group,
+    offer_name,
+    timeout_of,
+    without_groups,
+)
 from fsdp_compile.comm.collectives import backends
 from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists
 from fsdp_compile.comm.waits import MessageBoard, state_of
@@ -31,39 +38,72 @@ _SECONDS_TO_COME = 600.0  # that ranks wait for each other before they make a gr
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 RESHARDING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
-Stages = tuple[dist.ProcessGroup, dist.ProcessGroup]
-"""Two groups that all-gathers go through, one after the other: peers, then neighbors."""
 GroupArgument = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+
+# Note [Nobody holds a process group]
+# `destroy_process_group` ends a group's threads when the last reference to it goes. Where a living model holds it, a
+# thread of gloo may drop its last tensors while Python ends, which aborts the process. So what lives longer than a call
+# has a `NamedGroup`, and asks torch for the group. torch's meshes hold groups: we keep copies that do not, except of
+# those of DTensors, which Dynamo asks for groups.
+
+
+class NamedGroup(NamedTuple):
+    """A process group by its shared name, equal on all ranks (Note [Names of groups]): a hop, if with formats."""
+
+    name: str
+    size: int
+    gather: str = ""  # the format of parameters; empty: as they are
+    reduce: str = ""  # that of gradients
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> "NamedGroup":
+        """The name and the size of `group`."""
+        return cls(shared_name(group), group.size())
+
+    def find(self) -> dist.ProcessGroup:
+        """The group. RuntimeError if it was destroyed."""
+        return group_named(self.name)
+
+
+Stages = tuple[NamedGroup, NamedGroup]
+"""Two groups that all-gathers go through, one after the other: peers, then neighbors."""
 
 
 @dataclass(frozen=True)
 class Groups:
     """The process groups of a model's units."""
 
-    shard: dist.ProcessGroup  # its ranks split one copy of the parameters
-    replicate: dist.ProcessGroup | None = None  # hybrid: its ranks hold the same slice in different copies
+    shard: NamedGroup  # its ranks split one copy of the parameters
+    replicate: NamedGroup | None = None  # hybrid: its ranks hold the same slice in different copies
     stages: Stages | None = None  # of `shard`
     mesh: DeviceMesh | None = None  # that the user gave: its last dimension is `shard`, one before it `replicate`
+
+    @classmethod
+    def of(cls, shard: Any, replicate: Any = None, mesh: DeviceMesh | None = None) -> "Groups":
+        """These process groups, and those of `mesh`, by their names."""
+        copied = None if mesh is None else without_groups(mesh)
+        return cls(NamedGroup.of(shard), None if replicate is None else NamedGroup.of(replicate), mesh=copied)
 
     @property
     def replicas(self) -> int:
         """How many copies there are."""
-        return self.replicate.size() if self.replicate else 1
+        return self.replicate.size if self.replicate else 1
 
     @property
     def data_parallel_size(self) -> int:
         """Over how many ranks gradients are averaged (E-PG-10)."""
-        return self.shard.size() * self.replicas
+        return self.shard.size * self.replicas
 
 
 class Placement(NamedTuple):
     """What a strategy means for a unit."""
 
-    group: dist.ProcessGroup  # splits parameters; if these are copied, averages gradients
+    group: NamedGroup  # splits parameters; if these are copied, averages gradients
     shards: int
     is_sharded: bool  # ranks store different parts; otherwise all of them have all
     reshard_after_forward: bool
-    replicate: dist.ProcessGroup | None  # averages the reduced shards as well
+    replicate: NamedGroup | None  # averages the reduced shards as well
     stages: Stages | None = None
 
 
@@ -73,15 +113,15 @@ def place(strategy: ShardingStrategy, groups: Groups, same_bits: bool = False) -
     with `same_bits` that rank stores one shard of one, and does what each of several ranks does. NO_SHARD copies.
     """
     replicate = groups.replicate if groups.replicas > 1 else None
-    if strategy is ShardingStrategy.NO_SHARD or (groups.shard.size() == 1 and not same_bits):
+    if strategy is ShardingStrategy.NO_SHARD or (groups.shard.size == 1 and not same_bits):
         return Placement(replicate or groups.shard, 1, False, False, None)
     reshards = strategy in RESHARDING
-    return Placement(groups.shard, groups.shard.size(), True, reshards, replicate, groups.stages if reshards else None)
+    return Placement(groups.shard, groups.shard.size, True, reshards, replicate, groups.stages if reshards else None)
 
 
 def check_ranks_of_tree(groups: Groups) -> None:
     """Raise ValueError unless each group of ranks is a power of two."""
-    for what, size in (("shards", groups.shard.size()), ("replicas", groups.replicas)):
+    for what, size in (("shards", groups.shard.size), ("replicas", groups.replicas)):
         if size & (size - 1):
             raise ValueError(f"reduction_order='tree': {size} {what} are not a power of two; use 1, 2, 4, 8, ... ranks")
 
@@ -120,14 +160,10 @@ def resolve_groups(
     if mesh is not None:
         return _of_mesh(mesh, strategy)
     if process_group is not None:
-        return _pair(process_group, strategy) if hybrid else Groups(_single(process_group, strategy))
+        return _pair(process_group, strategy) if hybrid else Groups.of(_single(process_group, strategy))
     if hybrid:
         return _of_nodes(strategy, has_policy, devices_per_node)
-    return Groups(_world())
-
-
-def _world() -> dist.ProcessGroup:
-    return dist.group.WORLD  # type: ignore[return-value]  # set, as is_initialized() said
+    return Groups.of(dist.group.WORLD)
 
 
 def _of_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> Groups:
@@ -139,10 +175,10 @@ def _of_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> Groups:
                 f"mesh has {mesh.ndim} dimensions, and {strategy.name} shards over one: pass mesh['name'], or a hybrid "
                 f"strategy for (replicas, shards)"
             )
-        return Groups(mesh.get_group(), mesh=mesh)
+        return Groups.of(mesh.get_group(), mesh=mesh)
     if mesh.ndim != 2:
         raise ValueError(f"mesh has {mesh.ndim} dimensions, and {strategy.name} needs two: (replicas, shards)")
-    return Groups(mesh.get_group(1), mesh.get_group(0), mesh=mesh)
+    return Groups.of(mesh.get_group(1), mesh.get_group(0), mesh)
 
 
 def _single(given: Any, strategy: ShardingStrategy) -> dist.ProcessGroup:
@@ -175,7 +211,7 @@ def _pair(given: Any, strategy: ShardingStrategy) -> Groups:
     common = set(dist.get_process_group_ranks(shard)) & set(dist.get_process_group_ranks(replicate))
     if common != {dist.get_rank()}:
         raise ValueError(f"{expected} with this rank alone in both, and ranks {sorted(common)} are in both")
-    return Groups(shard, replicate)
+    return Groups.of(shard, replicate)
 
 
 def _of_nodes(strategy: ShardingStrategy, has_policy: bool, devices_per_node: int | None) -> Groups:
@@ -185,7 +221,7 @@ def _of_nodes(strategy: ShardingStrategy, has_policy: bool, devices_per_node: in
             f"units made by separate calls must be given the same groups"
         )
     size = _node_size(devices_per_node)
-    world = _world()
+    world: Any = dist.group.WORLD
     if size < 1 or world.size() % size:
         raise ValueError(
             f"{size} ranks per node do not divide the world's {world.size()} ranks; pass devices_per_node, a mesh or a "
@@ -197,7 +233,7 @@ def _of_nodes(strategy: ShardingStrategy, has_policy: bool, devices_per_node: in
         make = partial(dist.new_subgroups_by_enumeration, timeout=timeout_of(world))
         shard, _ = make(nodes)  # every rank takes part in making every group (E-PG-7)
         replicate, _ = make([list(ranks) for ranks in zip(*nodes, strict=True)])
-        known["nodes", size] = (shard, replicate)
+        known["nodes", size] = (NamedGroup.of(shard), NamedGroup.of(replicate))
     return Groups(*known["nodes", size])
 
 
@@ -218,7 +254,8 @@ def divide(groups: Groups, neighbors: bool | int | str | None) -> Groups:
     """
     if neighbors is None or isinstance(neighbors, bool | str):
         return groups
-    ranks = dist.get_process_group_ranks(groups.shard)
+    group = groups.shard.find()
+    ranks = dist.get_process_group_ranks(group)
     if neighbors < 1 or len(ranks) % neighbors:
         raise ValueError(
             f"reshard_after_forward={neighbors}, the number of ranks that gather again in backward, does not divide "
@@ -226,12 +263,12 @@ def divide(groups: Groups, neighbors: bool | int | str | None) -> Groups:
         )
     if neighbors in (1, len(ranks)):
         return groups
-    known = _made.setdefault(groups.shard, {})
+    known = _made.setdefault(group, {})
     if ("stages", neighbors) not in known:
-        index = groups.shard.rank() % neighbors
-        first = groups.shard.rank() - index
-        near = _group_within(groups.shard, ranks[first : first + neighbors])
-        known["stages", neighbors] = (_group_within(groups.shard, ranks[index::neighbors]), near)
+        index = group.rank() % neighbors
+        first = group.rank() - index
+        near = _group_within(group, ranks[first : first + neighbors])
+        known["stages", neighbors] = (_group_within(group, ranks[index::neighbors]), near)
     return replace(groups, stages=known["stages", neighbors])
 
 
@@ -261,7 +298,7 @@ def shared_name(group: dist.ProcessGroup) -> str:
     return next(name for name in names if offer_name(name, group))
 
 
-def separate_group(name: str) -> dist.ProcessGroup:
+def separate_group(name: str) -> NamedGroup:
     """A second group of the ranks in the group of that name, made once; all of them must ask for it."""
     group = group_named(name)
     known = _made.setdefault(group, {})
@@ -286,13 +323,13 @@ def host_group(group: dist.ProcessGroup, may_make: bool) -> dist.ProcessGroup | 
         made = _group_within(group, dist.get_process_group_ranks(group), backend="gloo")
         known["host", 0] = (made, made)
         weakref.finalize(group, _destroy, made).atexit = False
-    return known["host", 0][0]
+    return known["host", 0][0].find()
 
 
-def _destroy(group: dist.ProcessGroup) -> None:
+def _destroy(named: NamedGroup) -> None:
     if dist.is_initialized():
-        with suppress(ValueError):  # it is gone with the world that it was made in
-            dist.destroy_process_group(group)
+        with suppress(RuntimeError, ValueError):  # it is gone with the world that it was made in
+            dist.destroy_process_group(named.find())
 
 
 def mesh_of(group: str, size: int, rank: int, device_type: str) -> DeviceMesh:
@@ -304,13 +341,14 @@ def mesh_of(group: str, size: int, rank: int, device_type: str) -> DeviceMesh:
     except RuntimeError:  # a group of an earlier run, whose values were loaded from a file
         return mesh_without_group(size, rank, device_type)
     supported = backends(process_group)
-    return DeviceMesh.from_group(process_group, device_type if device_type in supported else next(iter(supported)))
+    mesh = DeviceMesh.from_group(process_group, device_type if device_type in supported else next(iter(supported)))
+    return without_groups(mesh)
 
 
 _NEW_GROUP = Subject("new process group", "one", "none", "make it on all ranks at the same time")
 
 
-def _group_within(group: dist.ProcessGroup, ranks: list[int], **options: Any) -> dist.ProcessGroup:
+def _group_within(group: dist.ProcessGroup, ranks: list[int], **options: Any) -> NamedGroup:
     """A new group of `ranks`, some or all of those in `group`, which all make one of that size at the same time.
 
     torch names it after its ranks and the number of groups that the process is in, and ranks that differ in that number
@@ -328,7 +366,8 @@ def _group_within(group: dist.ProcessGroup, ranks: list[int], **options: Any) ->
         for _ in range(most - groups_counted()):
             alone = "gloo" if dist.is_gloo_available() else None
             dist.new_group([dist.get_rank()], backend=alone, use_local_synchronization=True)
-    return dist.new_group(ranks, timeout=timeout_of(group), use_local_synchronization=True, **options)
+    made = dist.new_group(ranks, timeout=timeout_of(group), use_local_synchronization=True, **options)
+    return NamedGroup.of(made)
 
 
 def _node_size(given: int | None) -> int:

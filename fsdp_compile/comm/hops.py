@@ -19,26 +19,11 @@ from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote, unquote
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.formats import FORMATS, add_up, decode, encode
-from fsdp_compile.comm.groups import shared_name
-
-
-class NamedGroup(NamedTuple):
-    """A process group by its shared name, equal on all ranks (groups.py, Note [Names of groups]): a hop."""
-
-    name: str
-    size: int
-    gather: str = ""  # the format of parameters; empty: as they are
-    reduce: str = ""  # that of gradients
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> "NamedGroup":
-        """The name and the size of `group`."""
-        return cls(shared_name(group), group.size())
+from fsdp_compile.comm.groups import NamedGroup
 
 
 def print_hops(hops: Sequence[NamedGroup]) -> str:

@@ -247,7 +247,7 @@ def _check_other_dimensions(prepared_units: Iterable[PreparedUnit], beside: Mapp
 
 def _check_sendable(model: nn.Module, prepared: list[PreparedUnit]) -> None:
     """Refuse to broadcast what the group's backend cannot take (E-SYNC-4)."""
-    carried = frozenset(backends(prepared[-1].settings.groups.shard))  # device types
+    carried = frozenset(backends(prepared[-1].settings.groups.shard.find()))  # device types
     moved = {module for unit in prepared for _, module in unit.modules}
     devices = [("parameter " + join(unit.path, name), unit.device) for unit in prepared for name, _ in unit.params]
     devices += [

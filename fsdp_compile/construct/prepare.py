@@ -57,7 +57,7 @@ def prepare_units(model: nn.Module, of_units: Mapping[nn.Module, Settings], igno
         must_stay_on_meta(modules, own.param_init_fn, ignored)
         for (_, _, modules), own in zip(divided, of_units.values(), strict=True)
     ]
-    carried = frozenset(backends(of_units[model].groups.shard))  # device types
+    carried = frozenset(backends(of_units[model].groups.shard.find()))  # device types
     prepared = []
     for (module, params, modules), own in zip(divided, of_units.values(), strict=True):
         path = paths[module]
@@ -217,7 +217,7 @@ def compute_device(
 def data_parallel_peers(settings: Settings) -> list[int]:
     """The ranks that this one averages gradients with: over shards, and over replicas."""
     groups = filter(None, (settings.groups.shard, settings.groups.replicate))
-    return [rank for group in groups for rank in dist.get_process_group_ranks(group)]
+    return [rank for group in groups for rank in dist.get_process_group_ranks(group.find())]
 
 
 def unsent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -270,12 +270,12 @@ def broadcast(tensors: Iterable[Tensor], groups: Groups, bucket_bytes: int = BUC
     """
     plain = [inner.detach() for tensor in tensors for inner in inner_tensors(tensor) if inner.numel()]
     for group in (groups.replicate, groups.shard):
-        if group is not None and group.size() > 1:
+        if group is not None and group.size > 1:
             for bucket in _buckets(plain, bucket_bytes):
                 segments = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in bucket]
                 message = segments[0] if len(segments) == 1 else torch.cat(segments)
                 try:
-                    collectives.broadcast(message, group)
+                    collectives.broadcast(message, group.find())
                 except RuntimeError as error:
                     error.add_note(f"This was the broadcast of {len(bucket)} parameters and buffers in fully_shard.")
                     raise

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsdp_compile.comm import hops
 from fsdp_compile.comm.direct import take
-from fsdp_compile.comm.hops import NamedGroup
+from fsdp_compile.comm.groups import NamedGroup
 
 
 def all_gather_flat(shard: Tensor, groups: Sequence[NamedGroup], dtype: torch.dtype | None = None) -> Tensor:

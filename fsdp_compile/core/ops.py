@@ -46,7 +46,8 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from fsdp_compile.comm.collectives import add_in_pairs
-from fsdp_compile.comm.hops import NamedGroup, parse_hops, print_hops
+from fsdp_compile.comm.groups import NamedGroup
+from fsdp_compile.comm.hops import parse_hops, print_hops
 from fsdp_compile.core._torch import inductor_settings, outside_of_transforms, plain_within, without_dispatch_modes
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.traced_writes import note_gathered

@@ -205,7 +205,7 @@ def _names_in_units(module: nn.Module, lookups: tuple[Lookup, ...]) -> frozenset
 def record_locations(unit: Unit) -> None:
     """Record what modules hold in the places of the unit's parameters, and let them find there what they hold."""
     unit.locations.record()
-    for module in unit.locations.modules():
+    for module in list(unit.locations.modules):
         _look_up_again(module)
 
 

@@ -20,11 +20,11 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictSettings
 
-from fsdp_compile.comm.hops import NamedGroup, hops_of
+from fsdp_compile.comm.groups import NamedGroup
+from fsdp_compile.comm.hops import hops_of
 from fsdp_compile.core._torch import while_tracing, without_torch_function
 from fsdp_compile.core.autograd import ReduceQueue
 from fsdp_compile.core.backward_pass import BackwardPass, running_backward
@@ -123,18 +123,14 @@ class ParameterLocations:
 
     def __init__(self, params: int) -> None:
         self.of: list[list[Location]] = [[] for _ in range(params)]
-        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # weak: these refer to the unit
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that hold them; weak: they refer to the unit
         self.record()
 
     def add(self, index: int, module: nn.Module, parameters: dict[str, nn.Parameter | None], name: str) -> None:
         """Record that `parameters`, as `module` stores them, hold parameter `index` under `name`."""
         self.of[index].append((parameters, name))
-        self._modules.add(module)
+        self.modules.add(module)
         self.record()
-
-    def modules(self) -> list[nn.Module]:
-        """The modules that hold the parameters."""
-        return list(self._modules)
 
     def record(self) -> None:
         """Record what modules hold now, to compare with later."""
@@ -171,12 +167,9 @@ class Unit:
         on_meta: bool = False,
     ) -> None:
         self.settings = settings
-        group, shards, self.is_sharded, reshard_after_forward, replicas, stages = settings.placement
-        self.group, self.replicas = group, replicas  # the latter of hybrid sharding, else None
-        self.group_name, self.group_size, *_ = NamedGroup.of(group)
-        self.replica_group = None if replicas is None else NamedGroup.of(replicas)
-        self.stages = tuple(map(NamedGroup.of, stages or (group,)))  # that all-gathers go through, in order
-        self.rank = dist.get_rank(group) if self.is_sharded else 0
+        group, shards, self.is_sharded, reshard_after_forward, self.replicas, stages = settings.placement
+        self.group, self.stages = group, stages or (group,)  # the groups that all-gathers go through, in order
+        self.rank = group.find().rank() if self.is_sharded else 0
         self.device = device
         # Whether unsharded parameters are freed between forward and backward; None: but for the last unit's, and a
         # compiled step keeps more if "auto" or a budget asks for a search.
@@ -186,8 +179,9 @@ class Unit:
         # Pinned, copies from and to other devices run beside the host (E-OFF-3).
         pin = settings.offload and settings.pin_memory and not on_meta and self.device.type != "cpu"
         # That parameters are sharded over; under NO_SHARD this rank alone, of which all others are replicas.
+        copies = self.replicas if self.is_sharded else group if group.size > 1 else None
         kind = settings.same_bits, settings.groups.mesh, settings.rows
-        self.ranks = ranks = ShardRanks(self.group_name, shards, self.rank, self._replicas_name, *kind)
+        self.ranks = ranks = ShardRanks(group.name, shards, self.rank, copies and copies.name, *kind)
         order = shard_order(self.stages) if self.is_sharded else ()
         self.flats = tuple(FlatParam(part, ranks, order, stored, pin) for part in sections)
         self.params = [param for flat in self.flats for param in flat.params]  # indexed in this order everywhere
@@ -213,7 +207,7 @@ class Unit:
 
     def _spec(self, flat: FlatParam, full_precision: bool) -> tuple[str, str]:
         """As constants for compilers; read outside of the unit's forward it is in full precision, and the mean."""
-        stages, replicas = hops_of(flat.wire, self.stages, self.replica_group, full_precision)
+        stages, replicas = hops_of(flat.wire, self.stages, self.replicas, full_precision)
         compute, reduce = self.compute_dtype(flat, full_precision), self.sent_dtype(flat, full_precision)
         spec = UnshardSpec(
             flat.layout,
@@ -342,15 +336,9 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward and self.is_sharded
         self.update_dtypes()
 
-    @property
-    def _replicas_name(self) -> str | None:  # of the group of the ranks that store the same
-        if not self.is_sharded:
-            return self.group_name if self.group_size > 1 else None
-        return self.replica_group and self.replica_group.name
-
     def _choose_delivery(self) -> None:
         same_bits = self.settings.same_bits
-        changes = self.options.changes_reduce or (same_bits and self._replicas_name is not None)
+        changes = self.options.changes_reduce or (same_bits and self.ranks.replicas is not None)
         if not self._syncs or self.comm_hook is not None or changes:
             self.delivery = GradientDelivery.DEFER
         elif self.accumulates or same_bits:
@@ -363,7 +351,7 @@ class Unit:
     @property
     def data_parallel_size(self) -> int:
         """Over how many ranks gradients are averaged (E-PG-10)."""
-        return self.group_size * (1 if self.replicas is None else self.replicas.size())
+        return self.group.size * (1 if self.replicas is None else self.replicas.size)
 
     @property
     def divisor(self) -> float | None:
@@ -433,12 +421,7 @@ class Unit:
 
     def in_flat(self, index: int) -> tuple[FlatParam, int]:
         """The flat parameter that holds parameter `index` of the unit, and its index there."""
-        at = index
-        for flat in self.flats:
-            if at < len(flat.params):
-                return flat, at
-            at -= len(flat.params)
-        raise IndexError(f"{self} has {len(self.params)} parameters, and none of index {index}")
+        return [(flat, at) for flat in self.flats for at in range(len(flat.params))][index]
 
     def by_flat(self, values: Sequence[T]) -> Iterator[tuple[FlatParam, Sequence[T]]]:
         """Cut a sequence of one value per parameter into one sequence per flat parameter."""

@@ -308,7 +308,7 @@ def settle(queue: ReduceQueue) -> None:
             drop_cleared(flat)
         has_none = all(flat.accumulated is None for flat in flats)
         for group in filter(None, (unit.group, unit.replicas)):
-            has_none = collectives.holds_on_all_ranks(has_none, group.group_name, unit.device)
+            has_none = collectives.holds_on_all_ranks(has_none, group.name, unit.device)
         for flat in flats:
             flat.reduction.awaits_reduce = False
         if not has_none:  # the backward of the flat shard adds the accumulated gradients, reduced, to what it is given
@@ -386,10 +386,10 @@ def _find_unaveraged(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
                 names.append(
                     group["param_names"][index] if "param_names" in group else f"of shape {tuple(param.shape)}"
                 )
-    if unit is None or not others or not exists(unit.group) or timeout_of_checks() is None:
+    if unit is None or not others or not exists(unit.group.find()) or timeout_of_checks() is None:
         return
     mine = f"{len(others)} with checksum {checksum(each for each in others if each.layout is torch.strided)}"
-    if MessageBoard.of_group(unit.group, "fsdp_flat/unaveraged").decide(str(next(_mixed)), mine) != mine:
+    if MessageBoard.of_group(unit.group.find(), "fsdp_flat/unaveraged").decide(str(next(_mixed)), mine) != mine:
         some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         warn_caller(
             f"optimizer: beside parameters of fully_shard it has {len(names)} others ({some}), whose gradients differ "

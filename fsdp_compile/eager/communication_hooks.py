@@ -42,7 +42,7 @@ class StatePerFlatParam(Protocol):
 def reduce_by(unit: Unit, flat: FlatParam, state: Any, hook: Callable[..., Any], packed: Tensor) -> Tensor:
     """Reduce `packed` by `hook` and return the result ; see this file's first lines."""
     if isinstance(state, StatePerFlatParam):
-        state = state.of_flat_param(flat, flat.names[0], unit.group)
+        state = state.of_flat_param(flat, flat.names[0], unit.group.find())
     if len(unit.stages) == 2:  # shards are ordered by two groups; hooks expect slice r to be that of rank r
         first, second = unit.stages
         packed = packed.view(second.size, first.size, -1).transpose(0, 1).reshape(-1)
@@ -51,7 +51,7 @@ def reduce_by(unit: Unit, flat: FlatParam, state: Any, hook: Callable[..., Any],
         packed = packed.to(_COMPRESSING[hook])
         hook = reduce_scatter_hook if unit.is_sharded else allreduce_hook
     if unit.is_sharded:
-        reduced = packed.new_empty(packed.numel() // unit.group_size)
+        reduced = packed.new_empty(packed.numel() // unit.group.size)
         hook(state, packed, reduced)
     else:
         reduced = packed

@@ -48,15 +48,14 @@ def _reduce_by(unit: Unit, flat: FlatParam, _state: Any, reduce: Any, packed: Te
     if _keeps_residual(flat):
         reduced: Tensor = reduce(unit, flat, packed)
         return reduced
-    replicas = 1 if unit.replicas is None else unit.replicas.size()
     groups, _ = hops_of(flat.wire, unit.stages)
     mean, finish = start_average(packed, groups, True, at_once=False, same_bits=False)
     finish()
-    return mean if unit.divisor is None else mean.mul_(unit.group_size * replicas / unit.divisor)
+    return mean if unit.divisor is None else mean.mul_(unit.data_parallel_size / unit.divisor)
 
 
 def _reduce_with_residual(unit: Unit, flat: FlatParam, packed: Tensor) -> Tensor:
-    ((hop,), _), ranks = hops_of(flat.wire, unit.stages), unit.group_size
+    ((hop,), _), ranks = hops_of(flat.wire, unit.stages), unit.group.size
     values = packed.float() if packed.dtype != torch.float32 else packed
     if flat.residual is not None:
         values = values + flat.residual.to(values.device)
@@ -68,7 +67,7 @@ def _reduce_with_residual(unit: Unit, flat: FlatParam, packed: Tensor) -> Tensor
     exchange.wait()
     flat.residual = lost.masked_fill_(~lost.isfinite(), 0.0)  # not before: an error leaves the residual as it was
     total = add_up(exchange.full.view(ranks, -1), numel, hop.reduce, "sum", torch.float32)
-    replicas = 1 if unit.replicas is None else unit.replicas.size()
+    replicas = 1 if unit.replicas is None else unit.replicas.size
     return total.div_((unit.divisor or ranks * replicas) / replicas).to(packed.dtype)
 
 
@@ -93,7 +92,7 @@ def load_residuals(units: Sequence[Unit], states: Sequence[State | None]) -> Non
     flats = [(unit, flat) for unit in units for flat in unit.flats if _keeps_residual(flat)]
     for unit, flat in flats:
         flat.residual = None
-        ranks, rank, saved = unit.group_size * (unit.replicas.size() if unit.replicas else 1), _rank(unit), len(states)
+        ranks, rank, saved = unit.data_parallel_size, _rank(unit), len(states)
         own = [each or {} for each in states[rank::ranks]] if saved else []
         wrong = [name for name, shape in zip(flat.names, flat.layout.shapes, strict=True) for each in states
                  if each and (name not in each or tuple(each[name].shape) != shape)]  # fmt: skip
@@ -113,4 +112,4 @@ def load_residuals(units: Sequence[Unit], states: Sequence[State | None]) -> Non
 
 def _rank(unit: Unit) -> int:
     """This rank among all that average the unit's gradients."""
-    return unit.group.rank() + (unit.replicas.rank() * unit.group_size if unit.replicas is not None else 0)
+    return unit.group.find().rank() + (unit.replicas.find().rank() * unit.group.size if unit.replicas else 0)

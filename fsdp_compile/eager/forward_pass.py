@@ -56,9 +56,6 @@ class Listener:
         """The first forward that communicates is about to begin; return whether ranks need not be compared again."""
         return True
 
-    def forget(self) -> None:
-        """Process groups are others from now on."""
-
     def begin_forward(self, forward: ForwardPass, module: nn.Module) -> None:
         """A forward of the root, `module`, begins."""
 

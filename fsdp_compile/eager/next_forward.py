@@ -21,13 +21,11 @@ values are still those that were sent.
 # What is started is the same on all ranks without a comparison: it follows from what the last forward gathered, in
 # which all of them took part.
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from fsdp_compile.comm import collectives, direct
 from fsdp_compile.comm.direct import PrefetchedGather
@@ -43,19 +41,12 @@ class _Started(NamedTuple):
     """An all-gather in flight, and what has to be unchanged when a forward takes it."""
 
     unit: Unit
-    group: weakref.ref[dist.ProcessGroup]
     versions: VersionCounters
     gather: PrefetchedGather
 
     def is_current(self) -> bool:
-        """Whether parameters and process group are those of the start."""
-        unit = self.unit
-        return unit.group is self.group() and unit.is_current() and unit.version_counters() == self.versions
-
-    def drop(self) -> None:
-        """Free what no forward has taken."""
-        if self.unit.group is self.group():  # else ranks may have failed; another group may have the same name
-            self.gather.drop()
+        """Whether parameters are those of the start."""
+        return self.unit.is_current() and self.unit.version_counters() == self.versions
 
 
 class NextForward:
@@ -75,7 +66,7 @@ class NextForward:
         self.units, self._first = tuple(units), first
         for unit in self.units:
             if first and unit.is_sharded:
-                host_group(unit.group, may_make=True)
+                host_group(unit.group.find(), may_make=True)
         self._asked: list[direct.Key] = []  # what the last forward gathered, in its order
         self._gathered: dict[FlatParam, torch.dtype] = {}  # by the last forward, in which dtype
         self._started: list[_Started] = []
@@ -88,11 +79,11 @@ class NextForward:
         """Begin to gather `unit`, whose parameters have the values of the next forward, if the last one gathered it."""
         for flat in unit.flats:
             dtype = self._gathered.get(flat)
-            if dtype is None or host_group(unit.group, may_make=False) is None:
+            if dtype is None or host_group(unit.group.find(), may_make=False) is None:
                 continue
             if unit.is_sharded and unit.device == flat.shard.device:
                 gather = PrefetchedGather(flat.shard, dtype, hops_of(flat.wire, unit.stages)[0])
-                self._started.append(_Started(unit, weakref.ref(unit.group), unit.version_counters(), gather))
+                self._started.append(_Started(unit, unit.version_counters(), gather))
 
     def start_next_stages(self) -> None:
         """Begin with second stages, when no update is left that could run beside the first ones."""
@@ -105,7 +96,7 @@ class NextForward:
         started, self._started = self._started, []
         by_group: dict[str, list[_Started]] = {}
         for each in started:
-            if (group := host_group(each.unit.group, may_make=False)) is not None:
+            if (group := host_group(each.unit.group.find(), may_make=False)) is not None:
                 by_group.setdefault(group.group_name, []).append(each)
         answers: list[Callable[[], bool]] = []
         gathers: dict[PrefetchedGather, Callable[[], bool]] = {}
@@ -121,7 +112,7 @@ class NextForward:
             for answer in answers:
                 answer()  # where the forward took nothing, it has not waited for it
             for each in started:
-                each.drop()
+                each.gather.drop()
 
     def _note_gathers(self, offer: direct.Offer) -> None:
         """What the next forward will gather, if it is like the one that has ended."""
@@ -150,7 +141,7 @@ class NextForward:
         """Forget what was started, after a step that failed."""
         started, self._started = self._started, []
         for each in started:
-            each.drop()
+            each.gather.drop()
 
 
 def _key_of(unit: Unit, flat: FlatParam) -> direct.Key:

@@ -228,7 +228,7 @@ def _start_reduce(
     """Start to average `packed`; return where the average will be, and what waits for it (`start_average`)."""
     options, same_bits = unit.options, unit.settings.same_bits
     groups = options.reduce_groups or unit.stages
-    groups, replicas = hops_of(flat.wire, groups, unit.replica_group, flat.reduction.full_precision)
+    groups, replicas = hops_of(flat.wire, groups, unit.replicas, flat.reduction.full_precision)
     how = dividing(packed.dtype, unit.divisor, same_bits)
     sums_wait = replicas is not None and options.has_deferred
     before_replicas = partial(_add_deferred, weakref.ref(flat), options.all_reduces) if sums_wait else None
@@ -269,8 +269,9 @@ def _call_all_reduce_hook(hook: Callable[[Tensor], Any] | None, stream: Any, str
 
 
 def abandon_gradients(unit: Unit) -> None:
-    """Drop all gradients of `unit` that are not reduced yet, also those in flight."""
+    """Wait for reduces of `unit`, and drop all its gradients that are not reduced yet, also those in flight."""
     for flat in unit.flats:
+        flat.reduction.wait_on_host()
         flat.reduction.abandon()
         take_accumulated(flat)
         flat.deferred_all_reduce = None

@@ -144,25 +144,8 @@ class Runtime:
             unit.hide_unsharded()
             reshard(unit)
             unit.awaiting_backward.clear()
-            for flat in unit.flats:
-                flat.reduction.wait_on_host()
             abandon_gradients(unit)
         self.end_iteration()
-
-    def abandon(self, module: nn.Module) -> None:
-        """As `reset`, without any wait, after the process groups of collectives in flight have failed.
-
-        Memory that these may still write to stays with them. Ranks are compared anew before the next forward.
-        """
-        self.reduces_in_flight.clear()
-        self.unread.clear()
-        self.running = self._last_forward = self._last_unit = None
-        self._is_compared = self.has_completed = False
-        for listen in self.heard.forget:
-            listen()
-        for unit in units_gathered_below(module):
-            unit.become_idle()
-            abandon_gradients(unit)
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -184,7 +167,7 @@ class Runtime:
         current = gathered.values.full_precision == full_precision and gathered.is_current()
         in_this_forward = forward.of_root and gathered.forward is forward
         if unit.is_sharded and not in_this_forward:
-            current = collectives.holds_on_all_ranks(current, unit.group_name, unit.device)
+            current = collectives.holds_on_all_ranks(current, unit.group.name, unit.device)
         if not current:
             gathered.drop()
             return None

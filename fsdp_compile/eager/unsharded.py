@@ -225,7 +225,7 @@ class UnshardedUnit:
         earlier, unit.kept = unit.kept, None
         usable = earlier is not None and earlier.values[1:] == self.values[1:]
         usable &= earlier is not None and not any(buffer.is_free for buffer in earlier.buffers)
-        usable = collectives.holds_on_all_ranks(usable, unit.group_name, unit.device)
+        usable = collectives.holds_on_all_ranks(usable, unit.group.name, unit.device)
         if earlier is None:
             return None
         if not usable:

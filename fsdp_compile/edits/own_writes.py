@@ -125,7 +125,7 @@ class _Written:
         mine = torch.tensor([*self.checksums.values()], dtype=torch.int64, device=self.unit.device)
         limits = torch.stack([mine, -mine])
         for group in filter(None, (self.unit.group, self.unit.replicas)):
-            collectives.start_all_reduce(limits, group.group_name, "max").wait()
+            collectives.start_all_reduce(limits, group.name, "max").wait()
         apart = (limits[0] != -limits[1]).tolist()
         if any(apart):
             names = [name for name, differs in zip(self.checksums, apart, strict=True) if differs]

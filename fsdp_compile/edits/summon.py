@@ -279,7 +279,7 @@ def _has_gradient_anywhere(unit: Unit) -> list[bool]:
     if not unit.is_sharded:
         return here
     counts = torch.tensor(here, dtype=torch.float32, device=unit.device)
-    collectives.start_all_reduce(counts, unit.group_name, "sum").wait()
+    collectives.start_all_reduce(counts, unit.group.name, "sum").wait()
     anywhere = [count > 0 for count in counts.tolist()]
     if dist.get_debug_level() != dist.DebugLevel.OFF:
         for index, (mine, wanted, record) in enumerate(zip(here, anywhere, unit.records, strict=True)):

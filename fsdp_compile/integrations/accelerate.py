@@ -149,7 +149,7 @@ class _Base:
             if not param.requires_grad and type(local.data) is Tensor:
                 total = local.contiguous().view(-1).view(_BITS[local.dtype.itemsize]).sum(dtype=torch.int64)
                 if stored is not None:
-                    dist.all_reduce(total, group=stored.unit.group)
+                    dist.all_reduce(total, group=stored.unit.group.find())
                 names.append(clean_name(name))
                 sums.append(int(total))
         return {"names": names, "sums": sums}

@@ -167,7 +167,7 @@ def _seconds_of_both(full: Tensor, group: dist.ProcessGroup, clock: Clock, calls
         _least_seconds(call, full.device, calls, clock)
         for call in (
             lambda: collectives.start_all_gather(full, shard, name).wait(),
-            lambda: collectives.reduce_scatter(full, ranks, name),
+            lambda: collectives.start_reduce_scatter(full, ranks, name)[1](),
         )
     ]
 

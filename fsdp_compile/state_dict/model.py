@@ -63,7 +63,7 @@ def settings_of(unit: Unit | None) -> StateDictSettings:
 
 def is_first_rank(unit: Unit) -> bool:
     """Whether this is the first of all ranks that share the unit: the one that `rank0_only` means."""
-    return all(is_first(group) for group in (unit.group, unit.replicas) if group is not None)
+    return all(is_first(group.find()) for group in (unit.group, unit.replicas) if group is not None)
 
 
 def set_state_dict_type(

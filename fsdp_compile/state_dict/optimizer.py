@@ -87,7 +87,7 @@ def _by_name(
         wanted = not getattr(config, "rank0_only", False) or is_first_rank(unit)
         ordered, names = list(params), clean_names(model)
         states = _gather_states(
-            ordered, _shared_names(ordered, names, states), states, config, wanted, group or unit.group
+            ordered, _shared_names(ordered, names, states), states, config, wanted, group or unit.group.find()
         )
         if not wanted:
             return {}
@@ -143,7 +143,7 @@ def _as_set(
         return states
     of_units: dict[Unit, list[Path]] = {unit: [] for unit in was_set}
     found = dict(leaves(states))
-    for name, kinds in _kinds_of_state(list(parameters), states, group or was_set[0].group).items():
+    for name, kinds in _kinds_of_state(list(parameters), states, group or was_set[0].group.find()).items():
         for path in kinds:
             if isinstance(found[name, *path], ShardedTensor) and parameters[name].unit in of_units:
                 of_units[parameters[name].unit].append((name, *path))
@@ -269,7 +269,7 @@ def _check_alike(model: nn.Module, states: dict[str, State]) -> None:
     """
     units = units_used_below(model)
     if units and not any(isinstance(leaf, ShardedTensor) for _, leaf in leaves(states)):
-        _kinds_of_state(_shared_names(states, clean_names(model), states), states, units[0].group)
+        _kinds_of_state(_shared_names(states, clean_names(model), states), states, units[0].group.find())
 
 
 def _to_load(
@@ -349,9 +349,9 @@ def _groups_of(optim: Optimizer | None, optim_input: Params | None) -> list[dict
 
 def _from_first_rank(unit: Unit, model: nn.Module, state_dict: StateDict | None) -> StateDict:
     """Send the first rank's state dict to all; each rank keeps the elements that it stores."""
-    from_first = [unit.group]  # groups through which the first of all ranks that share the unit reaches the others
-    if unit.replicas is not None and dist.get_rank(unit.group) == 0:
-        from_first.insert(0, unit.replicas)
+    from_first = [unit.group.find()]  # through which the first of all ranks that share the unit reaches the others
+    if unit.replicas is not None and from_first[0].rank() == 0:
+        from_first.insert(0, unit.replicas.find())
     mine = state_dict or {"state": {}, "param_groups": []}
     own = dict(leaves(mine["state"])) if is_first_rank(unit) else {}
     sent = (map_leaves(_without_values, mine["state"]), mine["param_groups"])

@@ -191,7 +191,7 @@ class ShardRanks:
         return None if given is None else self.once(inner, lambda: joined_mesh(given, inner))
 
     def once(self, key: object, make: Callable[[], Any]) -> Any:
-        """What `make` returns, made once: it holds a mesh, hence process groups, and goes with these ranks."""
+        """What `make` returns, made once."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]

@@ -115,7 +115,7 @@ def test_settings_reach_all_units() -> None:
     """Strategy and groups of the call are those of every unit (E-INIT-5, E-PG-9)."""
     model = fully_shard(mlp(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
     assert {unit.reshard_after_forward for unit in units(model)} == {False}
-    assert {unit.group for unit in units(model)} == {dist.group.WORLD}
+    assert {unit.group.find() for unit in units(model)} == {dist.group.WORLD}
 
 
 def test_no_strategy() -> None:
@@ -141,7 +141,7 @@ def test_a_custom_policy_sets_what_the_wrapper_takes() -> None:
     fully_shard(model, auto_wrap_policy=CustomPolicy(lambda module: own.get(module, False)))
     (first,), (second,), (third,) = (units(block) for block in model.blocks)
     assert [unit.settings.offload for unit in (first, second, third)] == [True, False, False]
-    assert [unit.group for unit in (first, second, third)] == [dist.group.WORLD, dist.group.WORLD, group]
+    assert [unit.group.find() for unit in (first, second, third)] == [dist.group.WORLD, dist.group.WORLD, group]
     assert {id(module) for module in made} == {id(module) for module in model.blocks[1].modules()}
 
 
@@ -182,9 +182,9 @@ def test_hybrid_strategies_with_one_rank_or_one_replica(strategy: ShardingStrate
     with pytest.warns(UserWarning, match=f"{strategy.name} over one rank is NO_SHARD") as caught:
         model = fully_shard(mlp(), sharding_strategy=strategy, devices_per_node=1)
     assert len(caught) == 1
-    assert {(u.flats[0].layout.world_size, u.group.size()) for u in units(model)} == {(1, WORLD_SIZE)}
+    assert {(u.flats[0].layout.world_size, u.group.size) for u in units(model)} == {(1, WORLD_SIZE)}
     model = fully_shard(mlp(), sharding_strategy=strategy, devices_per_node=WORLD_SIZE)
-    assert {(u.flats[0].layout.world_size, u.group.size()) for u in units(model)} == {(WORLD_SIZE, WORLD_SIZE)}
+    assert {(u.flats[0].layout.world_size, u.group.size) for u in units(model)} == {(WORLD_SIZE, WORLD_SIZE)}
 
 
 def test_containers_warn() -> None:
@@ -277,7 +277,7 @@ def test_tensor_parallel_parameters_may_be_ignored() -> None:
     fully_shard(model, mesh=mesh["data"], ignored_states=list(model.head.parameters()))
     assert {type(param) for param in model.head.parameters()} == {DTensor}
     assert managed(model) == {name for name, _ in model.named_parameters() if not name.startswith("head")}
-    assert all(dist.get_process_group_ranks(unit.group) == [1, 3] for unit in units(model))
+    assert all(dist.get_process_group_ranks(unit.group.find()) == [1, 3] for unit in units(model))
 
 
 def test_gradients_are_refused() -> None:

@@ -17,7 +17,7 @@ from fsdp_compile import DataParallelMeshDims, fully_shard
 from fsdp_compile.comm import hops
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import sendable
-from fsdp_compile.comm.groups import Groups, Placement, divide, place, resolve_groups, shared_name
+from fsdp_compile.comm.groups import Groups, NamedGroup, Placement, divide, place, resolve_groups, shared_name
 from fsdp_compile.construct.arguments import mesh_to_shard
 
 FULL, KEEP, COPY = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
@@ -29,9 +29,9 @@ def resolve(strategy: ShardingStrategy = FULL, mesh: Any = None, group: Any = No
     return resolve_groups(mesh, group, strategy, **{"has_policy": True, **options})
 
 
-def ranks(group: dist.ProcessGroup | None) -> list[int]:
+def ranks(group: NamedGroup | None) -> list[int]:
     assert group is not None
-    return dist.get_process_group_ranks(group)
+    return dist.get_process_group_ranks(group.find())
 
 
 def refused(error: type[Exception], message: str, *arguments: Any, **options: Any) -> None:
@@ -56,10 +56,10 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("strategy", PLAIN)
 def test_plain_strategies(strategy: ShardingStrategy, pair: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
     """The world by default, else the group or that of the mesh; no replicas (E-PG-1, 2, 10)."""
-    assert resolve(strategy) == Groups(dist.group.WORLD)
-    assert resolve(strategy, group=pair[0]) == Groups(pair[0])
+    assert resolve(strategy) == Groups.of(dist.group.WORLD)
+    assert resolve(strategy, group=pair[0]) == Groups.of(pair[0])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    assert resolve(strategy, mesh["inner"]) == Groups(mesh.get_group("inner"), mesh=mesh["inner"])
+    assert resolve(strategy, mesh["inner"]) == Groups.of(mesh.get_group("inner"), mesh=mesh["inner"])
     assert resolve(strategy).data_parallel_size == WORLD_SIZE
 
 
@@ -122,7 +122,7 @@ def test_dimensions_of_a_mesh_by_name() -> None:
 @pytest.mark.parametrize("strategy", BOTH_HYBRID)
 def test_hybrid_pair(strategy: ShardingStrategy, pair: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
     """A pair is (shard group, replica group) (E-PG-5)."""
-    assert resolve(strategy, group=pair, has_policy=False) == Groups(*pair)
+    assert resolve(strategy, group=pair, has_policy=False) == Groups.of(*pair)
 
 
 def test_hybrid_groups_that_are_no_pair(pair: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
@@ -197,7 +197,7 @@ def test_groups_from_nodes(no_launcher: None) -> None:
     for size, shard, replicate in ((1, [1], [0, 1, 2, 3]), (2, [0, 1], [1, 3]), (4, [0, 1, 2, 3], [1])):
         groups = resolve(HYBRID, devices_per_node=size)
         assert ranks(groups.shard) == shard and ranks(groups.replicate) == replicate
-        assert dist.get_rank(groups.shard) == shard.index(RANK)
+        assert groups.shard.find().rank() == shard.index(RANK)
 
 
 def test_groups_from_nodes_are_made_once(no_launcher: None) -> None:
@@ -237,30 +237,30 @@ def test_node_size_where_it_says_nothing(pair: tuple[dist.ProcessGroup, dist.Pro
 
 def test_places(pair: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
     """What each strategy does where (E-STRAT-1)."""
-    plain, hybrid = Groups(pair[0]), Groups(*pair)
-    assert place(FULL, plain) == Placement(pair[0], 2, True, True, None)
-    assert place(KEEP, plain) == Placement(pair[0], 2, True, False, None)
-    assert place(COPY, plain) == Placement(pair[0], 1, False, False, None)
-    assert place(HYBRID, hybrid) == Placement(pair[0], 2, True, True, pair[1])
-    assert place(HYBRID_KEEP, hybrid) == Placement(pair[0], 2, True, False, pair[1])
+    plain, hybrid, (shard, replicate) = Groups.of(pair[0]), Groups.of(*pair), map(NamedGroup.of, pair)
+    assert place(FULL, plain) == Placement(shard, 2, True, True, None)
+    assert place(KEEP, plain) == Placement(shard, 2, True, False, None)
+    assert place(COPY, plain) == Placement(shard, 1, False, False, None)
+    assert place(HYBRID, hybrid) == Placement(shard, 2, True, True, replicate)
+    assert place(HYBRID_KEEP, hybrid) == Placement(shard, 2, True, False, replicate)
 
 
 def test_neighbours_and_peers(no_launcher: None) -> None:
     """Runs of consecutive ranks gather again, equal places in them gather first; also in groups of some ranks, where
     they are made once."""
-    stages = divide(Groups(dist.group.WORLD), 2).stages
+    stages = divide(Groups.of(dist.group.WORLD), 2).stages
     assert [ranks(group) for group in stages] == [[1, 3], [0, 1]]
-    assert divide(Groups(dist.group.WORLD), 2).stages is stages
+    assert divide(Groups.of(dist.group.WORLD), 2).stages is stages
     for choice in (None, True, False, 1, WORLD_SIZE):
-        assert divide(Groups(dist.group.WORLD), choice).stages is None
+        assert divide(Groups.of(dist.group.WORLD), choice).stages is None
     refused_by = pytest.raises(
         ValueError, match=r"reshard_after_forward=4, .*does not divide the 2 ranks to shard over"
     )
     with refused_by:
         divide(resolve(HYBRID, devices_per_node=2), 4)
-    groups = divide(Groups(dist.group.WORLD), 2)
-    assert place(FULL, groups) == Placement(dist.group.WORLD, 4, True, True, None, stages)
-    assert place(KEEP, groups) == Placement(dist.group.WORLD, 4, True, False, None)
+    groups = divide(Groups.of(dist.group.WORLD), 2)
+    assert place(FULL, groups) == Placement(groups.shard, 4, True, True, None, stages)
+    assert place(KEEP, groups) == Placement(groups.shard, 4, True, False, None)
 
 
 def test_places_where_one_side_is_one_rank(no_launcher: None) -> None:

@@ -12,7 +12,8 @@ from models import MODELS, mlp
 from torch import nn
 
 from fsdp_compile import fully_shard
-from fsdp_compile.core.ops import NamedGroup, shard_order
+from fsdp_compile.comm.groups import NamedGroup
+from fsdp_compile.core.ops import shard_order
 
 MLP = MODELS["mlp"]
 BLOCKS = 4

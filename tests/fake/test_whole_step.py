@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.direct import PrefetchedGather, offered, take
-from fsdp_compile.comm.hops import NamedGroup
+from fsdp_compile.comm.groups import NamedGroup
 from fsdp_compile.tensors.norms import gradient_norm
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 

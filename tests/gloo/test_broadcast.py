@@ -112,7 +112,7 @@ def test_every_replica_gets_the_values_of_global_rank_0(rank: int, bucket_bytes:
     """Over shard and replica groups, all shapes, strides and dtypes, buckets of any size (E-SYNC-1, 3)."""
     tensors = _odd_tensors(rank)
     mesh = init_device_mesh("cpu", (2, 2))
-    broadcast(tensors, Groups(mesh.get_group(1), mesh.get_group(0)), bucket_bytes)
+    broadcast(tensors, Groups.of(mesh.get_group(1), mesh.get_group(0)), bucket_bytes)
     for found, expected in zip(tensors, _odd_tensors(0), strict=True):
         assert torch.equal(found, expected) and found.stride() == expected.stride()
 
@@ -140,6 +140,6 @@ def test_wrapper_subclasses_are_sent_by_their_parts(rank: int) -> None:
     """The tensors that a wrapper subclass consists of are sent, also of wrappers within (E-SYNC-5, E-LIM-19)."""
     pair = _Pair(torch.full((3,), 1.0 + rank), torch.full((2,), 10.0 + rank))
     outer = _Pair(_Pair(torch.full((3,), 20.0 + rank), torch.full((3,), 30.0 + rank)), torch.full((2,), 40.0 + rank))
-    broadcast([pair, outer], Groups(dist.group.WORLD))
+    broadcast([pair, outer], Groups.of(dist.group.WORLD))
     assert (pair.left == 1).all() and (pair.right == 10).all()
     assert [t[0].item() for t in (outer.left.left, outer.left.right, outer.right)] == [20, 30, 40]

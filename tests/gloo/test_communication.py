@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -16,8 +17,10 @@ import torch
 import torch.distributed as dist
 from models import MODELS, Case, checkpointed, squared_error, vectors
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fsdp_compile import checkpoint, export
 from fsdp_compile.comm import collectives
 
 from .ranks import Ranks, on_ranks
@@ -233,12 +236,13 @@ def test_gradients_are_not_copied(how: str) -> None:
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @both_ways
 @on_ranks(2)
-def test_a_dropped_model_is_freed(how: str, strategy: str) -> None:
-    """When the last reference to a trained model goes, so do its units and shards. A process group goes, which ends its
-    threads, when it is destroyed too: threads that Python's end meets at work abort it.
+def test_what_a_model_leaves(how: str, strategy: str, tmp_path: Path) -> None:
+    """A process group goes when it is destroyed, whatever a living model has done and has given: threads that Python's
+    end meets at work abort it. When the last reference to the model goes, so do its units and shards.
     """
     group = dist.new_group()
-    model = shard(MLP, strategy, process_group=group)
+    given = {"mesh": DeviceMesh.from_group(group, "cpu")} if strategy == "SHARD_GRAD_OP" else {"process_group": group}
+    model = shard(MLP, strategy, **given)
     run, optimizer = executor(model, how), OPTIMIZERS["momentum"](model.parameters())
     for seed in range(2):
         backward(run, MLP, mine(MLP, seed))
@@ -246,15 +250,29 @@ def test_a_dropped_model_is_freed(how: str, strategy: str) -> None:
     backward(run, MLP, mine(MLP, 2))
     with torch.no_grad():
         run(mine(MLP, 3)[0])
-    model.state_dict()
+    kept = [
+        model.state_dict(),
+        optimizer.state_dict(),
+        *export(model),
+        [each.device_mesh for each in units(model)[0].params],
+    ]
+    checkpoint.save({"model": model, "optimizer": optimizer}, tmp_path, step=1)
+    threads, ended = _threads_of_gloo(), weakref.ref(group)
     dist.destroy_process_group(group)
-    left = [weakref.ref(group), *(weakref.ref(unit) for unit in units(model))]
+    del group, given
+    gc.collect()
+    assert ended() is None and _threads_of_gloo() < threads, "a living model holds the group"
+    left = [weakref.ref(unit) for unit in units(model)]
     shards = [StorageWeakRef(flat.shard.untyped_storage()) for unit in units(model) for flat in unit.flats]
-    del model, run, optimizer, group
+    del model, run, optimizer, kept
     torch._dynamo.reset()
     gc.collect()
-    assert not any(each() for each in left), "units or the group are left"
+    assert not any(unit() for unit in left), "units are left"
     assert _soon(lambda: all(shard.expired() for shard in shards)), "shards are left"
+
+
+def _threads_of_gloo() -> int:
+    return [each.read_text() for each in Path("/proc/self/task").glob("*/comm")].count("pt_gloo_runloop\n")
 
 
 # --- activation checkpointing -----------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def test_hybrid_reduces_shards_over_replicas(rank: int, dtype: torch.dtype) -> N
     with _two_by_two() as (group, replicas):
         weight = nn.Parameter(torch.zeros(37))
         precision = MixedPrecision(reduce_dtype=dtype)
-        settings = Settings(ShardingStrategy.HYBRID_SHARD, Groups(group, replicas), precision=precision)
+        settings = Settings(ShardingStrategy.HYBRID_SHARD, Groups.of(group, replicas), precision=precision)
         unit = Unit([[("weight", weight)]], settings, device=weight.device)
         (flat,) = unit.flats
         grad = torch.arange(37.0) + 25000.0 * (dtype == torch.float16) + rank

@@ -20,7 +20,8 @@ from fsdp_compile.comm.formats import (
     message_numel,
     ratio,
 )
-from fsdp_compile.comm.hops import NamedGroup, Wire, parse_hops, print_hops
+from fsdp_compile.comm.groups import NamedGroup
+from fsdp_compile.comm.hops import Wire, parse_hops, print_hops
 
 SIZES = (1, 2, 127, 128, 129, 1000, 10_003)
 formats = pytest.mark.parametrize("format", FORMATS)
