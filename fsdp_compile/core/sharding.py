@@ -365,7 +365,7 @@ def changed_in_forward(names: Sequence[str]) -> str:
     return (
         f"forward changed parameter {' or '.join(names)} of its own unit, and the change would be lost: module code "
         f"reads a copy that was gathered; change the parameter outside of forward, use a buffer instead, or name it in "
-        f"ignored_params"
+        f"ignored_params; where forward parametrizes it, freeze it"
     )
 
 

@@ -83,7 +83,7 @@ def calibrate(
     Args:
         device_type: "cuda" or "cpu"; None: the GPU, if there is one.
         base: hardware, or its name, whose numbers stand where nothing is measured; None: by the name of the device.
-        seconds: how long to measure, beside what compiling takes; at most 300.
+        seconds: how long it takes, with what compiles first, but for a few rounds at least; at most 300.
         shard: shards a model in place; on a CPU, steps of small models then tell what blocks and steps take beside
             their kernels. A GPU computes while the host does that.
 
@@ -93,6 +93,7 @@ def calibrate(
     Raises:
         ValueError: the device or the base is unknown, or `seconds` is not above 0 and at most 300.
     """
+    end = time.perf_counter() + seconds
     if not 0 < seconds <= 300:
         raise ValueError(f"seconds: expected more than 0 and at most 300, found {seconds}")
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -108,7 +109,7 @@ def calibrate(
     source = Source("measured", f"fsdp-compile calibrate, torch {torch.__version__}, {where}")
     with process_group(STEP_RANKS) if kind == "cpu" and shard else nullcontext():
         cases = [*device_cases(at), *(step_cases(shard) if kind == "cpu" and shard else ())]
-        Rounds(cases, at).run(seconds)
+        Rounds(cases, at).run(end - time.perf_counter())
     made = fitted(cases, begin, source)
     if ranks > 1:
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
@@ -149,7 +150,7 @@ def device_cases(device: torch.device) -> Iterator[Case]:
         back = partial(torch.autograd.grad, out, inputs, torch.randn_like(out), retain_graph=True)
         yield Case("attention", partial(torch.no_grad()(attend), *inputs), operations, length, name)
         yield Case("attention backward", back, 2.5 * operations, length, name)
-    compiled = torch.compile(_chain, fullgraph=True, dynamic=False)
+    compiled = torch.compile(_chain, fullgraph=True)  # twice: for the first length, and for any
     for elements in CHAINS[kind]:
         x, y = (torch.randn(elements // 512, 512, dtype=dtype, device=device) for _ in range(2))
         yield Case("chain", partial(compiled, x, y), 4.0 * x.nbytes)
@@ -214,8 +215,7 @@ class Rounds:
         self.cases, self.device, self.done = cases, device, 0
         for case in cases:
             _burst(case, 1, device)  # which may compile
-        repeats = [max(1, math.ceil(BURST / max(_burst(case, 1, device), 1e-9))) for case in cases]
-        self.repeats = repeats
+        self.repeats = [max(1, math.ceil(BURST / max(_burst(case, 1, device), 1e-9))) for case in cases]
 
     def round(self) -> None:
         """Time each case once, in an order that is reversed from round to round."""

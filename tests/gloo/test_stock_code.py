@@ -461,6 +461,8 @@ def test_parametrized_within_forward(how: str) -> None:
                 torch.testing.assert_close(mine.grad.full_tensor(), other.grad, msg=name)
             torch.testing.assert_close(mine.full_tensor(), other.detach(), msg=name)
     assert all(isinstance(each, kind) for each, kind in zip(model.modules(), kinds, strict=True))
+    with pytest.raises(RuntimeError, match=r"changed parameter .*\.one .*; where forward parametrizes it, freeze it"):
+        model.requires_grad_(True)(torch.ones(4, 7))
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------

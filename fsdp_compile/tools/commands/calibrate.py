@@ -21,7 +21,7 @@ def add_options(add: Add) -> None:
     add("out", type=Path, metavar="OUT.json", help="the hardware file to write")
     add("--hardware", metavar="NAME|FILE", help="where what is not measured comes from (default: by the device's name)")
     add("--device", choices=("cuda", "cpu"), help="default: the GPU, if there is one")
-    add("--seconds", type=positive, default=120, metavar="N", help="to measure, at most 300 (default: 120)")
+    add("--seconds", type=positive, default=120, metavar="N", help="it takes, at most 300 (default: 120)")
     add("--name", help="of the hardware in the file (default: that of --hardware)")
 # fmt: on
 
