@@ -244,10 +244,9 @@ def shard_module(
     """As `fully_shard` and `FullyShardedDataParallel` say of their options; of two names of one, one may be given."""
     _check_environment()
     modules: Sequence[Any] = module if isinstance(module, Sequence) and not isinstance(module, nn.Module) else (module,)
-    is_list = modules is module
     for each in modules:
         check_module(each)
-    model: Any = group_of(modules) if is_list else module
+    model: Any = group_of(modules) if modules is module else module
     check_type("sync_module_states", sync_module_states, bool)
     check_type("backward_prefetch", backward_prefetch, BackwardPrefetch | None)
     check_type("forward_prefetch", forward_prefetch, bool)
@@ -260,6 +259,7 @@ def shard_module(
     same_bits = asks_same_bits(reduction_order, precision, modules)
     check_one(ignored_states=ignored_states, ignored_params=ignored_params)
     ignored = collect_ignored(model, ignored_modules, ignored_states if ignored_params is None else ignored_params)
+    device = given_device(device_id)
     groups = resolve_groups(mesh, process_group, strategy, auto_wrap_policy is not None, devices_per_node)
     if same_bits:
         check_ranks_of_tree(groups)
@@ -269,7 +269,7 @@ def shard_module(
         strategy=strategy,
         groups=groups,
         reshard_after_forward=frees,
-        device=given_device(device_id),
+        device=device,
         precision=precision,
         output_dtype=output_dtype,
         offload=offload,
@@ -285,7 +285,7 @@ def shard_module(
         sync_module_states=sync_module_states,
         shard_placement_fn=shard_placement_fn,
     )
-    chosen = choose_units(model, None if is_list else auto_wrap_policy, ignored, precision)
+    chosen = choose_units(model, None if modules is module else auto_wrap_policy, ignored, precision)
     of_units = settings_of_units(model, chosen, settings)
     check_model(model, of_units, ignored)
     prepared_units = prepare_units(model, of_units, ignored)
@@ -301,7 +301,7 @@ def shard_module(
     connect(model, ignored, Runtime(settings, is_divided, LISTENERS), HasShardedParameters)
     use_error_feedback(units_gathered_below(model))
     _prepare_process()
-    return list(modules) if is_list else model
+    return list(modules) if modules is module else model
 
 
 def explain(

@@ -23,8 +23,8 @@ FUNCTION_LINES = 90
 LIMITS = {
     "the story": 10_545,
     "the story and what it imports": 15_488,
-    PACKAGE: 39_266,
-    "tests": 53_542,
+    PACKAGE: 39_247,
+    "tests": 53_474,
     "bench": 5_038,
     "docs, README, change log": 5_321,
 }

@@ -67,13 +67,9 @@ def powers(
         sets = [parts] if together else [[] if each is None else [each] for each in stored]
         sums = exact_sums(sets, functools.partial(powers_of_norm, order=order), device, spec.all_reduce)
         return sums[0] if together else sums
-    of_each = torch.full((len(stored) or 1,), neutral, dtype=dtype, device=device)
-    if parts:
-        found = torch.stack(norms(parts, order, dtype))
-        present = [index for index, each in enumerate(stored) if each is not None]
-        whole = len(present) == len(stored)
-        of_each = found if whole else of_each.index_copy_(0, torch.tensor(present, device=device), found)
-    of_each = power(of_each, order)
+    found = iter(norms(parts, order, dtype) if parts else ())
+    none = torch.full((), neutral, dtype=dtype, device=device)
+    of_each = power(torch.stack([none if each is None else next(found) for each in stored] or [none]), order)
     if together:
         of_each = of_each.sum() if op == "sum" else of_each.amax() if op == "max" else of_each.amin()
     return of_each if spec is None else spec.all_reduce(of_each, op)

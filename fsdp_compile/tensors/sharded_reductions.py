@@ -11,7 +11,6 @@ and equal on all ranks:
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -27,8 +26,7 @@ from fsdp_compile.tensors.sharded_tensor import RULES, FlatGradient, Rule, Shard
 
 aten = torch.ops.aten
 
-_spec_of, _tensor_parallel_of = attrgetter("spec"), attrgetter("tensor_parallel")
-_dtype_of, _requires_grad = attrgetter("dtype"), attrgetter("requires_grad")
+_tensor_parallel_of, _dtype_of, _requires_grad = map(attrgetter, ("spec.tensor_parallel", "dtype", "requires_grad"))
 
 Reduction = Callable[[Tensor, list[int], bool], Tensor]  # of a plain tensor, over dims, with keepdim
 
@@ -133,7 +131,7 @@ def _any_or_all(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     x, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    [norm] = _norms([x], float(2 if order is None else order), None, *_dims_and_keepdim(args, kwargs, 2))
+    [norm] = _norms([x], float(2 if order is None else order), *_dims_and_keepdim(args, kwargs, 2))
     return norm.to(kwargs.get("dtype") or x.dtype)
 
 
@@ -144,14 +142,10 @@ def _foreach_norm(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     with without_torch_function():
         if any(map(_requires_grad, tensors)):
             average_gradients(tensors)
-        flats = FlatGradient.of(tensors)
-        specs = list(map(_spec_of, tensors)) if flats else []
-        kinds = {(flat.specs[0].ranks.group, flat.grad.device, flat.grad.dtype) for flat in flats}
-        if len(kinds) == 1 and not any(map(_tensor_parallel_of, specs)):  # the work for each runs in C
-            segments = dict(chain.from_iterable(flat.segments.items() for flat in flats))
-            norms = _norms(tensors[:1], order, list(map(segments.get, map(id, specs))))
-            return list(norms.to(dtype or tensors[0].dtype).unbind())
-    found: list[Any] = [None] * len(tensors)
+        kinds = {(flat.specs[0].ranks.group, flat.grad.device, flat.grad.dtype) for flat in FlatGradient.of(tensors)}
+        if len(kinds) == 1 and not any(map(_tensor_parallel_of, tensors)):  # the work for each runs in C
+            return list(_norms(tensors, order).to(dtype or tensors[0].dtype).unbind())
+    norms: list[Any] = [None] * len(tensors)
     groups: dict[Any, list[int]] = {}
     for i, each in enumerate(tensors):
         groups.setdefault((each.spec.reducing_groups, each.device) if is_sharded(each) else None, []).append(i)
@@ -159,20 +153,12 @@ def _foreach_norm(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         alike = [tensors[i] for i in chosen]
         of_group = _norms(alike, order) if group else aten._foreach_norm.Scalar([*map(plain, alike)], order, dtype)
         for i, norm in zip(chosen, of_group, strict=True):
-            found[i] = norm.to(dtype or tensors[i].dtype)
-    return found
+            norms[i] = norm.to(dtype or tensors[i].dtype)
+    return norms
 
 
-def _norms(
-    tensors: Sequence[ShardedTensor],
-    order: float,
-    stored: Sequence[Tensor | None] | None = None,
-    dims: Any = None,
-    keepdim: bool = False,
-) -> Tensor:
-    """Norms of sharded tensors of one group, `[len(tensors), ...]`, in at least float32.
-    `stored`: what this rank stores of these, and of others like them, if that is known.
-    """
+def _norms(tensors: Sequence[ShardedTensor], order: float, dims: Any = None, keepdim: bool = False) -> Tensor:
+    """Norms of sharded tensors of one group, `[len(tensors), ...]`, in at least float32."""
     first = tensors[0]
     precise = torch.float32
     for dtype in set(map(_dtype_of, tensors)):
@@ -184,8 +170,7 @@ def _norms(
     if dims and len(dims) < first.dim():
         op, neutral = combined(order)
         return root(_reduce_over_ranks(first, dims, keepdim, neutral, op, of_rows), order).unsqueeze(0)
-    if stored is None:
-        stored = [each.local if each.spec.numel else None for each in tensors]
+    stored = [each.local if each.spec.numel else None for each in tensors]
     total = root(powers(stored, first.spec, order, precise, first.device), order).to(precise)
     return total.view([-1, *[1] * first.dim()]) if keepdim else total
 

@@ -39,7 +39,7 @@ def _reduce(rank: int) -> tuple[float, float]:
     sums = []
     for group in (groups.shard, groups.replicate):
         value = torch.tensor(10.0**rank)
-        dist.all_reduce(value, group=group)
+        dist.all_reduce(value, group=group.find())
         sums.append(value.item())
     return sums[0], sums[1]
 

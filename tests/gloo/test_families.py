@@ -21,7 +21,7 @@ from .training import PER_RANK, backward, build, mine
 
 OF_FAMILIES = {name: case for cases in FAMILIES.values() for name, case in cases.items()}
 CASES = THIRD_PARTY | OF_FAMILIES
-EVERY_DAY = ("gpt_oss", "mamba2", "wav2vec2")
+EVERY_DAY = ("gpt_oss", "wav2vec2")
 INDUCTOR = (*THIRD_PARTY, "qwen3", "deepseek_v3", "swin", "wav2vec2")
 BREAK = {"gpt2_own_loss", "mixtral_loop"}  # cannot be one graph unsharded either
 if torch.__version__ < "2.13":
@@ -56,7 +56,7 @@ def _check(name: str, ways: list[str], checkpoints: bool = False) -> Report:
 
 @on_ranks(2)
 def test_every_day() -> None:
-    """Eager steps of experts, of a scan over time and of a model with frozen parameters are the unsharded model's."""
+    """Eager steps of experts and of a model with frozen parameters are the unsharded model's."""
     for name in EVERY_DAY:
         [row] = _check(name, ["eager"]).rows
         assert row.verdict == "equal", f"{name}: {row}"
