@@ -63,7 +63,7 @@ MISTAKES = (
     SCRIPT
     + """
 model.clip_grad_norm_("1")
-fully_shard(net, sharding_strategy=3)
+fully_shard(net, reduction_order=3)
 fully_shard(net).generate("3")
 fully_shard(torch.ones(2))
 """
