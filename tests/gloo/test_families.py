@@ -66,9 +66,7 @@ def test_every_day() -> None:
 @pytest.mark.parametrize("name", CASES)
 @on_ranks(2)
 def test_equal(name: str) -> None:
-    """Eager steps are those of the unsharded model, bit for bit; compiled ones, with checkpointed blocks where a model
-    has them, up to rounding.
-    """
+    """Eager steps are the unsharded model's, bit for bit; compiled ones, with checkpointed blocks, up to rounding."""
     assert _check(name, ["eager"]).rows[0].verdict == "equal"
     _check(name, ["aot_eager"], checkpoints=name in OF_FAMILIES)
 
