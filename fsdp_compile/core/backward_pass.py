@@ -75,8 +75,8 @@ def running_backward() -> BackwardPass | None:
         return None
     running = _running.get(number)
     if running is None:
-        running = _running[number] = BackwardPass()
         call_after_backward(partial(_end_pass, number), if_failed=partial(_fail_pass, number))
+        running = _running[number] = BackwardPass()  # now: an interrupt before would leave it here
     return running
 
 
@@ -91,10 +91,10 @@ def at_end_of_backward(call: Callable[[], Any]) -> None:
 def _end_pass(number: int) -> None:
     try:
         _running[number].end()
+        del _running[number]
     except BaseException:
         _fail_pass(number)
         raise
-    del _running[number]
 
 
 def _fail_pass(number: int) -> None:

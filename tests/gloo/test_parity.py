@@ -1,6 +1,5 @@
 """Sharded training equals training one process on the whole batch: eager and by aot_eager bit for bit."""
 
-import gc
 from typing import Any
 
 import pytest
@@ -29,7 +28,6 @@ LATE = pytest.mark.nightly
 
 def _worst(rank: int, name: str, how: str, strategy: str) -> dict[str, float]:
     """Train sharded and unsharded with each optimizer; the largest relative difference of a parameter for each."""
-    gc.collect()  # a backward that failed in an earlier test runs until its error is gone
     case, worst = MODELS[name], {}
     options: dict[str, Any] = {"reduction_order": "tree"} if _is_exact(how, strategy) else {}
     for optimizer, make in OPTIMIZERS.items():
