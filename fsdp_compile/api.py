@@ -256,7 +256,7 @@ def shard_module(
     strategy = resolve_strategy(sharding_strategy, reshard_after_forward, mesh)
     frees = "last" if sharding_strategy is None and reshard_after_forward is None else reshard_after_forward
     precision, output_dtype = precision_of(mixed_precision, mp_policy)
-    same_bits = asks_same_bits(reduction_order, precision, modules)
+    same_bits, rows = asks_same_bits(reduction_order, precision, modules), asks_rows(shards)
     check_one(ignored_states=ignored_states, ignored_params=ignored_params)
     ignored = collect_ignored(model, ignored_modules, ignored_states if ignored_params is None else ignored_params)
     device = given_device(device_id)
@@ -278,7 +278,7 @@ def shard_module(
         forward_prefetch=forward_prefetch,
         limit_all_gathers=limit_all_gathers,
         same_bits=same_bits,
-        rows=asks_rows(shards),
+        rows=rows,
         full_precision_in_eval=full_precision_in_eval(),
         find_unused_parameters=find_unused_parameters,
         param_init_fn=param_init_fn,

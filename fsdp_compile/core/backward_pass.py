@@ -76,7 +76,7 @@ def running_backward() -> BackwardPass | None:
     running = _running.get(number)
     if running is None:
         call_after_backward(partial(_end_pass, number), if_failed=partial(_fail_pass, number))
-        running = _running[number] = BackwardPass()  # now: an interrupt before would leave it here
+        running = _running[number] = BackwardPass()  # last: an interrupt would leave it here for ever
     return running
 
 

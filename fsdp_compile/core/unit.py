@@ -421,7 +421,7 @@ class Unit:
 
     def in_flat(self, index: int) -> tuple[FlatParam, int]:
         """The flat parameter that holds parameter `index` of the unit, and its index there."""
-        return [(flat, at) for flat in self.flats for at in range(len(flat.params))][index]
+        return next((flat, some.index(index)) for flat, some in self.by_flat(range(len(self.params))) if index in some)
 
     def by_flat(self, values: Sequence[T]) -> Iterator[tuple[FlatParam, Sequence[T]]]:
         """Cut a sequence of one value per parameter into one sequence per flat parameter."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 import fsdp_compile
+from fsdp_compile.core.backward_pass import _running
 
 from .ranks import on_ranks
 from .training import OPTIMIZERS, backward, build, local, mine
@@ -144,6 +145,7 @@ def _interrupt_again_and_again(name: str, number: int, begin: Callable[[], Train
         except RuntimeError as error:
             assert trained.optimizer and "load a checkpoint of model and optimizer" in str(error), (at, calls)
             continue
+        assert not _running, f"{name}: a backward pass is left at call {at} of {calls}"
         assert len(found) == len(clean) and all(map(torch.equal, found, clean)), f"{name}: call {at} of {calls}"
 
 
