@@ -23,7 +23,7 @@ from fsdp_compile.checkpoint.untrusted import CheckpointError
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharding import clean_names
 from fsdp_compile.state_dict.model import load_model_state, model_state, unwrapped
-from fsdp_compile.state_dict.saved_optimizer import load_saved_state, state_to_fill, state_to_save
+from fsdp_compile.state_dict.optimizer import load_saved_state, state_to_fill, state_to_save
 from fsdp_compile.tensors.nested import Path, dotted, is_container, items, leaves, map_items, map_leaves
 
 _EXTRA = "_extra_state"  # the last part of its names in a model's state dict

@@ -298,29 +298,6 @@ def start_all_reduce_by_tree(full: Tensor, group_size: int, group: str) -> Calla
     return finish
 
 
-def all_to_all(sent: Tensor, send: list[int], receive: list[int], group: str, of: torch.Size | None = None) -> Tensor:
-    """Send `send[i]` consecutive elements of `sent`, 1-D, to rank i of the group, for every rank.
-    `of`: the shape of the sharded tensor whose rows are exchanged, or of the first one.
-
-    Returns:
-        1-D `[sum(receive)]`: `receive[i]` elements from each rank i, in order, on the device of `sent`, which may be
-        any. One rank sends nothing.
-    """
-    if len(send) == 1:
-        return sent.clone()
-    moved = movable(sendable(sent, group))
-    size = sent.element_size() // moved.element_size()  # elements that stand for one
-    if of is not None and _holds_up_host(moved, group):
-        ranks, into = group_named(group), moved.new_empty(sum(receive) * size)
-        state = state_of(ranks)
-        state.note("exchange of rows", of.numel(), of)
-        sizes = ([each * size for each in parts] for parts in (receive, send))
-        state.wait([start_all_to_all(ranks, into, moved, *sizes)])
-        return into.view(sent.dtype)
-    received = ALL_TO_ALL(moved, [each * size for each in receive], [each * size for each in send], group)
-    return WAIT(received).view(sent.dtype).to(sent.device)
-
-
 def start_all_reduce(full: Tensor, group: str, op: str = "avg", of: torch.Size | None = None) -> Filling:
     """Begin to reduce `full`, any shape, over the group in place.
     `of`: the shape of the sharded tensor that an operator reduces.

@@ -6,7 +6,7 @@ LOCAL      the same with a copy of what the rank stores
 
 Where the kind was set, as `FullyShardedDataParallel` does, values of a unit's parameters are copies, and SHARDED ones
 are as FSDP1 gives them: rows of dimension 0 in a DTensor; of a `FullyShardedDataParallel` without a mesh in torch's own
-ShardedTensor. Each unit's rows are exchanged in turn. Buffers and ignored parameters are never copied.
+ShardedTensor. Each is gathered in turn. Buffers and ignored parameters are never copied.
 In FULL tensor subclasses stay whole; the other kinds have their inner tensors (Note [Inner tensors]).
 
 Every kind can be loaded, whichever is set. SHARDED and LOCAL values in a file of `torch.save` are what one rank stores;
@@ -29,12 +29,7 @@ from fsdp_compile.comm.collectives import is_first
 from fsdp_compile.core.inner_params import inner_names, plain_tensors, recipe_of, recipes_of, replace_items
 from fsdp_compile.core.sharding import WRAPPED, clean_name, sharding_of, stored_parameters, units_used_below
 from fsdp_compile.core.unit import Unit, unit_of
-from fsdp_compile.state_dict.sharded_value import (
-    ManagedParameter,
-    full_tensor,
-    managed,
-    torch_values,
-)
+from fsdp_compile.state_dict.sharded_value import ManagedParameter, full_tensor, managed, torch_value
 from fsdp_compile.tensors._torch import called_by_dcp
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from fsdp_compile.tensors.sharded_view import ShardedView, in_state
@@ -152,7 +147,7 @@ class _Saving:
         self.settings: StateDictSettings | None = None  # of the module that was called
         # By the id of the object that holds local elements, which ranks without elements find alike.
         self.parameters: dict[int, tuple[Unit, int]] = {}
-        self._made: dict[Unit, Sequence[Tensor]] = {}  # of each unit's parameters what is gathered or exchanged
+        self._made: dict[Unit, Sequence[Tensor]] = {}  # full copies of each unit's parameters
 
     def settings_of(self, unit: Unit | None) -> StateDictSettings:
         return DEFAULT if self.over_memory else settings_of(unit)
@@ -164,16 +159,18 @@ class _Saving:
         kind = settings.state_dict_type
         if kind is SHARDED and (settings is DEFAULT or not at_end):
             return in_state(stored)
-        if isinstance(stored, ShardedView) or (index is None and kind is FULL):
-            full: Tensor = stored.full_tensor()
-            return full
-        if kind is LOCAL:
+        if kind is LOCAL and not isinstance(stored, ShardedView):
             device = "cpu" if settings.state_dict_config.offload_to_cpu else stored.device
             return ShardedTensor(stored.local.to(device, copy=True), stored.spec)
-        if index is None:
-            return _sharded_copies(unit, [stored])[0]
+        if kind is SHARDED and not isinstance(stored, ShardedView):
+            config: Any = settings.state_dict_config
+            rows = torch_value(stored.detach(), config._use_dtensor or not unit.chunked_values)
+            return rows.cpu() if config.offload_to_cpu else rows
+        if isinstance(stored, ShardedView) or index is None:
+            full: Tensor = stored.full_tensor()
+            return full
         if unit not in self._made:
-            self._made[unit] = _full_copies(unit) if kind is FULL else _sharded_copies(unit, unit.params)
+            self._made[unit] = _full_copies(unit)
         return self._made[unit][index]
 
     def replace(self, values: dict[str, Any], prefix: str, unit: Unit | None, at_end: bool = False) -> None:
@@ -344,14 +341,6 @@ def _full_copies(unit: Unit) -> list[Tensor]:
     for flat in unit.flats:
         copies += [view.to(device, copy=True) for view in flat.full_views(unit.gather(flat.shard))]
     return copies
-
-
-def _sharded_copies(unit: Unit, params: Sequence[Any]) -> list[Tensor]:
-    """Copies of sharded tensors as FSDP1 has them in sharded state dicts: one all-to-all for each dtype."""
-    config: Any = settings_of(unit).state_dict_config
-    values = [ShardedTensor(param.local.detach(), param.spec) for param in params]
-    made = torch_values(values, config._use_dtensor or not unit.chunked_values)
-    return [value.cpu() for value in made] if config.offload_to_cpu else made
 
 
 def _has_values(unit: Unit) -> bool:

@@ -2,12 +2,13 @@
 
     optimizer.state_dict()      {0: {"exp_avg": original shape, "step": ()}, ...}, groups of integers
     optim_state_dict            {"blocks.0.weight": {"exp_avg": original shape, "step": ()}, ...}, groups of names
+    state_to_save               the same over the optimizer's memory, for checkpoints
 
 For full state the ranks first check that they have the same state, then gather one parameter after the other.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,10 +26,18 @@ from torch.optim import Optimizer
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.sharding import clean_names, units_used_below
 from fsdp_compile.core.unit import Unit, unit_of
-from fsdp_compile.state_dict.loaded_optimizer import State, StateDict, local_state, params_by_key, watch_state
+from fsdp_compile.state_dict.loaded_optimizer import (
+    SCALARS,
+    State,
+    StateDict,
+    local_state,
+    params_by_key,
+    shards_own_state,
+    watch_state,
+)
 from fsdp_compile.state_dict.model import FULL, SHARDED, is_first_rank, settings_of
-from fsdp_compile.state_dict.sharded_value import full_tensor, managed, torch_values
-from fsdp_compile.tensors.nested import Path, dotted, leaves, map_leaves
+from fsdp_compile.state_dict.sharded_value import full_tensor, managed, torch_value
+from fsdp_compile.tensors.nested import ABSENT, Path, dotted, leaves, map_leaves
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from fsdp_compile.tensors.tensor_parallel import is_dtensor
 
@@ -85,17 +94,27 @@ def _by_name(
     if kind is FULL:
         unit = units_used_below(model)[0]
         wanted = not getattr(config, "rank0_only", False) or is_first_rank(unit)
-        ordered, names = list(params), clean_names(model)
-        states = _gather_states(
-            ordered, _shared_names(ordered, names, states), states, config, wanted, group or unit.group.find()
-        )
+
+        def gathered(_: str, leaf: Any) -> Any:
+            value = full_tensor(leaf)
+            return _copied_value(config, value) if wanted else None
+
+        shared = _shared_names(params, clean_names(model), states)
+        states = _convert_in_order(shared, states, group or unit.group.find(), gathered)
         if not wanted:
             return {}
+        states = {name: state for name, state in states.items() if state}
     else:
-        if kind is SHARDED:
-            states = _as_set(params, states, config, group)
-        if not shares_memory:  # training goes on in the optimizer's memory
-            states = map_leaves(lambda _, leaf: _copied_value(config, leaf), states)
+        units = {name: each.unit for name, param in params.items() if (each := managed(param)) and kind is SHARDED}
+        was_set = {name: unit for name, unit in units.items() if unit.state_settings is not None}
+
+        def converted(name: str, leaf: Any) -> Any:
+            if name in was_set and isinstance(leaf, ShardedTensor):  # as FSDP1 has it
+                leaf = torch_value(leaf, config._use_dtensor or not was_set[name].chunked_values)  # type: ignore[attr-defined]  # of SHARDED
+            return leaf if shares_memory else _copied_value(config, leaf)  # training goes on in the optimizer's memory
+
+        ranks = next((group or unit.group.find() for unit in was_set.values()), None)
+        states = _convert_in_order(list(was_set), states, ranks, converted)
     return {**named, "state": states} if "param_groups" in given else {"state": states}
 
 
@@ -130,53 +149,22 @@ def _shared_names(listed: Iterable[str], names: dict[nn.Parameter, str], states:
     ]
 
 
-def _as_set(
-    params: dict[str, nn.Parameter],
-    states: dict[str, State],
-    config: OptimStateDictConfig,
-    group: dist.ProcessGroup | None,
-) -> dict[str, State]:
-    """Sharded states as FSDP1 has them, of the units whose kind of state dict was set; see `torch_values`."""
-    parameters = {name: parameter for name, param in params.items() if (parameter := managed(param))}
-    was_set = [parameter.unit for parameter in parameters.values() if parameter.unit.state_settings is not None]
-    if not was_set:
-        return states
-    of_units: dict[Unit, list[Path]] = {unit: [] for unit in was_set}
-    found = dict(leaves(states))
-    for name, kinds in _kinds_of_state(list(parameters), states, group or was_set[0].group.find()).items():
-        for path in kinds:
-            if isinstance(found[name, *path], ShardedTensor) and parameters[name].unit in of_units:
-                of_units[parameters[name].unit].append((name, *path))
-    for unit, paths in of_units.items():
-        as_dtensors = config._use_dtensor or not unit.chunked_values  # type: ignore[attr-defined]  # of SHARDED
-        made = torch_values([found[path] for path in paths], as_dtensors)
-        found.update(zip(paths, made, strict=True))
-    return {name: map_leaves(lambda path, _: found[path], state, (name,)) for name, state in states.items()}
-
-
-def _gather_states(
-    names: list[str],
+def _convert_in_order(
     shared: list[str],
     states: dict[str, State],
-    config: OptimStateDictConfig,
-    wanted: bool,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
+    convert: Callable[[str, Any], Any],
 ) -> dict[str, State]:
-    """Gather shared state in the first rank's order, {} where not wanted; RuntimeError on all ranks if theirs differs.
+    """`states` with `convert(name, leaf)` in the place of each leaf: first of `shared` ones, in the first rank's order.
 
-    State that is not `shared` comes from this rank.
+    RuntimeError on all ranks of `group` if they have different shared state; None: nothing is compared.
     """
-    full: dict[Path, Any] = {}
-    others = set(shared)
-    own = {name: dict(leaves(states[name])) for name in names if name in states and name not in others}
-    for name, kinds in (_kinds_of_state(shared, states, group) | own).items():
-        here = dict(leaves(states.get(name, {})))
-        for path in kinds:
-            value = full_tensor(here[path])
-            if wanted:
-                full[name, *path] = _copied_value(config, value)
-    kept = [name for name in names if wanted and states.get(name)]
-    return {name: map_leaves(lambda path, _: full[path], states[name], (name,)) for name in kept}
+    found = dict(leaves(states))
+    kinds = {} if group is None else _kinds_of_state(shared, states, group)
+    order = [(name, *path) for name, paths in kinds.items() for path in paths]
+    made = {path: convert(path[0], found[path]) for path in dict.fromkeys([*order, *found])}
+    converted: dict[str, State] = map_leaves(lambda path, _: made[path], states)
+    return converted
 
 
 def _kinds_of_state(names: list[str], states: dict[str, State], group: dist.ProcessGroup) -> dict[str, dict[Path, str]]:
@@ -377,6 +365,85 @@ def _from_first_rank(unit: Unit, model: nn.Module, state_dict: StateDict | None)
 
 def _without_values(_: Path, value: Any) -> Any:
     return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
+
+
+# --- of checkpoints, by names: without communication, and without a step of the optimizer -----------------------------
+
+
+def state_to_save(model: nn.Module, optim: Optimizer) -> StateDict:
+    """The state that the optimizer has, by names, whichever kind is set; its tensors share memory with the optimizer.
+
+    An optimizer that has not stepped yet has no state, and does not step here.
+    """
+    watch_state(optim)
+    _, named = named_state(model, optim, optim.state_dict())
+    if shards_own_state(optim):
+        named["state"] = {name: _own_state(state) for name, state in named["state"].items()}
+    return named
+
+
+def state_to_fill(model: nn.Module, optim: Optimizer, saved: dict[str, State]) -> dict[str, State]:
+    """`saved`, states by name with tensors without values, with tensors in their places that can be filled.
+
+    Where the optimizer has a tensor of that shape it is filled in place; others are new, and sharded as their
+    parameters if they have their shapes.
+    """
+    params = {name: param for param, name in clean_names(model).items()}
+    own = dict(leaves(state_to_save(model, optim)["state"]))
+
+    def to_fill(path: Path, outline: Any) -> Any:
+        if not isinstance(outline, Tensor):
+            return outline
+        here, param = own.get(path), params[path[0]]
+        if isinstance(here, Tensor) and (here.shape, here.dtype) == (outline.shape, outline.dtype):
+            return here
+        return _new_like(param, path[-1], outline)
+
+    return {name: map_leaves(to_fill, state, (name,)) for name, state in saved.items() if name in params}
+
+
+def load_saved_state(model: nn.Module, optim: Optimizer, saved: StateDict) -> list[str]:
+    """Load state by names; return the names of what the optimizer needs or has and `saved` lacks: it starts anew.
+
+    A parameter that `saved` does not have keeps its group's settings. Names in `saved` that are none of the optimizer's
+    are ignored. ValueError: parameters of one group are in several groups of `saved`.
+    """
+    names, current = clean_names(model), optim.state
+    ordered = [param for group in optim.param_groups for param in group["params"]]
+    had = [(param, key) for param in ordered for key in current.get(param, {})]
+    groups, keys = [], itertools.count()
+    for group, settings in zip(
+        optim.param_groups, saved_settings(optim.param_groups, saved["param_groups"], names), strict=True
+    ):
+        own = {key: group[key] for key in ("param_names",) if key in group}
+        groups.append({**settings, **own, "params": [next(keys) for _ in group["params"]]})
+    found = [saved["state"].get(name_of(param, names), {}) for param in ordered]
+    states = {index: state for index, state in enumerate(found) if state}
+    optim.load_state_dict({"state": states, "param_groups": groups})
+    of_param = dict(zip(ordered, found, strict=True))
+    stateless = {param for param in ordered if param.requires_grad and not of_param[param] and saved["state"]}
+    lost = [f"{names[param]}.{key}" for param, key in had if key not in of_param[param] and param not in stateless]
+    return [*(names[param] for param in ordered if param in stateless), *lost]
+
+
+def _own_state(state: State) -> State:
+    """State that an optimizer shards itself: what is in full on the owner of a parameter is `ABSENT` on other ranks."""
+    sharded = [leaf for _, leaf in leaves(state) if isinstance(leaf, ShardedTensor)]
+    if not sharded or any(leaf.spec.numel for leaf in sharded):
+        return state
+    return map_leaves(lambda _, leaf: leaf if isinstance(leaf, ShardedTensor) else ABSENT, state)
+
+
+def _new_like(param: nn.Parameter, key: Any, outline: Tensor) -> Tensor:
+    """A tensor for the state `key` of `param`, of the shape and dtype that `outline` has."""
+    parameter = managed(param)
+    alike = outline.shape == param.shape and (outline.dim() > 0 or key not in SCALARS)
+    if alike and parameter is not None:
+        local = torch.empty(parameter.spec.numel, dtype=outline.dtype, device=parameter.local.device)
+        return ShardedTensor(local, parameter.spec)
+    if alike and is_dtensor(param):
+        return torch.empty_like(param, dtype=outline.dtype, requires_grad=False)
+    return torch.empty(outline.shape, dtype=outline.dtype, device=param.device if outline.dim() else "cpu")
 
 
 # --- between names and integers ---------------------------------------------------------------------------------------

@@ -11,13 +11,12 @@ torch.distributed.checkpoint.load(state, ...)    every rank reads its chunks, st
 # offloads or gathers DTensors does so here too.
 #
 # Where the kind was set, as FSDP1 does, scripts expect what FSDP1 gives: rows of dimension 0 on each rank, in a DTensor
-# or in torch's own ShardedTensor. Other ranks store a part of these rows, so `state_dict()` exchanges them at once, in
-# one all-to-all for each unit (`torch_values`). A value that did so when `to_local()` is first called would wait for
-# ever in a script that looks at one rank alone, which FSDP1's values allow. DCP's functions and
-# `fsdp_compile.checkpoint` ask for the state themselves, and get the parameters whatever is set.
+# or in torch's own ShardedTensor. Other ranks store a part of these rows, so `state_dict()` gathers one after the
+# other, as FSDP1 does (`torch_value`). A value that did so when `to_local()` is first called would wait for ever in a
+# script that looks at one rank alone, which FSDP1's values allow. DCP's functions and `fsdp_compile.checkpoint` ask for
+# the state themselves, and get the parameters whatever is set.
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -31,7 +30,7 @@ from fsdp_compile.comm._torch import group_named
 from fsdp_compile.core._torch import StridedShard
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.state_dict._torch import ChunkedTensor, chunked_tensor
-from fsdp_compile.tensors.shard_spec import ShardSpec, exchange_rows
+from fsdp_compile.tensors.shard_spec import ShardSpec
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from fsdp_compile.tensors.sharded_view import ShardedView, in_state
 
@@ -50,32 +49,26 @@ torch.serialization.add_safe_globals([ShardedValue])
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def torch_values(values: Sequence[ShardedTensor], as_dtensors: bool) -> list[Tensor]:
-    """Values of which each rank has the rows that `torch.chunk` gives to it; one all-to-all for each dtype.
+def torch_value(value: ShardedTensor, as_dtensor: bool) -> Tensor:
+    """A copy of a value of which each rank has the rows that `torch.chunk` gives to it; all ranks gather it.
 
     Args:
-        values: of one unit; every rank passes the same ones. They stay as they are.
-        as_dtensors: whether values are DTensors where no mesh was given either; otherwise torch's ShardedTensors.
+        as_dtensor: whether it is a DTensor where no mesh was given either; otherwise torch's ShardedTensor.
 
     Returns:
-        DTensors on the mesh that was given, or torch's ShardedTensors. Plain tensors of shape () and without elements;
+        A DTensor on the mesh that was given, or torch's ShardedTensor. A plain tensor of shape () or without elements;
         a copy of a parameter that tensor parallelism has distributed over a mesh which is no part of that one.
     """
-    rows: dict[int, Tensor] = {}
-    for dtype in dict.fromkeys(value.dtype for value in values):
-        of_dtype = [index for index, value in enumerate(values) if value.dtype == dtype]
-        stored, specs = zip(*((values[index].local, values[index].spec) for index in of_dtype), strict=True)
-        rows.update(zip(of_dtype, exchange_rows(stored, specs), strict=True))
-    return [_torch_value(rows[index], value, as_dtensors) for index, value in enumerate(values)]
-
-
-def _torch_value(rows: Tensor, value: ShardedTensor, as_dtensor: bool) -> Tensor:
     spec = value.spec
-    if not spec.shape or not math.prod(spec.shape):
-        return rows if not spec.shape else rows.new_empty(spec.shape)
-    parallel, mesh = spec.tensor_parallel, spec.mesh(rows.device.type)
+    if not math.prod(spec.shape):
+        return value.local.new_empty(spec.shape)
+    parallel, mesh = spec.tensor_parallel, spec.mesh(value.device.type)
     if parallel is not None and spec.ranks.mesh_with(parallel.mesh) is None:
         return ShardedTensor(value.local.clone(), spec)
+    full = spec.gather_split(value.local)
+    if not spec.shape:
+        return full
+    rows = full[spec.torch_rows].clone()
     if spec.ranks.given is None and not as_dtensor:
         return rows if spec.ranks.size == 1 else chunked_tensor(rows, spec.shape, group_named(spec.ranks.group))
     placements = spec.placements(_placement_of_rows(spec), mesh)

@@ -385,16 +385,11 @@ class ShardSpec:
         in_order = sorted(range(self.ranks.size), key=lambda rank: self.ranges[rank])
         return torch.cat([of_ranks[rank, : self.ranges[rank][1]] for rank in in_order]).view(self.split_shape)
 
-    def chunk_of(self, rank: int) -> tuple[int, torch.Size]:
-        """What `torch.chunk` gives to `rank` of what the ranks split: its first element, and its shape.
-        A tensor of shape () is not split: every rank gets all of it.
-        """
-        if not self.split_shape:
-            return 0, self.split_shape
-        rows, *rest = self.split_shape
-        most = -(-rows // self.ranks.size)
-        low, high = (min(each * most, rows) for each in (rank, rank + 1))
-        return low * self.row_numel, torch.Size((high - low, *rest))
+    @property
+    def torch_rows(self) -> slice:
+        """Those rows of what the ranks split, which has dimensions, that `torch.chunk` gives to this rank."""
+        most = -(-self.split_shape[0] // self.ranks.size)
+        return slice(self.ranks.rank * most, (self.ranks.rank + 1) * most)
 
     def all_reduce(self, value: Tensor, op: str) -> Tensor:
         """`value`, plain, reduced over the ranks by "sum", "avg", "max" or "min"; NaN on any rank is NaN on all.
@@ -437,45 +432,3 @@ def depending_on(local: Tensor, value: Tensor) -> Tensor:
     if value.is_floating_point() and value.element_size() == 1:  # float8 has no arithmetic
         return depending_on(local.view(torch.uint8), value.view(torch.uint8)).view(value.dtype)
     return value | local.any() if value.dtype is torch.bool else value + local.sum().to(value.dtype)
-
-
-def exchange_rows(stored: Sequence[Tensor], specs: Sequence[ShardSpec]) -> list[Tensor]:
-    """For each sharded tensor the rows that `torch.chunk` gives to this rank, from what each rank stores of it.
-
-    Args:
-        stored: what this rank stores of each, 1-D, all of one dtype and device.
-        specs: how they are sharded, over the same ranks.
-
-    Returns:
-        New tensors. One all-to-all brings all of them: every rank must call this with the same tensors.
-    """
-    ranks = specs[0].ranks
-    ranks.check_here()
-    if ranks.size == 1:
-        return [local.clone().view(spec.split_shape) for local, spec in zip(stored, specs, strict=True)]
-
-    def overlap(spec: ShardSpec, stored_by: int, wanted_by: int) -> tuple[int, int]:
-        first, numel = spec.ranges[stored_by]
-        wanted, shape = spec.chunk_of(wanted_by)
-        low = max(first, wanted)
-        return low, max(low, min(first + numel, wanted + shape.numel()))
-
-    every, mine = range(ranks.size), ranks.rank
-    sending = [[overlap(spec, mine, rank) for spec in specs] for rank in every]
-    receiving = [[overlap(spec, rank, mine) for spec in specs] for rank in every]
-    sent = [
-        local[low - spec.first : high - spec.first]
-        for parts in sending
-        for local, spec, (low, high) in zip(stored, specs, parts, strict=True)
-    ]
-    send, receive = ([sum(high - low for low, high in parts) for parts in each] for each in (sending, receiving))
-    with specs[0].waiting_for("exchange of rows"):
-        received = collectives.all_to_all(torch.cat(sent), send, receive, ranks.group, specs[0].shape)
-    wanted = [spec.chunk_of(mine) for spec in specs]
-    rows = [received.new_empty(shape) for _, shape in wanted]
-    at = 0
-    for parts in receiving:
-        for into, (start, _), (low, high) in zip(rows, wanted, parts, strict=True):
-            into.view(-1)[low - start : high - start] = received[at : at + high - low]
-            at += high - low
-    return rows

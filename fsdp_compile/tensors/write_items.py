@@ -8,8 +8,8 @@ other writers                                     the rows that `torch.chunk` gi
 # A range of elements is up to `2 * ndim - 1` chunks, which DCP tells apart by their offsets. Writers of safetensors, as
 # torch's HuggingFaceStorageWriter, keep tensors by name: of several chunks of a rank all but the last would be lost,
 # and nothing would be said. So a writer that is not known to keep chunks gets what every sharding of DTensor gives it,
-# one item for each rank. Ranks exchange their rows for that while they plan, before a file is written, which they
-# cannot do in the background: there, the plan is refused. A writer says by `keeps_chunks = True` that it keeps them.
+# one item for each rank. Ranks gather the tensor for that while they plan, before a file is written, which they cannot
+# do in the background: there, the plan is refused. A writer says by `keeps_chunks = True` that it keeps them.
 
 import threading
 import weakref
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.tensors._torch import locals_of, save_state_dict
-from fsdp_compile.tensors.shard_spec import ShardSpec, exchange_rows
+from fsdp_compile.tensors.shard_spec import ShardSpec
 
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()  # writers
 _ROWS = "_rows_to_write"  # an attribute of a tensor between planning and writing
@@ -41,11 +41,10 @@ def write_items(value: Any, name: str, _: Any) -> list[WriteItem]:
     if save and not _keeps_chunks(save["storage_writer"]):
         _check_writer(name, value, save)
         if not spec.is_one_chunk_on_all_ranks:
-            rows = exchange_rows([value.local.detach()], [spec])[0]
+            rows = spec.gather_split(value.local.detach())[spec.torch_rows].clone()
             setattr(value, _ROWS, rows)
-            first, shape = spec.chunk_of(spec.ranks.rank)
-            offsets = [first // shape[1:].numel(), *[0] * (len(shape) - 1)]
-            chunks = [ChunkStorageMetadata(torch.Size(offsets), shape)] if rows.numel() else []
+            offsets = [spec.torch_rows.start, *[0] * (rows.dim() - 1)]
+            chunks = [ChunkStorageMetadata(torch.Size(offsets), rows.shape)] if rows.numel() else []
     properties = TensorProperties.create_from_tensor(value.local)
     return [
         WriteItem(
@@ -116,7 +115,7 @@ def _check_writer(name: str, value: Any, save: dict[str, Any]) -> None:
     if save["no_dist"] or not getattr(writer, "save_distributed", True):
         what = "writes what one rank has, which is a part of it"
     elif not spec.is_one_chunk_on_all_ranks and _is_in_background():
-        what = "keeps one item of each name, for which ranks exchange rows, and cannot in the background"
+        what = "keeps one item of each name, for which ranks gather each tensor, and cannot in the background"
     elif getattr(value, "geometry", None) or not (spec.is_one_chunk_on_all_ranks or spec.tensor_parallel is None):
         what = "keeps one item of each name, and of a view, or with tensor parallelism, this rank has several"
     if what is not None:

@@ -42,7 +42,7 @@ NAMES = {
     "a gradient of what was gathered": "all-reduce of a gradient of shape (7, 5)",
     "full state dict": "all-gather of 0.weight",
     "full optimizer state": "all-gather of 0.weight",
-    "sharded state dict": "exchange of rows of 0.weight",
+    "sharded state dict": "all-gather of 0.weight",
     "export": "all-gather of 0.weight",
 }
 OPERATORS = {
@@ -150,15 +150,13 @@ def _differ(rank: int) -> str:
 
 
 def test_a_state_dict_on_one_rank(tmp_path: Path) -> None:
-    """A sharded state dict on one rank alone waits for an exchange of rows: when another rank communicates something
+    """A sharded state dict on one rank alone waits for a gather: when another rank communicates something
     else, both raise within seconds, and each says what it does.
     """
     ranks = Ranks(2, tmp_path)
     try:
         for text in ranks.run(_differ):
-            assert (
-                "ranks communicate different things" in text and "the exchange of rows that an operator needs" in text
-            )
+            assert "ranks communicate different things" in text and "the gather that an operator needs" in text
             assert "of 0.weight" in text
     finally:
         ranks.stop()

@@ -19,7 +19,7 @@ from fsdp_compile.comm import collectives
 class Sent(NamedTuple):
     """A collective that was started."""
 
-    kind: str  # gather, reduce, all_reduce or all_to_all
+    kind: str  # gather, reduce or all_reduce
     numel: int  # of the full buffer
     part: int  # of this rank's part
     dtype: torch.dtype
@@ -55,17 +55,10 @@ def wire() -> Iterator[list[Sent]]:
         record("all_reduce", full, full)
         return all_reduce_copy(full, *where)
 
-    def exchanged(sent: Tensor, *where: Any) -> Tensor:
-        received = all_to_all(sent, *where)
-        record("all_to_all", sent, received)
-        return received
-
-    all_to_all = collectives.all_to_all
     start_all_gather, start_reduce_scatter = collectives.start_all_gather, collectives.start_reduce_scatter
     start_all_reduce, all_reduce_copy = collectives.start_all_reduce, collectives.all_reduce
     with ExitStack() as stack:
         for spy in (all_gather, reduce_scatter, all_reduce):
             stack.enter_context(mock.patch.object(collectives, f"start_{spy.__name__}", spy))
         stack.enter_context(mock.patch.object(collectives, "all_reduce", reduced_copy))
-        stack.enter_context(mock.patch.object(collectives, "all_to_all", exchanged))
         yield sent
