@@ -95,7 +95,7 @@ def _values(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> It
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, Tensor):
                 assert value.shape in (param.shape, torch.Size()), f"{name} {key}: {tuple(value.shape)}"
-                assert not managed(param) or not value.dim() or isinstance(value, ShardedTensor), f"{name} {key}"
+                assert managed(param) is None or not value.dim() or isinstance(value, ShardedTensor), f"{name} {key}"
                 yield f"{name} {key}", *_pair(param, value, known_tensor(f"{name} {key}", tuple(value.shape), seed))
 
 

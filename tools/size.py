@@ -22,8 +22,8 @@ PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
     "the story": 10_545,
-    "the story and what it imports": 15_417,
-    PACKAGE: 39_124,
+    "the story and what it imports": 15_409,
+    PACKAGE: 39_090,
     "tests": 53_465,
     "bench": 5_038,
     "docs, README, change log": 5_321,

@@ -20,6 +20,7 @@ from fsdp_compile import checkpoint
 from fsdp_compile.api import shard_module
 from fsdp_compile.checkpoint.entries import InModel, Model
 from fsdp_compile.checkpoint.untrusted import path_in
+from fsdp_compile.comm._torch import group_named
 from fsdp_compile.core.sharding import clean_name
 from fsdp_compile.fsdp_module import FSDPModule
 from fsdp_compile.integrations.fsdp_plugin import configured, without_fsdp
@@ -145,11 +146,11 @@ class _Base:
         names, sums = [], []
         for name, param in self.model.named_parameters():
             stored = managed(param)
-            local = stored.local if stored is not None else param.detach()
+            local = param.detach() if stored is None else stored.local.detach()
             if not param.requires_grad and type(local.data) is Tensor:
                 total = local.contiguous().view(-1).view(_BITS[local.dtype.itemsize]).sum(dtype=torch.int64)
                 if stored is not None:
-                    dist.all_reduce(total, group=stored.unit.group.find())
+                    dist.all_reduce(total, group=group_named(stored.spec.ranks.group))
                 names.append(clean_name(name))
                 sums.append(int(total))
         return {"names": names, "sums": sums}

@@ -17,6 +17,7 @@ from torch.optim import Muon, Optimizer
 
 from fsdp_compile.optim._torch import adjusted_lr, orthogonalized
 from fsdp_compile.tensors.shard_spec import ShardSpec
+from fsdp_compile.tensors.sharded_rules import plain
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient, UnshardedTensor, refuse_unreduced
 
@@ -53,8 +54,7 @@ class MatrixShard:
         if found is None:
             found = ShardedTensor(torch.zeros_like(self.param, dtype=dtype or self.param.dtype), spec)
         elif not (type(found) is ShardedTensor and (found.spec is spec or found.spec.same_ranges(spec))):
-            full = found.elements() if isinstance(found, ShardedTensor) else found  # such as of a loaded state dict
-            found = ShardedTensor(spec.local_of(full).clone(), spec)
+            found = ShardedTensor(spec.local_of(plain(found)).clone(), spec)  # such as of a loaded state dict
         self.state[name] = found
         return found.local
 
@@ -173,10 +173,9 @@ def local_gradient(param: ShardedTensor) -> Tensor:
     assert grad is not None
     if isinstance(grad, UnreducedGradient):
         refuse_unreduced("step")
-    if isinstance(grad, ShardedTensor) and grad.spec == param.spec:
+    if type(grad) is ShardedTensor and grad.spec == param.spec:
         return grad.local.to(param.dtype)
-    full = grad.elements() if isinstance(grad, ShardedTensor) else grad
-    return param.spec.local_of(full).to(param.dtype)
+    return param.spec.local_of(plain(grad)).to(param.dtype)
 
 
 def check_like(found: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, of: Functions, what: str) -> Tensor:

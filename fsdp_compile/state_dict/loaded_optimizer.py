@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile.core.sharding import clean_name
-from fsdp_compile.state_dict.sharded_value import ManagedParameter, full_tensor, is_alike, managed
+from fsdp_compile.state_dict.sharded_value import full_tensor, is_alike, local_of, managed
 from fsdp_compile.tensors.nested import Path, dotted, map_leaves, nested_as
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
@@ -59,7 +59,7 @@ def watch_state(optimizer: Optimizer, *_: Any) -> None:
 @torch.compiler.disable  # once for each optimizer, in a step that may be compiled
 def _watch_optimizer(optimizer: Optimizer) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if shards_own_state(optimizer) or not any(managed(param) for param in params):
+    if getattr(optimizer, "shards_own_state", False) or not any(managed(param) is not None for param in params):
         _unrelated.add(optimizer)
         return
     _watched.add(optimizer)
@@ -104,24 +104,17 @@ def local_state(param: nn.Parameter, state: State) -> State:
 
     They share memory with given ones that are sharded in the same way. RuntimeError for another rank's part.
     """
-    parameter = managed(param)
-    if parameter is None:
-        return {name: map_leaves(lambda _, leaf: full_tensor(leaf), value) for name, value in state.items()}
-    return {name: map_leaves(functools.partial(_to_local, parameter), value, (name,)) for name, value in state.items()}
+    sharded = managed(param)
 
+    def to_local(path: Path, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        local = None
+        if sharded is not None and (value.dim() or not (sharded.dim() or path[-1] in SCALARS)):
+            local = local_of(sharded, value, f"optimizer state {dotted(path)} of parameter {sharded.spec.named()}")
+        if local is None:
+            return full_tensor(value)
+        return ShardedTensor(local if is_alike(value, sharded.spec) else local.clone(), sharded.spec)
 
-def _to_local(parameter: ManagedParameter, path: Path, value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    is_scalar = value.dim() == 0 and (parameter.spec.shape or path[-1] in SCALARS)
-    flat, index = parameter.unit.in_flat(parameter.index)
-    what = f"optimizer state {dotted(path)} of parameter {flat.names[index]}"
-    local = None if is_scalar else parameter.local_of(value, what)
-    if local is None:
-        return full_tensor(value)
-    return ShardedTensor(local if is_alike(value, parameter.spec) else local.clone(), parameter.spec)
-
-
-def shards_own_state(optim: Optimizer) -> bool:
-    """Whether the optimizer's state is not to be converted."""
-    return getattr(optim, "shards_own_state", False)
+    converted: State = map_leaves(to_local, state)
+    return converted

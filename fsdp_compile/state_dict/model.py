@@ -29,7 +29,7 @@ from fsdp_compile.comm.collectives import is_first
 from fsdp_compile.core.inner_params import inner_names, plain_tensors, recipe_of, recipes_of, replace_items
 from fsdp_compile.core.sharding import WRAPPED, clean_name, sharding_of, stored_parameters, units_used_below
 from fsdp_compile.core.unit import Unit, unit_of
-from fsdp_compile.state_dict.sharded_value import ManagedParameter, full_tensor, managed, torch_value
+from fsdp_compile.state_dict.sharded_value import full_tensor, local_of, managed, torch_value
 from fsdp_compile.tensors._torch import called_by_dcp
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from fsdp_compile.tensors.sharded_view import ShardedView, in_state
@@ -281,22 +281,22 @@ def load(module: nn.Module, state: dict[str, Any], prefix: str, assign: bool, er
     for name in recipes_of(module):
         _flatten_subclass(module, name, state, prefix, errors)
     for name, param in stored_parameters(module).items():
-        key, parameter = prefix + name, None if param is None else managed(param)
-        if parameter is None or key not in state:
+        key, sharded = prefix + name, None if param is None else managed(param)
+        if sharded is None or key not in state:
             continue
-        value, stored = state[key], parameter.local
-        local = parameter.local_of(value, f"parameter {key}") if isinstance(value, Tensor) else None
+        value, stored = state[key], sharded.local.detach()
+        local = local_of(sharded, value, f"parameter {key}") if isinstance(value, Tensor) else None
         if local is None:
             found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            errors.append(f"size mismatch for {key}: expected shape {tuple(parameter.spec.shape)}, found {found}")
+            errors.append(f"size mismatch for {key}: expected shape {tuple(sharded.shape)}, found {found}")
         elif assign and stored.is_meta and not local.is_meta:
-            state[key] = _new_parameter(parameter, local)
+            state[key] = _new_parameter(sharded, local)
         else:
             if local.data_ptr() != stored.data_ptr():
                 stored.copy_(local)
             # On all ranks, whatever they store: what was gathered before is out of date everywhere.
-            torch.autograd.graph.increment_version([parameter.param, stored])
-            state[key] = parameter.param
+            torch.autograd.graph.increment_version([sharded, stored])
+            state[key] = sharded
     for name, own in stored_parameters(module).items() if assign else ():
         # Where a value was assigned before, and the unit still waits for others.
         waits = own is not None and managed(own) is None and (isinstance(own, ShardedTensor) or unit_of(own))
@@ -304,14 +304,14 @@ def load(module: nn.Module, state: dict[str, Any], prefix: str, assign: bool, er
             state[prefix + name] = full_tensor(state[prefix + name])
 
 
-def _new_parameter(parameter: ManagedParameter, local: Tensor) -> nn.Parameter:
+def _new_parameter(param: Any, local: Tensor) -> nn.Parameter:
     """A new parameter of `local`, in the place of one that is on the meta device; in all places that share it, one."""
-    for parameters, name in parameter.unit.locations.of[parameter.index]:
-        held = parameters.get(name)
-        if held is not None and held is not parameter.param:
+    unit, index = unit_of(param) or (None, 0)
+    for parameters, name in () if unit is None else unit.locations.of[index]:
+        held: nn.Parameter | None = parameters.get(name)
+        if held is not None and held is not param:
             return held
-    value = ShardedTensor(local.detach().to(parameter.local.dtype), parameter.spec)
-    return nn.Parameter(value, requires_grad=parameter.param.requires_grad)
+    return nn.Parameter(ShardedTensor(local.detach().to(param.dtype), param.spec), requires_grad=param.requires_grad)
 
 
 def _flatten_subclass(module: nn.Module, name: str, state: dict[str, Any], prefix: str, errors: list[str]) -> None:

@@ -32,7 +32,6 @@ from fsdp_compile.state_dict.loaded_optimizer import (
     StateDict,
     local_state,
     params_by_key,
-    shards_own_state,
     watch_state,
 )
 from fsdp_compile.state_dict.model import FULL, SHARDED, is_first_rank, settings_of
@@ -105,8 +104,8 @@ def _by_name(
             return {}
         states = {name: state for name, state in states.items() if state}
     else:
-        units = {name: each.unit for name, param in params.items() if (each := managed(param)) and kind is SHARDED}
-        was_set = {name: unit for name, unit in units.items() if unit.state_settings is not None}
+        units = {name: unit_of(param) for name, param in params.items() if managed(param) is not None}
+        was_set = {name: at[0] for name, at in units.items() if at and kind is SHARDED and at[0].state_settings}
 
         def converted(name: str, leaf: Any) -> Any:
             if name in was_set and isinstance(leaf, ShardedTensor):  # as FSDP1 has it
@@ -342,7 +341,10 @@ def _from_first_rank(unit: Unit, model: nn.Module, state_dict: StateDict | None)
         from_first.insert(0, unit.replicas.find())
     mine = state_dict or {"state": {}, "param_groups": []}
     own = dict(leaves(mine["state"])) if is_first_rank(unit) else {}
-    sent = (map_leaves(_without_values, mine["state"]), mine["param_groups"])
+    outlines = map_leaves(
+        lambda _, leaf: torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf, mine["state"]
+    )
+    sent = (outlines, mine["param_groups"])
     for group in from_first:
         sent = collectives.broadcast_object(sent, group)
 
@@ -363,10 +365,6 @@ def _from_first_rank(unit: Unit, model: nn.Module, state_dict: StateDict | None)
     return {"state": states, "param_groups": sent[1]}
 
 
-def _without_values(_: Path, value: Any) -> Any:
-    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
-
-
 # --- of checkpoints, by names: without communication, and without a step of the optimizer -----------------------------
 
 
@@ -377,7 +375,7 @@ def state_to_save(model: nn.Module, optim: Optimizer) -> StateDict:
     """
     watch_state(optim)
     _, named = named_state(model, optim, optim.state_dict())
-    if shards_own_state(optim):
+    if getattr(optim, "shards_own_state", False):
         named["state"] = {name: _own_state(state) for name, state in named["state"].items()}
     return named
 
@@ -436,11 +434,10 @@ def _own_state(state: State) -> State:
 
 def _new_like(param: nn.Parameter, key: Any, outline: Tensor) -> Tensor:
     """A tensor for the state `key` of `param`, of the shape and dtype that `outline` has."""
-    parameter = managed(param)
+    sharded = managed(param)
     alike = outline.shape == param.shape and (outline.dim() > 0 or key not in SCALARS)
-    if alike and parameter is not None:
-        local = torch.empty(parameter.spec.numel, dtype=outline.dtype, device=parameter.local.device)
-        return ShardedTensor(local, parameter.spec)
+    if alike and sharded is not None:
+        return ShardedTensor(torch.empty_like(sharded.local, dtype=outline.dtype, requires_grad=False), sharded.spec)
     if alike and is_dtensor(param):
         return torch.empty_like(param, dtype=outline.dtype, requires_grad=False)
     return torch.empty(outline.shape, dtype=outline.dtype, device=param.device if outline.dim() else "cpu")

@@ -17,7 +17,6 @@ torch.distributed.checkpoint.load(state, ...)    every rank reads its chunks, st
 # the state themselves, and get the parameters whatever is set.
 
 import math
-from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
@@ -28,7 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.core._torch import StridedShard
-from fsdp_compile.core.unit import Unit, unit_of
+from fsdp_compile.core.unit import unit_of
 from fsdp_compile.state_dict._torch import ChunkedTensor, chunked_tensor
 from fsdp_compile.tensors.shard_spec import ShardSpec
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
@@ -85,40 +84,25 @@ def _placement_of_rows(spec: ShardSpec) -> Placement:
 # --- a parameter and the values that belong to it ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ManagedParameter:
-    """A sharded parameter."""
-
-    param: nn.Parameter
-    unit: Unit
-    index: int  # in the unit
-    spec: ShardSpec
-
-    @property
-    def local(self) -> Tensor:
-        """What this rank stores of it, 1-D: memory of the shard."""
-        return self.param.local.detach()  # type: ignore[attr-defined]  # a ShardedTensor
-
-    def local_of(self, value: Tensor, what: str) -> Tensor | None:
-        """The elements that this rank stores, 1-D `[n]`, of a value of the parameter's shape; None for another shape.
-
-        Shares memory with the value if possible. All ranks gather a value that is distributed in another way.
-        RuntimeError, which calls it `what`, if it is what another rank has stored of this parameter.
-        """
-        if is_alike(value, self.spec):
-            return value.local
-        if value.shape != self.spec.shape:
-            return None
-        check_own_part(what, value, self.spec)
-        return self.spec.local_of(full_tensor(value))
+def managed(param: nn.Parameter) -> Any:
+    """`param` if it is sharded and not summoned; None otherwise."""
+    unit, _ = unit_of(param) or (None, 0)
+    return None if unit is None or unit.summoned is not None else param
 
 
-def managed(param: nn.Parameter) -> ManagedParameter | None:
-    """`param` as a sharded parameter; None while it is summoned."""
-    unit, index = unit_of(param) or (None, 0)
-    if unit is None or unit.summoned is not None:
+def local_of(param: Any, value: Tensor, what: str) -> Tensor | None:
+    """The elements that this rank stores, 1-D `[n]`, of a value of a sharded parameter's shape; None for another shape.
+
+    Shares memory with the value if possible. All ranks gather a value that is distributed in another way.
+    RuntimeError, which calls it `what`, if it is what another rank has stored of this parameter.
+    """
+    if is_alike(value, param.spec):
+        return value.local
+    if value.shape != param.spec.shape:
         return None
-    return ManagedParameter(param, unit, index, param.spec)  # type: ignore[attr-defined]  # a ShardedTensor
+    check_own_part(what, value, param.spec)
+    local: Tensor = param.spec.local_of(full_tensor(value))
+    return local
 
 
 def is_alike(value: Any, spec: ShardSpec) -> TypeGuard[ShardedTensor]:

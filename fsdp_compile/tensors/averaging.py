@@ -43,16 +43,6 @@ def has_hooks(param: Any) -> bool:
     return param._post_accumulate_grad_hooks is not None or len(param._backward_hooks or ()) > own
 
 
-def _warn_once(param: Any) -> None:
-    if "_warned" not in vars(param):
-        vars(param)["_warned"] = True
-        warn_caller(
-            f"parameter {param.spec.named()} is used outside of the forward of its unit, as where a module of the unit "
-            f"runs alone: each operator gathers it anew, and its whole gradient is averaged; if that takes long, run "
-            f"the sharded module, or call fully_shard on the module that runs alone"
-        )
-
-
 @never_compile
 def _average_gradient(param_ref: Callable[[], Any], gradient: Tensor | None) -> Tensor | None:
     """Hook: turn a plain gradient into the mean over ranks, sharded as the parameter is."""
@@ -75,5 +65,11 @@ def _average_gradient(param_ref: Callable[[], Any], gradient: Tensor | None) -> 
     mean = param.spec.ranks.average(full)
     if type(param) is not ShardedTensor:  # within summon_full_params
         return mean.clone()
-    _warn_once(param)
+    if "_warned" not in vars(param):
+        vars(param)["_warned"] = True
+        warn_caller(
+            f"parameter {param.spec.named()} is used outside of the forward of its unit, as where a module of the unit "
+            f"runs alone: each operator gathers it anew, and its whole gradient is averaged; if that takes long, run "
+            f"the sharded module, or call fully_shard on the module that runs alone"
+        )
     return ShardedTensor(param.spec.local_of(mean).clone(), param.spec)

@@ -216,12 +216,8 @@ class ShardedTensor(AsDTensor, Tensor):
             f"cpu_offload=True)); then on the first one: model.save_pretrained(folder, state_dict=full)"
         )
 
-    def is_pinned(self, device: Any = None) -> bool:
-        """Whether this rank's elements are in pinned memory."""
-        return self.local.is_pinned()
-
     def share_memory_(self) -> "ShardedTensor":
-        """Move this rank's elements to shared memory."""
+        """Move this rank's elements to shared memory. Torch's own function would crash."""
         self.local.share_memory_()
         return self
 

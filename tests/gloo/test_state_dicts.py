@@ -329,7 +329,7 @@ def _saved_by_one_rank(rank: int, folder: str) -> None:
                 refused = "expected what rank 1 of 2 stores, found what rank 0 of 2 has saved; .* full_tensor"
                 with pytest.raises(RuntimeError, match=rf"parameter stem.weight: {refused}"):
                     model.load_state_dict(state["model"])
-                with pytest.raises(RuntimeError, match=rf"optimizer state exp_avg of parameter stem.weight: {refused}"):
+                with pytest.raises(RuntimeError, match=rf"state exp_avg of parameter stem.weight, .*: {refused}"):
                     optimizer.load_state_dict(state["optim"])
             same(full_parameters(model), before)
     full = {name: value.full_tensor() for name, value in model.state_dict().items()}
