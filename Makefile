@@ -8,7 +8,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 TIERS := $(foreach tier,gloo fake unit gpu,$(wildcard tests/$(tier)))
-COMPARED := --batch 4 --seq 128 --steps 12 --systems eager,compiled,fsdp2,fsdp2-compiled --html compare.html
+COMPARED := --batch 4 --seq 128 --steps 12 --systems eager,compiled,fsdp2,fsdp2-compiled
 export OMP_NUM_THREADS ?= 1
 # What pip does not compile, Python compiles at the first import and keeps.
 unexport PYTHONDONTWRITEBYTECODE
@@ -63,7 +63,7 @@ format: .venv/test
 
 # .venv stays: remove it by hand to start anew.
 clean:
-	rm -rf build *.egg-info *.png compare.html .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build *.egg-info *.png .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find fsdp_compile tests bench examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Three environments in one folder, each with what the one before has: for running the example, testing, benchmarks.

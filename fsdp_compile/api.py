@@ -341,7 +341,7 @@ def explain(
             shard_size, keep, reduce_dtype.
 
     Returns:
-        A report: `str()` gives a table, `to_json()`, `to_html()` and `to_trace()` the other forms.
+        A report: `str()` gives a table, `to_json()` and `to_trace()` the other forms.
 
     Raises:
         TypeError: an option is no field of `Setting`.

@@ -30,7 +30,7 @@ from fsdp_compile.api import explain_plan, fully_shard
 from fsdp_compile.comm.waits import state_of
 from fsdp_compile.compare.case import Batch, Case, default_loss
 from fsdp_compile.compare.memory import alive, resident
-from fsdp_compile.compare.report import Comparison, Row, bars, page
+from fsdp_compile.compare.report import Comparison, Row
 from fsdp_compile.compare.rounds import predict
 from fsdp_compile.compare.systems import WARM, Task, Turn, take_turn
 from fsdp_compile.compare.training import Training, Way
@@ -75,20 +75,10 @@ class Report:
         """The report, to be sent with a bug report."""
         return json.dumps({"holds": self.holds, **asdict(self)}, indent=1) + "\n"
 
-    def to_html(self) -> str:
-        """One page, which fetches nothing."""
-        cells = [[row.name, "holds" if row.holds else "FAILS", f"{row.seconds:.1f}", row.found] for row in self.rows]
-        pictures = [("Speed, all ranks", bars(self.speed.ran))] if self.speed is not None and self.speed.ran else []
-        title = f"selfcheck: {'all hold' if self.holds else 'some fail'}"
-        return page(title, self._where_in_words, ["row", "", "seconds", "found"], cells, [], pictures)
-
-    @property
-    def _where_in_words(self) -> str:
-        return ", ".join(f"{name} {value}" for name, value in self.where.items())
-
     def __str__(self) -> str:
         rows = [f"{'ok  ' if r.holds else 'FAIL'}  {r.name:10} {r.seconds:5.1f} s  {r.found}" for r in self.rows]
-        return "\n".join([self._where_in_words, *rows, "all hold" if self.holds else "some fail"])
+        where = ", ".join(f"{name} {value}" for name, value in self.where.items())
+        return "\n".join([where, *rows, "all hold" if self.holds else "some fail"])
 
 
 def selfcheck(device: torch.device) -> Report:

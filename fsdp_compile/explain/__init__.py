@@ -6,7 +6,7 @@ prediction.py   settings and predictions; scheduled.py: the step and plan that a
 trace.py        the work of an unsharded model in every setting, from a few traces; work.py: that work, as numbers
 predict.py      an unsharded model in many settings: work -> workload -> plan
 sharded.py      a sharded model: joint graph -> workload -> plan
-report.py       predictions or a plan as text, JSON, trace, a page (page/)
+report.py       predictions or a plan as text, JSON, trace
 calibrate.py    measure this machine, and write a hardware file
 
 `fsdp_compile.explain`, the function, is defined in api.py, because it may shard the model first. The attribute of that

@@ -3,20 +3,15 @@
 str(report)        a table of settings, and one of them in detail; of `explain_plan` each collective
 report.to_json()   every field; `read_report` gives back an equal report
 report.to_trace()  for ui.perfetto.dev: what computes, links, memory in use
-report.to_html()   one page that fetches nothing, drawn by page/page.js from that JSON
 """
 
-import html
 import json
 import math
-import re
 import reprlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -118,21 +113,6 @@ class Report:
         events = [event for at, each in enumerate(self.predictions) for event in _events(at + 1, each)]
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False) + "\n"
 
-    def to_html(self) -> str:
-        """A page of HTML that refers to nothing outside of itself."""
-        data = json.dumps(self.to_dict(), separators=(",", ":"), allow_nan=False)
-        return Template(_resource("page.html")).substitute(
-            title=html.escape(f"{self.predictions[0].model}: predicted step"),
-            style=_resource("page.css"),
-            script=_resource("page.js"),
-            text=html.escape(str(self)),
-            data=re.sub("[<>&]", lambda match: f"\\u{ord(match[0]):04x}", data),  # nothing may end the element
-        )
-
-
-def _resource(name: str) -> str:
-    return (files("fsdp_compile.explain") / "page" / name).read_text(encoding="utf-8")
-
 
 def _events(process: int, prediction: Prediction) -> Iterator[dict[str, Any]]:
     """Trace events, in microseconds."""
@@ -205,7 +185,7 @@ def _detail(prediction: Prediction) -> Iterator[str]:
     origins = Counter(each.origin for each in p.constants)
     if origins:
         counted = ", ".join(f"{times} {origin}" for origin, times in origins.items())
-        yield from ("", f"constants {counted}; the JSON and the page list them with their sources")
+        yield from ("", f"constants {counted}; the JSON lists them with their sources")
     yield from ("", *(f"warning: {each}" for each in p.warnings)) if p.warnings else ()
 
 

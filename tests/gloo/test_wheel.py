@@ -86,11 +86,7 @@ def test_what_is_in_it(wheel: Path) -> None:
     """Source distribution and wheel have each file of the package; the metadata are those of pyproject.toml."""
     files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fsdp_compile").rglob("*") if path.is_file()}
     files = {name for name in files if "__pycache__" not in name}
-    assert {
-        "fsdp_compile/py.typed",
-        "fsdp_compile/explain/page/page.js",
-        "fsdp_compile/passes/cost/data/links.json",
-    } < files
+    assert {"fsdp_compile/py.typed", "fsdp_compile/passes/cost/data/links.json"} < files
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         metadata = archive.read(f"fsdp_compile-{PROJECT['version']}.dist-info/METADATA").decode()

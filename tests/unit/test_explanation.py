@@ -1,14 +1,10 @@
-"""What is predicted, in each of its forms: text, JSON, trace, page."""
+"""What is predicted, in each of its forms: text, JSON, trace."""
 
 import json
-import re
 from dataclasses import fields
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
-from browser import CHROMIUM, Browser
 from expecttest import assert_expected_inline
 from predictions import explanation, prediction
 
@@ -23,8 +19,6 @@ from fsdp_compile.explain.prediction import (
     TimelineSpan,
 )
 from fsdp_compile.explain.report import Report, read_report
-
-SCRIPT = "</script><script>alert(1)</script><!--"  # a name that must not end the element that holds the JSON
 
 
 def test_text() -> None:
@@ -55,7 +49,7 @@ alternatives                  step ms  difference  tokens/s/GPU  peak GiB    mem
 best: checkpoint every block    513.9      +112.0        31,879      30.0      fits
 batch 8                         803.9      +401.9         9,000      90.0  too much
 
-constants 1 data sheet, 1 fitted, 1 measured, 1 assumed; the JSON and the page list them with their sources
+constants 1 data sheet, 1 fitted, 1 measured, 1 assumed; the JSON lists them with their sources
 
 warning: The head and the loss are 21 % of the operations.
 """,
@@ -102,91 +96,6 @@ def test_trace() -> None:
     assert {event["tid"] for event in spans} == {lanes["compute"], lanes["links between nodes"]}
     memory = [(event["ts"] / 1e6, event["args"]["bytes"]) for event in events if event["ph"] == "C"]
     assert memory == [(pytest.approx(seconds), size) for seconds, size in each.memory_over_time]
-
-
-# --- the page ---------------------------------------------------------------------------------------------------------
-
-
-class Elements(HTMLParser):
-    """The attributes of all elements, and what is written inside of scripts."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.attributes: list[tuple[str, str | None]] = []
-        self.scripts: list[str] = []
-        self.inside = False
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += attrs
-        self.inside = tag == "script"
-        if self.inside:
-            self.scripts.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        self.inside = False
-
-    def handle_data(self, data: str) -> None:
-        if self.inside:
-            self.scripts[-1] += data
-
-
-def test_page_refers_to_nothing() -> None:
-    """The page names no address outside of itself, and the JSON in it is what `to_json` writes."""
-    made = Report((prediction(model=SCRIPT), prediction(512)))
-    page = made.to_html()
-    assert not re.search(r"https?:|//\w+\.\w|@import|url\(", page)
-    elements = Elements(page)
-    links = [value for name, value in elements.attributes if name in ("src", "href", "srcset", "action", "data")]
-    assert all(str(value).startswith(("#", "data:")) for value in links)
-    data, program = elements.scripts
-    assert json.loads(data) == json.loads(made.to_json())
-    assert not re.search(r"fetch\(|XMLHttpRequest|WebSocket|EventSource|import\(|eval\(|innerHTML", program)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Any:
-    with Browser() as browser:
-        yield browser
-
-
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium; its page is checked as text above")
-
-
-@needs_browser
-def test_page_in_a_browser(browser: Browser, tmp_path: Path) -> None:
-    """Nothing is requested beside the page, nothing is complained about, and everything is drawn."""
-    (tmp_path / "step.html").write_text(explanation().to_html())
-    page = browser.open(tmp_path / "step.html")
-    assert page.evaluate("document.querySelectorAll('#timeline rect[data-at]').length") == len(prediction().timeline)
-    assert page.evaluate("document.querySelectorAll('#settings tr.pick').length") == 8
-    assert page.evaluate("document.querySelectorAll('#scaling circle').length") == 4 * 8
-    assert page.evaluate("document.querySelector('#tiles').innerText").startswith("one step\n402")
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert (page.requests, page.complaints) == ([page.url], [])
-
-
-@needs_browser
-def test_keyboard_and_mouse(browser: Browser, tmp_path: Path) -> None:
-    """Arrow keys tell of operations one by one, dragging enlarges, and choosing a row shows that setting."""
-    (tmp_path / "step.html").write_text(Report((prediction(8), prediction(64, model=SCRIPT))).to_html())
-    page = browser.open(tmp_path / "step.html")
-    page.evaluate("document.getElementById('timeline').focus()")
-    for key, told in (("ArrowRight", "forward blocks.0"), ("ArrowRight", "forward blocks.1"), ("ArrowDown", "gather")):
-        page.press(key)
-        assert page.evaluate("tip.style.display") == "block" and told in page.evaluate("tip.textContent")
-        assert page.evaluate("document.getElementById('spoken').textContent") == page.evaluate("tip.textContent")
-    box = page.evaluate(
-        "(({x, y, width}) => [x, y, width])(document.querySelector('#timeline svg').getBoundingClientRect())"
-    )
-    page.drag((box[0] + 300, box[1] + 20), (box[0] + 500, box[1] + 30))
-    shown = page.evaluate("view")
-    assert 0 < shown[0] < shown[1] < prediction(8).timeline[-1].end
-    page.press("0")
-    assert page.evaluate("view")[0] == 0
-    page.evaluate("document.querySelectorAll('#settings tr.pick')[1].click()")
-    assert page.evaluate("document.getElementById('title').textContent") == SCRIPT
-    assert (page.requests, page.complaints) == ([page.url], [])
 
 
 def test_every_field_is_documented() -> None:

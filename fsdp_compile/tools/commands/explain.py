@@ -31,7 +31,7 @@ models the file defines example_inputs(batch, sequence), which returns the argum
 Several values with commas between them, as in --gpus 8,64, give one prediction for each combination.
 
 examples:
-  fsdp-compile explain llama.py:make --gpus 8,64,512,4096 --batch 1,2 --seq 8192 --hardware h100-80 --html step.html
+  fsdp-compile explain llama.py:make --gpus 8,64,512,4096 --batch 1,2 --seq 8192 --hardware h100-80 --trace step.trace
   fsdp-compile explain llama.py:make --gpus 256 --seq 8192 --checkpointing "none,selective op,full" --json step.json"""
 
 
@@ -68,7 +68,6 @@ def add_options(add: Add) -> None:
     add("--eager", dest="compiled", action="store_false", default=None, help="not compiled")
     add("--json", nargs="?", type=Path, const=STANDARD_OUTPUT, metavar="OUT", help="write all fields; without OUT, "
         "print them in place of the text")
-    add("--html", type=Path, metavar="OUT", help="write one page: timeline, memory, scaling, alternatives")
     add("--trace", type=Path, metavar="OUT", help="write timelines for ui.perfetto.dev")
     add("--no-alternatives", action="store_true", help="predict the settings that were named alone")
 # fmt: on
@@ -81,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
         return _list_hardware()
     if args.factory is None:
         raise ValueError("FILE.py:FUNCTION: name the file and the function that makes the model")
-    check_folders(args.json, args.html, args.trace)
+    check_folders(args.json, args.trace)
     check_factory(args.factory)
     settings = {"world_size": 8, **given}
     hardware = hardware_of(args.hardware, args.calibration)
@@ -93,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
     report = explain(make_model, example_inputs, hardware=hardware, **settings, alternatives=not args.no_alternatives)
     printed = args.json == STANDARD_OUTPUT
     print(report.to_json() if printed else report, end="")
-    written = {None if printed else args.json: report.to_json, args.html: report.to_html, args.trace: report.to_trace}
+    written = {None if printed else args.json: report.to_json, args.trace: report.to_trace}
     write_files(written, says=not printed)
 
 

@@ -24,7 +24,6 @@ def add_options(add: Add) -> None:
     add("--names", action="store_true", help="look for the private names of torch that are used, and nothing else")
     add("--device", choices=("cuda", "cpu"), help="default: the GPU, if there is one")
     add("--json", type=Path, metavar="OUT", help="write the report, on rank 0")
-    add("--html", type=Path, metavar="OUT", help="write it as a page, with a picture of speeds")
 # fmt: on
 
 
@@ -53,7 +52,7 @@ def _selfcheck(args: argparse.Namespace) -> int:
 
     from fsdp_compile.selfcheck import process_group, selfcheck
 
-    check_folders(args.json, args.html)
+    check_folders(args.json)
     kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
@@ -62,5 +61,5 @@ def _selfcheck(args: argparse.Namespace) -> int:
         report = selfcheck(device)
         if dist.get_rank() == 0:
             print(report)
-            write_files({args.json: report.to_json, args.html: report.to_html}, says=False)
+            write_files({args.json: report.to_json}, says=False)
     return 0 if report.holds else 1
