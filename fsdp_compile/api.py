@@ -63,7 +63,7 @@ from fsdp_compile.fsdp_module import FSDPModule
 from fsdp_compile.optim.flat import step_on_flat_shards
 from fsdp_compile.parameter_owner import HasShardedParameters
 from fsdp_compile.state_dict.loaded_optimizer import watch_optimizers
-from fsdp_compile.torch_names import TESTED_TORCH, is_untested
+from fsdp_compile.tested_torch import TESTED_TORCH, is_untested
 
 if TYPE_CHECKING:
     from fsdp_compile.explain.report import Report
@@ -442,7 +442,7 @@ def _warn_of_untested_torch() -> None:
     if is_untested(torch.__version__):
         warn_caller(
             f"torch {torch.__version__} is newer than {TESTED_TORCH[-1]}, the newest that this version of fsdp_compile "
-            "was tested on; `fsdp-compile selfcheck --names` says whether all that it uses of torch is there"
+            "was tested on; `fsdp-compile selfcheck` says whether it works"
         )
 
 

@@ -38,7 +38,6 @@ from fsdp_compile.compare.verdicts import EQUAL, ROUNDING
 from fsdp_compile.explain.calibrate import Block
 from fsdp_compile.passes.graph.prices import hardware_at
 from fsdp_compile.tools.check import check
-from fsdp_compile.torch_names import check_all, is_untested
 
 STEPS, TOKENS, WIDTH, LENGTH = 3, 32, 32, 16
 MANY = 64  # sequences of a batch of which activations are most of the memory
@@ -92,9 +91,7 @@ def selfcheck(device: torch.device) -> Report:
         "machine": platform.machine(), "device": _device_name(device), "ranks": dist.get_world_size(),
         "backend": dist.get_backend(),
     }  # fmt: skip
-    rows = [_row_of_check("names", _check_names, device)]
-    for way in WAYS:
-        rows.append(_row_of_check(way, partial(_trains_as_unsharded, way), device))
+    rows = [_row_of_check(way, partial(_trains_as_unsharded, way), device) for way in WAYS]
     for name, look in LOOKS.items():
         rows.append(_row_of_check(name, partial(look, device), device))
     compared: list[Comparison] = []
@@ -145,16 +142,6 @@ def _row_of_check(name: str, check: Callable[[], str], device: torch.device) -> 
     if holds and not everywhere:
         found = "another rank failed"
     return Check(name, bool(everywhere), found, round(time.monotonic() - begun, 1))
-
-
-def _check_names() -> str:
-    checked = check_all()
-    faults = [f"{file}, {fault}" for file, names in checked.items() for fault in names.faults]
-    if faults:
-        raise RuntimeError("; ".join(faults))
-    count = sum(len(names.names) for names in checked.values())
-    untested = "; this torch is newer than all that were tested" if is_untested(torch.__version__) else ""
-    return f"{count} private names of torch{untested}"
 
 
 # --- values -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_compile.torch_names import TESTED_TORCH
+from fsdp_compile.tested_torch import TESTED_TORCH
 
 yaml = pytest.importorskip("yaml")  # mkdocs brings it
 ROOT = Path(__file__).parents[2]
