@@ -384,10 +384,9 @@ def explain_plan(
         world_size: number of ranks, where no process group is initialized: a fake one of that size is used meanwhile.
         device: what computes, as in `CompileConfig`.
         budget: number of bytes that may live at once, or None for no limit.
-        optimizer: "adamw", "adam", "momentum" or "sgd": the plan is that of a step of `compile_step` with it, which
-            repeats; "muon": Muon for the matrices of repeated blocks, and the report ends with what these compute and
-            exchange; None: that of a forward and backward alone.
-        clip: whether that step clips gradients by their norm.
+        optimizer: "adamw", "adam", "momentum" or "sgd": its update follows; "muon": Muon for the matrices of repeated
+            blocks, and the report ends with what these compute and exchange; None: forward and backward alone.
+        clip: whether gradients are clipped by their norm before the update.
         batch: sequences per rank of one forward, unless `example_inputs` are arguments.
         sequence: tokens of each.
 
@@ -399,14 +398,14 @@ def explain_plan(
         ValueError: a name is unknown, or `world_size` is missing, or stands beside a process group of another size.
     """
     from fsdp_compile.explain.batch import batch_of
-    from fsdp_compile.explain.sharded import explain_sharded, update_of  # imports Inductor
+    from fsdp_compile.explain.sharded import check_update, explain_sharded  # imports Inductor
     from fsdp_compile.passes.inductor import checked
 
-    update = update_of(optimizer, clip)
+    check_update(optimizer, clip)
     check_type("link", link, str)
     check_type("model", model, nn.Module | Callable)
     check_type("example_inputs", example_inputs, Sequence | Callable | None)
-    config = checked(CompileConfig(link=link, device=device, budget=budget, update=update))
+    config = checked(CompileConfig(link=link, device=device, budget=budget))
     shard = functools.partial(fully_shard, reshard_after_forward="auto")
 
     def given(made: nn.Module) -> tuple[list[Any], dict[str, Any]]:
@@ -414,7 +413,7 @@ def explain_plan(
             return [*example_inputs], {}
         return batch_of(made, example_inputs, batch, sequence)
 
-    return explain_sharded(model, shard, given, config, world_size, optimizer)
+    return explain_sharded(model, shard, given, config, world_size, optimizer, clip)
 
 
 def _check_environment() -> None:

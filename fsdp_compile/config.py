@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from types import NoneType, UnionType
-from typing import Any, Literal
+from typing import Any
 
 MOST_BYTES = 1 << 28  # of a file of text
 
@@ -27,41 +27,6 @@ def check_type(name: str, value: Any, expected: Any) -> None:
         )
         words = " or ".join([*names, *(["None"] if NoneType in kinds else [])])
         raise TypeError(f"{name}: expected {words}, found {type(value).__name__}")
-
-
-def update_moves(states: float) -> float:
-    """How often an update with so many states for each parameter reads or writes the bytes of a flat shard.
-
-    Parameters, gradients and states are read, and all but the gradients are written.
-    """
-    return 3.0 + 2.0 * states
-
-
-@dataclass(frozen=True)
-class StepUpdate:
-    """What `compile_step` does between a backward and the next forward, for the planner.
-
-    Attributes:
-        moves: how often the bytes of a flat shard are read or written to update it (`update_moves`); AdamW: 7.
-        clips: whether gradients are clipped, so that no update runs before the norm of all of them is known.
-        in_backward: whether each unit is updated in backward, behind its reduce, and no update follows.
-        prefetch: of how many units at most the next forward's all-gathers start behind updates; "auto": of as many as
-            make the step shorter.
-
-    Raises:
-        ValueError: a field has a value that it cannot have.
-    """
-
-    moves: float
-    clips: bool = False
-    prefetch: int | Literal["auto"] = "auto"
-    in_backward: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.moves >= 0:
-            raise ValueError(f"moves must be at least 0, not {self.moves!r}")
-        if self.prefetch != "auto" and (type(self.prefetch) is not int or self.prefetch < 0):
-            raise ValueError(f"prefetch must be a number of units, at least 0, or 'auto', not {self.prefetch!r}")
 
 
 @dataclass(frozen=True)
@@ -92,8 +57,6 @@ class CompileConfig:
         record_profile: likewise.
         reshard_after_forward: in graphs of another sharding, whether backward gathers parameters again. False: what
             forward saves is torch's choice. `fully_shard` has an argument of this name for its own graphs.
-        update: what follows a backward, if that is known: `compile_step` says so. With a link it is planned with
-            forward and backward, as a step that repeats.
         share_artifacts: whether the first rank alone compiles, forward and backward at once, and the others load what
             it compiled. They wait for it, and compile for themselves if they differ from it in versions or devices.
 
@@ -112,7 +75,6 @@ class CompileConfig:
     plan: str | None = None
     record_profile: bool = False
     reshard_after_forward: bool = False
-    update: StepUpdate | None = None
     share_artifacts: bool = False
 
     def __post_init__(self) -> None:

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_compile.config import CompileConfig, StepUpdate, check_type, update_moves
+from fsdp_compile.config import CompileConfig, check_type
 from fsdp_compile.construct.blocks import repeated_blocks
 from fsdp_compile.core._torch import tree_map
+from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit, VersionCounters, check_idle
 from fsdp_compile.eager.accumulate import drop_cleared
-from fsdp_compile.eager.next_forward import NextForward
 from fsdp_compile.fsdp_module import FSDPModule, check_options
 from fsdp_compile.optim.in_backward import UpdateInBackward
 from fsdp_compile.optim.joint import JointStep
@@ -35,19 +35,14 @@ from fsdp_compile.tensors.norms import gradient_norm
 from fsdp_compile.wrapper import FullyShardedDataParallel
 
 # Note [Updates begin when backward has ended]
-# Without clipping, a unit might be updated as soon as its own reduce has ended, beside later reduces. But the last
-# reduce, R, is that of the unit which the next forward reads first: R, that unit's update u, and its gather G follow
-# each other in any case. All updates take U, and the other ones run beside G: the edge takes R + max(u + G, U). If some
-# ran beside R, it would be R + u + max(G, U - u - R): a gain only where updates take longer than one all-gather, and of
-# at most R. On the emulated link U is 1.4 ms with blocks, and G 6 ms on the fastest link measured: no gain. With layers
-# R is 2 of 390 ms. And the backward graph would have to return gradients that nobody may read yet.
-#
-# The price is memory: gradients of all units live when backward ends. With `update_in_backward` an operator in the
-# graph updates a unit right behind its reduce (optim/in_backward.py), so that about one of them lives. Backward then
+# Without clipping, a unit might be updated as soon as its own reduce has ended, beside later reduces, and gathered for
+# the next forward behind its update. Both were built and measured: on the emulated link with blocks as units they hid
+# 2.3, 1.2 and 0.6 of 410 ms at 0.3, 0.6 and 0.9, and on an H100 steps took up to 3 % longer. All that remains of it is
+# memory: gradients of all units live when backward ends, unless `update_in_backward` is asked for. Then an operator in
+# the graph updates a unit right behind its reduce (optim/in_backward.py), so that about one gradient lives. Backward
 # takes the time of the updates, and no new collectives begin during an update.
 
 _INDUCTOR = ("inductor", "fsdp_compile")
-_PREFETCHED = 2  # units that are prefetched where no plan says how many
 _FAILED = "failed while parameters were updated; load a checkpoint of model and optimizer before the next step"
 
 
@@ -59,7 +54,7 @@ def compile_step(
     accumulate: int = 1,
     *,
     scaler: torch.amp.GradScaler | None = None,
-    prefetch: int | Literal["auto"] = "auto",
+    prefetch: int | Literal["auto"] | None = None,
     update_in_backward: bool = False,
     regional: bool = False,
     backend: str = "fsdp_compile",
@@ -85,24 +80,22 @@ def compile_step(
         accumulate: number of micro-batches into which a batch is divided. Their gradients are added up on each rank,
             and reduced once.
         scaler: scales the loss and skips steps with infinite gradients, as in a loop that uses it.
-        prefetch: at most how many units are gathered for the next step's forward as soon as they are updated, in the
-            order of the forward. Their memory lives until that forward. "auto": as many as the plan wants; two if there
-            is no plan, as without a link.
+        prefetch: has no effect, warns, and will go.
         update_in_backward: updates each unit within backward as soon as its gradient is reduced, and frees the
             gradient: gradients of about one unit live at a time, instead of all. The step may take longer. An error in
             backward may come after some updates: see `CompiledStep.__call__`. docs/whole_step.md lists what is updated
             after backward even so.
         regional: compiles the sharded blocks of the model one by one, and runs what is around them eagerly: compile
             time does not grow with the number of equal blocks. Communication then follows the eager runtime's rule.
-        backend: of `torch.compile`, for a model that is not compiled yet. With "fsdp_compile" the plan knows of the
-            update. With "fsdp_compile" and "inductor" torch's fused kernels run, with others the optimizer's choice.
+        backend: of `torch.compile`, for a model that is not compiled yet. With "fsdp_compile" and "inductor" torch's
+            fused kernels run, with others the optimizer's choice.
         options: of `torch.compile`, likewise; for "fsdp_compile" fields of `CompileConfig`, which override the
             environment.
 
     Raises:
         TypeError: `model` was not sharded by `fully_shard`, or is inside another sharded module; or an argument has the
             wrong type.
-        ValueError: an option, `clip_norm`, `accumulate` or `prefetch` is out of range; or `update_in_backward` is
+        ValueError: an option, `clip_norm` or `accumulate` is out of range; or `update_in_backward` is
             combined with `clip_norm`, `accumulate` or `scaler`, or with an optimizer that is not elementwise; or
             `regional` is asked for where the model is compiled already, or has no sharded blocks.
     """
@@ -123,13 +116,14 @@ def compile_step(
     check_type("clip_norm", clip_norm, float | None)
     check_type("accumulate", accumulate, int)
     check_type("scaler", scaler, torch.amp.GradScaler | None)
-    check_type("prefetch", prefetch, int | str)
     check_type("update_in_backward", update_in_backward, bool)
     check_type("regional", regional, bool)
     check_type("backend", backend, str | Callable)
     check_type("options", options, dict | None)
     if backend == "fsdp_compile":
         check_options(options)
+    if prefetch is not None:
+        warn_caller("compile_step: prefetch has no effect any more, and goes with the next minor version; leave it out")
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm: expected a number above 0, or None, found {clip_norm!r}")
     if accumulate < 1:
@@ -144,9 +138,6 @@ def compile_step(
     units = units_gathered_below(sharded)
     flats = [flat for unit in units for flat in unit.flats]
     in_backward = UpdateInBackward(update, flats) if update_in_backward else None
-    planned = StepUpdate(
-        update_moves(max(map(_count_states, optimizers))), clip_norm is not None, prefetch, update_in_backward
-    )
     for unit in units:
         unit.set_may_update(update_in_backward)
     run: Any = model
@@ -154,15 +145,14 @@ def compile_step(
     if compiles and backend == "fsdp_compile":
         default = CompileConfig.from_environment()
         chosen = {each.name: getattr(default, each.name) for each in fields(CompileConfig)}
-        options = {**chosen, "update": None if regional else planned, **(options or {})}
+        options = {**chosen, **(options or {})}
     if regional:
         for block in _blocks_to_compile(sharded, compiles):
             block.compile(backend=backend, options=options)
     elif compiles:
         run = torch.compile(model, backend=backend, options=options)
-    first = _PREFETCHED if prefetch == "auto" else prefetch
     step_options = _StepOptions(loss_fn, clip_norm, accumulate, scaler)
-    return CompiledStep(sharded, optimizer, run, update, in_backward, NextForward(units, first), step_options)
+    return CompiledStep(sharded, optimizer, run, update, in_backward, units, step_options)
 
 
 def _blocks_to_compile(model: FSDPModule, compiles: bool) -> list[nn.Module]:
@@ -177,15 +167,6 @@ def _blocks_to_compile(model: FSDPModule, compiles: bool) -> list[nn.Module]:
             "fully_shard, or leave regional out"
         )
     return [block for block in sharded if block._compiled_call_impl is None]
-
-
-def _count_states(optimizer: Optimizer) -> int:
-    """How many states of its shape a parameter has, if the optimizer is elementwise; others are taken for Adam."""
-    group = optimizer.param_groups[0]
-    states = {torch.optim.SGD: 0, torch.optim.Muon: 0, torch.optim.Adagrad: 1, torch.optim.RMSprop: 1}.get(
-        type(optimizer), 2
-    )
-    return states + sum(bool(group.get(option)) for option in ("momentum", "centered", "amsgrad"))
 
 
 @dataclass(frozen=True)
@@ -213,13 +194,12 @@ class CompiledStep:
         run: Callable[..., Any],
         update: JointStep,
         in_backward: UpdateInBackward | None,
-        next_forward: NextForward,
+        units: Sequence[Unit],
         options: _StepOptions,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self._run, self._update, self._in_backward = run, update, in_backward
-        self._next_forward, self._options = next_forward, options
-        self._units = next_forward.units
+        self._units, self._options = units, options
         self._flats = [flat for unit in self._units for flat in unit.flats]
         self._updates = False  # whether the updates of this step have begun
         self._broken: dict[Unit, VersionCounters] = {}  # after an error that may have left some units updated
@@ -252,7 +232,7 @@ class CompiledStep:
             for position, (own_args, own_kwargs, own_target) in enumerate(batches):
                 last = position == len(batches) - 1
                 with self._keeping_flat() if last else self.model.no_sync():
-                    losses.append(self._forward_and_backward(own_args, own_kwargs, own_target, position == 0))
+                    losses.append(self._forward_and_backward(own_args, own_kwargs, own_target))
             self._update_parameters()
             self._zero_grad()
         except BaseException as error:
@@ -260,7 +240,6 @@ class CompiledStep:
             if has_updated:
                 self._broken = {unit: unit.version_counters() for unit in self._units if unit.trains}
             self._drop_gradients()
-            self._next_forward.drop()
             if has_updated and isinstance(error, Exception):
                 raise RuntimeError(f"step: this call {_FAILED}") from error
             raise
@@ -294,13 +273,11 @@ class CompiledStep:
             for flat in self._flats:
                 flat.reduction.keeps_flat = False
 
-    def _forward_and_backward(self, args: Any, kwargs: Any, target: Any, is_first: bool) -> Tensor:
-        """Run forward and backward of one micro-batch, maybe the first one since the update; return its loss."""
+    def _forward_and_backward(self, args: Any, kwargs: Any, target: Any) -> Tensor:
+        """Run forward and backward of one micro-batch; return its loss."""
         options = self._options
         with torch.enable_grad():
-            with self._next_forward.offered() if is_first else nullcontext():
-                output = self._run(*args, **kwargs)
-            loss: Tensor = output
+            loss: Tensor = (output := self._run(*args, **kwargs))
             if options.loss_fn is not None:
                 loss = options.loss_fn(output) if target is None else options.loss_fn(output, target)
             shared = loss if options.accumulate == 1 else loss / options.accumulate
@@ -336,7 +313,8 @@ class CompiledStep:
         self._update.begin(self._flats, clips=limit is not None)
         factor = None if limit is None else self._clip_others(limit)
         self._update.step_others()
-        self._run_updates(factor)
+        self._update.run(factor)
+        self._update.finish()
 
     def _clip_others(self, limit: float) -> Tensor:
         """Clip the gradients that are not of segments; return the factor for those that are, shape `()`."""
@@ -350,23 +328,6 @@ class CompiledStep:
         norm = gradient_norm([*others, *(param for segment in split for param in segment.params)], whole)
         nn.utils.clip_grads_with_norm_(others, limit, norm)
         return torch.clamp(limit / (norm + 1e-6), max=1.0)  # as `clip_grads_with_norm_` computes it
-
-    @torch.no_grad()
-    def _run_updates(self, factor: Tensor | None) -> None:
-        """Update what the next forward gathers early, and start to gather it; then all else. A call of an optimizer
-        costs the host as much for one unit as for all, so these are two calls.
-        """
-        expected = [unit for unit in self._next_forward.units if self._next_forward.expects(unit)
-                    and not any(map(self._update.has_pending, unit.flats))]  # fmt: skip
-        self._update.run({flat for unit in expected for flat in unit.flats}, factor)
-        for unit in expected:
-            self._next_forward.start(unit)
-        self._update.run(None, factor)
-        units = {flat: unit for unit in self._next_forward.units for flat in unit.flats}
-        for flat in self._update.finish():
-            if flat in units and not any(map(self._update.has_pending, units[flat].flats)):
-                self._next_forward.start(units[flat])
-        self._next_forward.start_next_stages()
 
     def _clipped_params(self) -> list[nn.Parameter]:
         """The parameters whose gradients count: first those of the model in its order, which decides rounding."""

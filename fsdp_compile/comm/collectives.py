@@ -6,7 +6,6 @@ Inductor generates calls `DirectCollectives` (direct.py), which sends what an ea
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -371,18 +370,7 @@ def on_first_rank(work: Callable[[], Any], group: dist.ProcessGroup | None) -> A
 
 def holds_on_all_ranks(holds: bool, group: str, device: torch.device) -> bool:
     """Whether `holds` is true on every rank: an all-reduce of one number, before a rank leaves out a collective."""
-    return start_asking_ranks(holds, group, device)()
-
-
-def start_asking_ranks(holds: bool, group: str, device: torch.device) -> Callable[[], bool]:
-    """Begin to ask whether `holds` is true on every rank of the group; return a function that waits for the answer."""
     denials = torch.tensor([not holds], dtype=torch.float32, device=device)
-    filling = start_all_reduce(denials, group, "sum")
-
-    @cache
-    def answer() -> bool:
-        with waiting_for("comparison", "all-gathers that were started early"):
-            filling.wait()
-        return denials.item() == 0
-
-    return answer
+    with waiting_for("comparison", "all-gathers that were started early"):
+        start_all_reduce(denials, group, "sum").wait()
+    return denials.item() == 0

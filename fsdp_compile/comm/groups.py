@@ -11,7 +11,6 @@ neighbors         0..7, 8..15                     gathers the rest with 8..15, a
 
 import os
 import weakref
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, pairwise
@@ -306,30 +305,6 @@ def separate_group(name: str) -> NamedGroup:
         second = _group_within(group, dist.get_process_group_ranks(group))
         known["separate", 0] = (second, second)
     return known["separate", 0][0]
-
-
-def host_group(group: dist.ProcessGroup, may_make: bool) -> dist.ProcessGroup | None:
-    """The group that sends CPU tensors between the ranks of `group`: itself, or a gloo group beside one of NCCL alone.
-
-    That is made once, by all of them at the same time, and destroyed with `group`. None: it was not made, or torch was
-    built without gloo.
-    """
-    if "cpu" in backends(group):
-        return group
-    known = _made.setdefault(group, {})
-    if ("host", 0) not in known:
-        if not may_make or not dist.is_gloo_available():
-            return None
-        made = _group_within(group, dist.get_process_group_ranks(group), backend="gloo")
-        known["host", 0] = (made, made)
-        weakref.finalize(group, _destroy, made).atexit = False
-    return known["host", 0][0].find()
-
-
-def _destroy(named: NamedGroup) -> None:
-    if dist.is_initialized():
-        with suppress(RuntimeError, ValueError):  # it is gone with the world that it was made in
-            dist.destroy_process_group(named.find())
 
 
 def mesh_of(group: str, size: int, rank: int, device_type: str) -> DeviceMesh:

@@ -55,7 +55,7 @@ SYSTEMS = {
     for each in (
         _system("fully_shard(model)", "eager", "eager", compiled=False),
         _system("torch.compile(fully_shard(model))", "compiled", "whole", "inductor"),
-        _system("compile_step(fully_shard(model), optimizer)", "step", "step", "fsdp_compile", compile_step=True),
+        _system("compile_step(fully_shard(model), optimizer)", "step", "step", "fsdp_compile"),
         _system("torch's fully_shard of each block, and of the model", "fsdp2", "fsdp2",
                 runtime="fsdp2", compiled=False),
         _system("the same, each block compiled", "fsdp2-compiled", "fsdp2", "inductor", runtime="fsdp2"),

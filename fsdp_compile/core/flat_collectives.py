@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fsdp_compile.comm import hops
-from fsdp_compile.comm.direct import take
 from fsdp_compile.comm.groups import NamedGroup
 
 
@@ -22,12 +21,7 @@ def all_gather_flat(shard: Tensor, groups: Sequence[NamedGroup], dtype: torch.dt
     """All ranks' `shard`, 1-D `[n]`, in the order of the flat buffer: 1-D `[n * ranks]`, in `dtype` or its own."""
     dtype = dtype or shard.dtype
     for group in groups:
-        prefetched = take(shard, dtype, group.name)
-        if prefetched is None:
-            shard = hops.gather(shard.to(dtype), group)
-        else:
-            prefetched.wait()
-            shard = prefetched.full
+        shard = hops.gather(shard.to(dtype), group)
     return shard
 
 

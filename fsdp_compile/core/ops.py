@@ -21,7 +21,6 @@
     start_reduce_(packed,      nothing                                     Inductor's backward graphs of a block: the
       full)                                                                eager runtime reduces `packed` from here on
     check_ranks(...)           an empty tensor                             Inductor, where ranks compare their graphs
-    prefetch_next(shards)      an empty tensor                             Inductor's forwards, planned with an update
     sum_in_pairs(rows)         their sum by a tree; overwrites the rows    graphs whose reduces have that order
     send_buffer(payload)       the payload, in one buffer                  Inductor's graphs
     send_buffer_as(shard)      the shard, cast where its all-gather        Inductor's graphs
@@ -30,9 +29,8 @@
 This file has the signatures, the derivatives and the shapes, and `UnshardSpec`, the string that says how a unit is
 gathered and reduced. The bodies of `unshard`, `reduce_grads` and `check_ranks` are in agree/order.py, those of
 `add_accumulated`, `defer_reduce` and `update_shard` in eager/reduce.py, those of `await_gather` and `start_reduce_` in
-eager/block_reader.py, that of `leave_out` in agree/unused.py, that of `prefetch_next` in eager/next_forward.py, that of
-`record_time` beside the pass that inserts it. `flat_param_id` is a flat parameter's id in a tensor on the CPU
-(flat_param.py, Note [Flat parameters are looked up by id]).
+eager/block_reader.py, that of `leave_out` in agree/unused.py. `flat_param_id` is a flat parameter's id in a tensor on
+the CPU (flat_param.py, Note [Flat parameters are looked up by id]).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -95,7 +93,6 @@ WAIT_COLLECTIVE = define("wait_collective", "(Tensor full, Tensor sent) -> Tenso
 CHECK_RANKS = has_side_effect(
     define("check_ranks", "(Tensor[] shards, str sequence, str[] groups, float timeout, Device device) -> Tensor")
 )
-PREFETCH_NEXT = has_side_effect(define("prefetch_next", "(Tensor[] shards, Device device) -> Tensor", _OPAQUE))
 SUM_IN_PAIRS = define("sum_in_pairs", "(Tensor(a!) rows) -> Tensor")
 SEND_BUFFER = define("send_buffer", "(Tensor payload) -> Tensor")
 SEND_BUFFER_AS = define("send_buffer_as", "(Tensor shard, ScalarType dtype) -> Tensor")
@@ -251,11 +248,7 @@ for _name in ("add_accumulated", "leave_out", "wait_collective", "send_buffer"):
     torch.library.register_fake(f"fsdp_flat::{_name}", lambda tensor, *_, **__: torch.empty_like(tensor))
 for _name in ("defer_reduce", "update_shard"):
     torch.library.register_fake(f"fsdp_flat::{_name}", lambda grad, *_, **__: grad.new_empty((), dtype=torch.float32))
-for _name in ("check_ranks", "prefetch_next"):
-    torch.library.register_fake(
-        f"fsdp_flat::{_name}",
-        lambda *given: torch.empty(0, device=next(each for each in given if isinstance(each, torch.device))),
-    )
+torch.library.register_fake("fsdp_flat::check_ranks", lambda *given: torch.empty(0, device=given[-1]))
 
 
 torch.library.register_fake("fsdp_flat::send_buffer_as", lambda shard, dtype: torch.empty_like(shard, dtype=dtype))

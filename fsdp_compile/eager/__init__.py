@@ -12,5 +12,4 @@ Each step
     accumulate.py         gradient accumulation without communication
     prefetch.py           units that are gathered before a pass comes to them
 Between steps
-    next_forward.py       what a whole step gathers for the forward of the next one
 """

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from fsdp_compile.comm import collectives, hops
-from fsdp_compile.comm.direct import take
 from fsdp_compile.core._torch import set_version_counters
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import alias
@@ -212,19 +211,11 @@ class UnshardedBuffer:
                 full = self.slice = self.full.new_empty(self.full.numel() // last.size)
             elif self.slice is not None:
                 sent = self.slice
-            self._gather = take(sent, full.dtype, group.name)  # Note [Where a prefetched buffer is taken]
-            if self._gather is None:
-                sent = sent if sent is self.slice else self._cast_shard()
-                if group.gather:
-                    self._gather = hops.start_gather(full, sent, group)
-                else:
-                    self._gather = collectives.start_all_gather(full, sent, group.name)
-            else:
-                full.set_(self._gather.full.untyped_storage(), 0, full.shape, (1,))
+            sent = sent if sent is self.slice else self._cast_shard()
+            self._gather = hops.start_gather(full, sent, group)
             if full is not self.full:
                 with collectives.waiting_for("all-gather", self.unit.path):
                     self._wait_for_gather()
-        self.storage = self.full.untyped_storage()
         self.filling = True
 
     def _cast_shard(self) -> Tensor:

@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from fsdp_compile.comm.formats import ratio
-from fsdp_compile.config import update_moves
 from fsdp_compile.core.layout import lay_out
 from fsdp_compile.explain.fixed_prefetch import prefetch
 from fsdp_compile.explain.matrices import costs_of_matrices, muon_of
-from fsdp_compile.explain.prediction import UPDATE, Alternative, Prediction, Setting
+from fsdp_compile.explain.prediction import Alternative, Prediction, Setting
 from fsdp_compile.explain.ranks import sharded
 from fsdp_compile.explain.scheduled import Message, Scheduled
 from fsdp_compile.explain.trace import Model
@@ -27,19 +26,17 @@ from fsdp_compile.explain.work import StepWork, UnitWork
 from fsdp_compile.passes.cost.hardware import Hardware, Link, device, link
 from fsdp_compile.passes.cost.roofline import launch_seconds, level_of
 from fsdp_compile.passes.graph.prices import Prices, work_seconds
-from fsdp_compile.passes.plan.plan import Plan
 from fsdp_compile.passes.plan.schedule import order_of_blocks
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 LARGEST = 1 << 20  # ranks that are tried at most to make a step fit
-_PREFETCHED = 2  # units that `compile_step` gathers beside its update by default
 _DTYPES = {4: torch.float32, 2: torch.bfloat16}  # by bytes of an element
 _TASKS = 8  # of a block's forward or backward in a compiled graph, between which collectives may begin
 _STATES = {"adamw": 8, "adam": 8, "momentum": 4, "muon": 4, "sgd": 0, "none": 0}  # bytes for each parameter
-UPDATE_MOVES = {name: 4 * update_moves(states / 4) if name != "none" else 0 for name, states in _STATES.items()}
-"""Bytes that an update reads and writes for each parameter, in float32."""
+UPDATE_MOVES = {name: 12 + 2 * states if name != "none" else 0 for name, states in _STATES.items()}
+"""Bytes that an update reads and writes for each parameter, in float32: all are read, all but gradients are written."""
 _UPDATE_PASSES = 3  # of an eager optimizer over its tensors, whose kernels are not fused
-_CLIP_MOVES = 12  # the norm reads gradients, scaling reads and writes them
+CLIP_MOVES = 12  # the norm reads gradients, scaling reads and writes them
 
 
 # --- from work to a workload and a plan -------------------------------------------------------------------------------
@@ -49,8 +46,7 @@ _CLIP_MOVES = 12  # the norm reads gradients, scaling reads and writes them
 # order that graphs follow by default (`order_of_blocks`). Backward gathers the last block again. Gradients are written
 # into the buffer that is reduced, which takes the memory of the gathered one: nothing is packed. Parameters outside of
 # blocks are read until the end of backward. Shards of gradients come to exist one by one. The first product of a
-# checkpointed block's backward may run before its forward is computed again. `compile_step` updates the parameters that
-# the next forward reads first, and gathers them beside the rest of the update.
+# checkpointed block's backward may run before its forward is computed again.
 
 
 class Priced:
@@ -85,11 +81,8 @@ class Priced:
         # Bytes of the shards of parameters, which are those of their gradients, and of the optimizer's state.
         self._stored = 4 * shard, _STATES[setting.optimizer] * shard
         self._reshards = strategy in ("FULL_SHARD", "HYBRID_SHARD") and self.shards > 1
-        # Whether collectives are in a compiled graph, see Note [What graphs of this package do], and whether the tasks
-        # begin with the update, beside which the first all-gathers run. What is scaled for float8 is not prefetched.
+        # Whether collectives are in a compiled graph, see Note [What graphs of this package do].
         self._in_graph = setting.compiled and setting.runtime == "fsdp_compile"
-        updates_first = setting.compile_step and setting.accumulation == 1 and setting.precision != "fp8"
-        self._updates_first = self._in_graph and updates_first
 
     @cached_property
     def _cost(self) -> Callable[[int], UnitCost]:
@@ -135,7 +128,7 @@ class Priced:
     def _update(self) -> float:
         """Seconds of clipping and of the optimizer."""
         passes = 1 if self.setting.compiled else _UPDATE_PASSES
-        moved = UPDATE_MOVES[self.setting.optimizer] * passes + (_CLIP_MOVES if self.setting.clip else 0)
+        moved = UPDATE_MOVES[self.setting.optimizer] * passes + (CLIP_MOVES if self.setting.clip else 0)
         return self.prices.update(self.work.parameters / self.shards * moved) + self.hardware.step_seconds
 
     @cached_property
@@ -184,9 +177,6 @@ class Priced:
             beside = _first_product(block) if graph else block.parameters * self._gathered_width
             add(f"blocks.{index - 1}", index, block, True, beneath[index - 1] + block.backward_bytes + beside)
         add(begin.name, 0, begin, True, begin.backward_bytes)
-        if self._updates_first:
-            tasks, split = [Task(UPDATE, self._update, 2 * parameters + optimizer), *tasks], split + 1
-            gradients = [parameters, *gradients]
         workload = Workload(tuple(tasks), split, tuple(costs), self.prices.latency, can_coalesce=False)
         if graph:
             plan = order_of_blocks(workload)
@@ -194,11 +184,11 @@ class Priced:
             plan = prefetch(workload, forward=2, backward=1, before_wait=False, in_flight=1)
         return Scheduled(
             workload,
-            self._beside_update(plan),
+            plan,
             levels=(level_of(*self._groups["shards"], 1), level_of(*self._groups["replicas"], 1)),
             shards=self.shards,
             passes=self.setting.accumulation,
-            update=0.0 if self._updates_first else self._update,
+            update=self._update,
             parameters=parameters,
             optimizer=optimizer,
             gradients=(*gradients, parameters),
@@ -206,11 +196,6 @@ class Priced:
             fragments=self.hardware.fragments,
             messages=dict(self._messages(workload)),
         )
-
-    def _beside_update(self, plan: Plan) -> Plan:
-        """`plan` with its first gathers before all tasks, if the update is one of these."""
-        first = plan.of("gather")[:_PREFETCHED] if self._updates_first else []
-        return Plan((*(step._replace(at=0) for step in first), *(step for step in plan.steps if step not in first)))
 
     def _messages(self, workload: Workload) -> Iterator[tuple[str, Message]]:
         """What is sent in a format, by collective."""

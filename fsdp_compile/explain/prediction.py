@@ -18,7 +18,7 @@ from fsdp_compile.config import check_type
 from fsdp_compile.passes.cost.hardware import Hardware, Origin, device, read_hardware
 from fsdp_compile.passes.cost.roofline import Level
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON; a field that changes its meaning increases it."""
 
 CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce"]
@@ -30,8 +30,6 @@ WIRE_FORMATS = ("bf16", "fp8", "int8")
 USUAL = "h100-80"  # hardware, where none is named
 """Those of `fsdp_compile.Wire`."""
 
-UPDATE = "update"
-"""Name of the optimizer's update where it is one task or span."""
 _LEAST = {"world_size": 1, "batch": 1, "sequence": 1, "accumulation": 1, "keep": 0, "ranks_per_node": 1,
           "shard_size": 1}  # fmt: skip
 
@@ -61,7 +59,6 @@ class Setting:
         compiled: whether the step runs compiled, with fused chains, or eagerly, one kernel for each operator.
         runtime: "fsdp_compile", this package, whose compiled graphs contain the collectives; or "fsdp2", which issues
             them between blocks, compiled or not.
-        compile_step: whether `compile_step` runs it: then the first all-gathers run beside the update before.
         compiled_loss: whether what is outside of blocks, such as the loss, runs compiled; None: as the blocks with
             "fsdp_compile", and not with "fsdp2", with which torchtitan compiles each block alone.
         network: name of the link between nodes, or `custom:LATENCY,BANDWIDTH` for each rank; None: as the hardware
@@ -89,7 +86,6 @@ class Setting:
     shard_size: int | None = None
     compiled: bool = True
     runtime: str = "fsdp_compile"
-    compile_step: bool = False
     compiled_loss: bool | None = None
     network: str | None = None
     keep: int = 0
@@ -114,7 +110,6 @@ class Setting:
             ("wire_reduce", (None, *WIRE_FORMATS) if self.runtime == "fsdp_compile" else (None,)),
             ("clip", (True, False)),
             ("compiled", (True, False)),
-            ("compile_step", (True, False)),
             ("compiled_loss", (None, True, False)),
         ):
             if getattr(self, name) not in known:

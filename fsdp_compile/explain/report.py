@@ -26,7 +26,6 @@ from fsdp_compile.explain.prediction import (
 from fsdp_compile.explain.scheduled import Scheduled
 from fsdp_compile.passes.plan.plan import Plan, Timeline, simulate
 from fsdp_compile.passes.plan.schedule import order_of_blocks
-from fsdp_compile.passes.plan.whole_step import prefetched
 from fsdp_compile.passes.plan.workload import Workload
 
 DERIVED = {"format", "fits"}  # what `to_dict` adds to the fields
@@ -256,25 +255,17 @@ def _plan(step: Scheduled) -> Iterator[str]:
         sums = [(kind, str(len(those)), f"{sum(each.bytes for each in those):,}", f"{sum(map(_sent, those)):,}")
                 for kind, those in kinds.items() if those]  # fmt: skip
         yield from ("", *table(("~collectives", "number", "bytes", "sent"), sums))
-    updates = [*enumerate(workload.tasks, 1)][workload.end_of_backward : workload.forward]
-    if updates:
-        begun = {after: " ".join(name for each in prefetched(workload, step.plan) if each.at == after
-                                 for name in each.units) for after, _ in updates}  # fmt: skip
-        yield from ("", *table(("~update", "ms", "~starts for the next forward"), [
-            (task.name, f"{1e3 * task.seconds:.3f}", f"gather {begun[after]}" if begun[after] else "")
-            for after, task in updates
-        ]))  # fmt: skip
     seconds, computing = step.timeline.makespan, sum(task.seconds for task in workload.tasks)
     gap = max(0.0, seconds / step.bound - 1) if step.bound else 0.0
-    repeats = ", backward, update and the next forward, which repeats" * bool(workload.forward)
     rest = f"computing {1e3 * computing:.3f}, the rest {1e3 * (seconds - computing):.3f}"
     limit = "no limit" if step.budget is None else f"{step.budget:,} bytes"
-    yield from ("", f"step      {1e3 * seconds:.3f} ms{repeats}: {rest}")
+    yield from ("", f"step      {1e3 * seconds:.3f} ms: {rest}")
     yield f"bound     {1e3 * step.bound:.3f} ms, a lower bound for all plans; this one takes {gap:.2%} more"
     yield f"memory    {step.timeline.peak:,} bytes at most, budget: {limit}"
-    if not workload.forward:  # the rule knows of no updates
-        rule = simulate(workload, order_of_blocks(workload))
-        yield f"rule      {1e3 * rule.makespan:.3f} ms, {rule.peak:,} bytes: the order of blocks, without a search"
+    if step.update:
+        yield f"update    {1e3 * step.update:.3f} ms behind these"
+    rule = simulate(workload, order_of_blocks(workload))
+    yield f"rule      {1e3 * rule.makespan:.3f} ms, {rule.peak:,} bytes: the order of blocks, without a search"
     yield from step.sources
     for costs in step.matrices:
         yield from ("", "matrices of Muon, behind the step above:", *costs.lines())

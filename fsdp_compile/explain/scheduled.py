@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from fsdp_compile.explain.prediction import (
-    UPDATE,
     Collective,
     CollectiveKind,
     CollectiveTime,
@@ -20,8 +19,7 @@ from fsdp_compile.explain.prediction import (
 )
 from fsdp_compile.passes.cost.hardware import Hardware
 from fsdp_compile.passes.cost.roofline import Level
-from fsdp_compile.passes.plan.plan import Plan, Span, Step, Timeline, held_units, simulate
-from fsdp_compile.passes.plan.whole_step import prefetched
+from fsdp_compile.passes.plan.plan import Plan, Span, Step, Timeline, simulate
 from fsdp_compile.passes.plan.workload import Workload, lower_bound
 
 _MOST_TOP = 10  # single collectives that a prediction lists
@@ -90,7 +88,7 @@ class Scheduled:
 
     @cached_property
     def collectives(self) -> list[Collective]:
-        """The gathers and reduces in the order of their launches, all-reduces over replicas, those of norms."""
+        """The gathers and reduces in the order of their launches, all-reduces over replicas."""
         units, timeline = {unit.name: unit for unit in self.workload.units}, self.timeline
         found, before = list[Collective](), 0.0  # when the link had finished all that was launched before
         for step, span in zip(self.plan.of("gather", "reduce"), timeline.link, strict=True):
@@ -105,9 +103,7 @@ class Scheduled:
             at_the_end = span.end >= timeline.makespan * (1 - 1e-9)
             single = self._single(span, "all-reduce", sum(sizes.values()), "dependency" if at_the_end else "compute")
             found.append(self._in_formats(single, "replicate", sizes))
-        norms = (Collective(each.name, "all-reduce", self.levels[0], 4, each.seconds, each.seconds, "dependency")
-                 for each in timeline.norms)  # fmt: skip
-        return [*found, *norms]
+        return found
 
     def _in_formats(self, single: Collective, kind: str, sizes: Mapping[str, int]) -> Collective:
         """`single`, a launch for units of these sizes, with what it sends."""
@@ -128,14 +124,12 @@ class Scheduled:
         """What exposes a gather or a reduce, if it is exposed."""
         workload = self.workload
         start = workload.backward if step.at >= workload.backward else 0
-        if step.at >= workload.forward:
-            start = max(start, workload.forward)
         if queued and span.start > 0:
             return "link"
         if step.kind == "reduce":
             waited_for = next(each.at for each in self.plan.of("wait_reduce") if each.units == step.units)
-            return "memory" if waited_for < (workload.end_of_backward or len(workload.tasks)) else "dependency"
-        if step.at == start or step in prefetched(workload, self.plan):
+            return "memory" if waited_for < len(workload.tasks) else "dependency"
+        if step.at == start:
             return "dependency"
         full = self.budget is not None and self.timeline.memory[step.at - 1] + size > self.budget
         return "memory" if full else "compute"
@@ -145,7 +139,7 @@ class Scheduled:
         memory, tasks, workload = self.timeline.memory, self.workload.tasks, self.workload
         at = max(range(len(memory)), key=memory.__getitem__)
         gathered, peak = self._gathered_at(at), memory[at]
-        beneath, name = max(0, peak - gathered), "the end of the step" if workload.forward else "the end of backward"
+        beneath, name = max(0, peak - gathered), "the end of backward"
         if at < len(tasks):
             beneath, name = tasks[at].memory, tasks[at].name
         elif self.gradients:
@@ -166,7 +160,7 @@ class Scheduled:
     def _gathered_at(self, at: int) -> int:
         """Bytes of gathered buffers while task `at` runs."""
         sizes = {unit.name: unit.gathered for unit in self.workload.units}
-        alive = sum(sizes[name] for name in held_units(self.workload, self.plan))
+        alive = 0
         for step in self.plan.of("gather", "free"):
             if step.at <= at:
                 alive += sum(sizes[name] for name in step.units) * (1 if step.kind == "gather" else -1)
@@ -181,9 +175,9 @@ class Scheduled:
             else:
                 joined.append([span.name, span.start, span.end])
         if self.update:
-            joined.append([UPDATE, timeline.makespan, timeline.makespan + self.update])
+            joined.append(["update", timeline.makespan, timeline.makespan + self.update])
         yield from (TimelineSpan("compute", *each) for each in joined)
-        sent = [*timeline.link, *timeline.replicas, *timeline.norms]
+        sent = [*timeline.link, *timeline.replicas]
         for span, single in zip(sent, self.collectives, strict=True):
             if single.seconds:  # one rank sends nothing
                 yield TimelineSpan(single.level, span.name, span.start, span.end, single.exposed)
@@ -213,11 +207,9 @@ class Scheduled:
             warnings: sentences about the setting.
         """
         workload, passes = self.workload, self.passes
-        seconds = {"forward": 0.0, "backward": 0.0, "update": 0.0}
+        seconds = {"forward": 0.0, "backward": 0.0}
         for at, task in enumerate(workload.tasks):
-            updates = task.name == UPDATE or workload.end_of_backward <= at < workload.forward
-            part = "update" if updates else "forward" if workload.is_forward(at) else "backward"
-            seconds[part] += task.seconds
+            seconds["forward" if workload.is_forward(at) else "backward"] += task.seconds
         sent = [each for each in self.collectives if each.seconds]
         collectives = []
         for kind, level in dict.fromkeys((each.kind, each.level) for each in sent):
@@ -234,7 +226,7 @@ class Scheduled:
             setting=setting,
             forward=passes * seconds["forward"],
             backward=passes * seconds["backward"],
-            update=seconds["update"] + self.update,
+            update=self.update,
             exposed=passes * max(0.0, self.timeline.exposed),
             step=self.step,
             tokens_per_second=passes * tokens / self.step if self.step else 0.0,

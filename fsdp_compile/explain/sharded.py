@@ -17,10 +17,10 @@ from torch import nn
 
 from fsdp_compile.comm.collectives import STARTS
 from fsdp_compile.comm.formats import ratio
-from fsdp_compile.config import CompileConfig, StepUpdate
+from fsdp_compile.config import CompileConfig
 from fsdp_compile.explain.batch import Batch
 from fsdp_compile.explain.matrices import costs_of_matrices, muon_of
-from fsdp_compile.explain.predict import UPDATE_MOVES
+from fsdp_compile.explain.predict import CLIP_MOVES, UPDATE_MOVES
 from fsdp_compile.explain.prediction import Setting
 from fsdp_compile.explain.ranks import sharded
 from fsdp_compile.explain.report import Report
@@ -28,31 +28,28 @@ from fsdp_compile.explain.scheduled import Message, Scheduled
 from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import reset_dynamo
 from fsdp_compile.passes.cost.hardware import Hardware, link
+from fsdp_compile.passes.cost.roofline import update_seconds
 from fsdp_compile.passes.graph.analyze import GraphInfo, analyze
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
-from fsdp_compile.passes.graph.optimizer_update import update_cost
 from fsdp_compile.passes.graph.prices import ALL_REDUCES, group_of, hardware_at, prices_of
 from fsdp_compile.passes.graph.work import node_work, size_of
 from fsdp_compile.passes.inductor import compile_with
+from fsdp_compile.passes.joint.reshard_by_cost import budget_of_step
 from fsdp_compile.passes.pipeline import GraphContext, Pass
 from fsdp_compile.passes.plan.plan import Plan, verify
 from fsdp_compile.passes.plan.schedule import search_plan
-from fsdp_compile.passes.plan.whole_step import budget_of_step, with_update
 from fsdp_compile.passes.plan.workload import Workload
 
 MUON = "muon"
 """Muon for the matrices of repeated blocks, AdamW for the rest."""
 
 
-def update_of(optimizer: str | None, clip: bool) -> StepUpdate | None:
-    """The update of an optimizer by its name. ValueError if the name is unknown, or nothing can be clipped."""
-    if optimizer is None:
-        if clip:
-            raise ValueError("clip: expected an optimizer beside it, for without one no update is planned, found none")
-        return None
-    if optimizer not in UPDATE_MOVES:
+def check_update(optimizer: str | None, clip: bool) -> None:
+    """Raise ValueError if the name of an optimizer is unknown, or nothing can be clipped."""
+    if optimizer is None and clip:
+        raise ValueError("clip: expected an optimizer beside it, for without one there is no update, found none")
+    if optimizer is not None and optimizer not in UPDATE_MOVES:
         raise ValueError(f"optimizer: expected one of {', '.join(UPDATE_MOVES)}, found {optimizer!r}")
-    return StepUpdate(UPDATE_MOVES[optimizer] / 4, clip)  # that table is in bytes, of float32
 
 
 def report(
@@ -90,6 +87,7 @@ def explain_sharded(
     config: CompileConfig,
     world_size: int | None,
     optimizer: str | None = None,
+    clip: bool = False,
 ) -> Report:
     """Plan a step of `model`, and report on it.
 
@@ -97,9 +95,10 @@ def explain_sharded(
         model: a model, or a function that makes one, whose tensors get no memory.
         shard: shards it, or a copy of it, if it is not sharded; called with a process group initialized.
         batch: given the model, returns the arguments of a forward.
-        config: names the link, and perhaps the device, the budget and the update.
+        config: names the link, and perhaps the device and the budget.
         world_size: the number of ranks, where no process group is initialized.
-        optimizer: whose update `config` has.
+        optimizer: whose update follows; None: none does.
+        clip: whether gradients are clipped before it.
 
     Raises:
         PlanError: no plan fits into the budget.
@@ -114,7 +113,10 @@ def explain_sharded(
     if config.device not in (None, "cpu"):  # on that device, though not here, one launch serves several units
         workload = replace(workload, can_coalesce=True)
     if optimizer is not None:
-        setting = replace(setting, optimizer=optimizer, compile_step=True)
+        setting = replace(setting, optimizer=optimizer, clip=clip)
+        moves = UPDATE_MOVES[optimizer] + CLIP_MOVES * clip  # of each parameter, in float32
+        moved = parameters / (setting.shard_size or setting.world_size) * moves
+        links["update"] = max(update_seconds(moved, hardware), hardware.kernel_seconds) + hardware.step_seconds
     setting = replace(setting, hardware=hardware.name)
     plan, name = search_plan(workload, budget_of_step(workload, config.budget)).plan, type(made).__name__
     return report(workload, plan, config.budget, setting=setting, hardware=hardware, model=name,
@@ -145,8 +147,7 @@ def read_step(model: nn.Module, inputs: Sequence[object], named: Mapping[str, An
     def read_graph(context: GraphContext) -> None:
         prices = prices_of(context.graph, config)
         info = prices.read(context.graph, "joint") if prices else analyze(context.graph, joint=True)
-        update = update_cost(info, prices, config)
-        step = info.workload if update is None else with_update(info.workload, update)
+        step = info.workload
         gathers = tagged(context.graph, "gather")
         dtypes = {each.meta["val"].dtype for each in gathers}
         tensors = [each for each in inputs if isinstance(each, torch.Tensor) and each.dim()]
@@ -160,7 +161,7 @@ def read_step(model: nn.Module, inputs: Sequence[object], named: Mapping[str, An
             shard_size=max((group_of(each).size() for each in gathers), default=1) if is_hybrid else None,
             precision="bf16" if torch.bfloat16 in dtypes else "fp16" if torch.float16 in dtypes else "fp32",
             optimizer="none",
-            clip=config.update is not None and config.update.clips,
+            clip=False,
             network=config.link,
         )
         flops = sum(node_work(node).flops for node in context.graph.nodes)

@@ -12,7 +12,6 @@
 # does not depend on who steps, Adam and Adagrad are fused on an accelerator only by `fused=True`.
 
 import functools
-from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -104,7 +103,7 @@ def _update_matrices(optimizer: Optimizer) -> None:
     updates = MatrixUpdates.of(optimizer)
     try:
         covered = updates.begin(optimizer)
-        deque(updates.finish(), maxlen=0)
+        updates.finish()
     finally:
         updates.drop()
     if covered:

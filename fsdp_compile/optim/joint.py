@@ -2,8 +2,8 @@
 
 step.begin(flats)               finds the segments that are updated as one parameter, `step.ready`
 step.step_others()              matrices go to their owners; all other parameters are updated
-step.run(flats)                 updates the segments of some flat parameters, while matrices are on the way
-for flat in step.finish(): ...  matrices are updated; flat parameters that are complete now
+step.run()                      updates segments, while matrices are on the way
+step.finish()                   updates matrices
 
 in backward:
 step.expect(flats)              which of them are updated as soon as their gradients arrive
@@ -11,9 +11,8 @@ step.update(flat, gradient)     updates one of these; begin, step_others, run an
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain, compress
-from operator import not_
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +46,6 @@ class JointStep:
         self.ready: dict[Optimizer, Ready] = {}
         self._elementwise = [each for each in optimizers if not takes_matrices(each)]
         self._matrices = {each: MatrixUpdates.of(each) for each in optimizers if takes_matrices(each)}
-        self._pending = Counter[FlatParam]()  # how many of its matrices are under way
-        self._has_state = False  # whether a step has made it
         owners: dict[int, Optimizer] = {}
         pairs = ((each, param) for each in optimizers for group in each.param_groups for param in group["params"])
         for optimizer, param in pairs:
@@ -107,45 +104,29 @@ class JointStep:
             if any(others):
                 step_segments(optimizer, (), others, fuses=self.fuses)
             note_step(optimizer)
-        self._pending.clear()
-        for stage in chain.from_iterable(matrices.stages for matrices in self._matrices.values()):
-            self._pending.update(stage.flats)
+        stages = chain.from_iterable(matrices.stages for matrices in self._matrices.values())
         elementwise = {segment.flat for segment, _ in chain.from_iterable(self.ready.values())}
-        for flat in self._pending.keys() - elementwise:
+        for flat in set().union(*(stage.flats for stage in stages)) - elementwise:
             flat.reduction.flat_gradient = None
 
-    def run(self, flats: Collection[FlatParam] | None = None, factor: Tensor | None = None) -> None:
-        """Update the segments of `flats`; None: all that are left. Gradients, which are freed, count times `factor`.
-
-        The first step updates all at once: it makes the state, in the order of the optimizer's parameters.
-        """
-        for optimizer, left in self.ready.items():
-            is_chosen = [flats is None or not self._has_state or segment.flat in flats for segment, _ in left]
-            chosen = list(compress(left, is_chosen))
-            self.ready[optimizer] = list(compress(left, map(not_, is_chosen)))
-            if chosen:
-                step_segments(optimizer, chosen, factor=factor, fuses=self.fuses)
-            for segment, _ in chosen:
+    @torch.no_grad()
+    def run(self, factor: Tensor | None = None) -> None:
+        """Update the segments. Their gradients, which are freed, count times `factor`, shape `()`."""
+        for optimizer, segments in self.ready.items():
+            if segments:
+                step_segments(optimizer, segments, factor=factor, fuses=self.fuses)
+            for segment, _ in segments:
                 _free(segment.flat, segment.params)
+        self.ready.clear()
 
-    def has_pending(self, flat: FlatParam) -> bool:
-        """Whether matrices of a flat parameter are under way."""
-        return flat in self._pending
-
-    def finish(self) -> Iterator[FlatParam]:
-        """Update all matrices, under `no_grad`; yields flat parameters, each when none of its matrices is under way."""
-        self._has_state = True
-        for stage in chain.from_iterable(matrices.finish() for matrices in self._matrices.values()):
-            for flat, number in stage.flats.items():
-                left = self._pending.pop(flat) - number
-                if left:
-                    self._pending[flat] = left
-                else:
-                    yield flat
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Update all matrices."""
+        for matrices in self._matrices.values():
+            matrices.finish()
 
     def drop(self) -> None:
         """Forget updates under way, after a failure."""
-        self._pending.clear()
         self.ready.clear()
         for matrices in self._matrices.values():
             matrices.drop()

@@ -2,7 +2,7 @@
 
     updates = MatrixUpdates.of(optimizer)
     covered = updates.begin(optimizer)      momentum goes to the owners of matrices; the optimizer steps on all others
-    for stage in updates.finish(): ...      owners compute, results return, parameters are updated
+    updates.finish()                        owners compute, results return, parameters are updated
 
 The optimizer's three functions run (matrices.py): on the elements that each rank stores, on complete matrices, and on
 those elements again. Matrices are exchanged in stages (Note [What is computed first]):
@@ -17,7 +17,7 @@ State is the optimizer's own, sharded as the parameters are. No rank has a compl
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, ClassVar, NamedTuple
@@ -120,7 +120,7 @@ class Stage:
         self.members, self._functions = members, functions
         self._name = f"matrices of {members[0].param.spec.named()} and {len(members) - 1} others"
         self.number, self.at_home = members[0].place.stage, list[int]()
-        self.flats = Counter(member.flat for member in members if member.flat is not None)
+        self.flats = {member.flat for member in members if member.flat is not None}
         self._matrices = [(member, at) for member in members for at in range(len(member.cut))]
         ranges = [member.place.ranges[at] for member, at in self._matrices]
         owners = [member.place.owners[at] for member, at in self._matrices]
@@ -292,8 +292,8 @@ class MatrixUpdates:
         if self.stages or any(member.has_arrived for member in self._members.values()):
             self.stages, self._moves = [], -1
 
-    def finish(self) -> Iterator[Stage]:
-        """Compute and update, under `no_grad`; each stage as soon as its parameters are updated."""
+    def finish(self) -> None:
+        """Compute and update, under `no_grad`."""
         stages = self.stages
         at_home = [stage for stage in stages if stage.at_home]  # computed where this rank would wait
         for index, stage in enumerate([*stages, *[None] * LAG]):
@@ -304,7 +304,6 @@ class MatrixUpdates:
                 finished = stages[index - LAG]
                 _compute_until(finished.has_ended, at_home)
                 finished.finish()
-                yield finished
         self.stages = []
 
     def _plan(self, optimizer: Optimizer, params: list[tuple[ShardedTensor, int]], per_node: int | None) -> None:

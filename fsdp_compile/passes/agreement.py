@@ -66,12 +66,11 @@ def plan_together(workload: Workload, config: CompileConfig, what: str) -> tuple
 
 def _shape_of(workload: Workload, config: CompileConfig) -> str:
     """All that plans depend on beside seconds of tasks, and bytes that batches, or what a rank pads, decide."""
-    tasks = [(task.reads, task.writes, task.reduced, task.updates) for task in workload.tasks]
+    tasks = [(task.reads, task.writes, task.reduced) for task in workload.tasks]
     names = "name", "gather", "reduce", "replicate", "keep_unsharded", "module"
-    prefetched = [(unit.may_prefetch, unit.arrives is None) for unit in workload.units if config.update is not None]
-    units = list(map(attrgetter(*names), workload.units)), prefetched
-    step = workload.backward, workload.forward, workload.can_coalesce
-    chosen = config.link, config.device, config.budget, config.file_contents, config.update
+    units = list(map(attrgetter(*names), workload.units))
+    step = workload.backward, workload.can_coalesce
+    chosen = config.link, config.device, config.budget, config.file_contents
     return f"plan/{hashlib.sha256(repr((tasks, units, step, chosen)).encode()).hexdigest()}"
 
 
@@ -81,10 +80,9 @@ def _searched(workload: Workload, budget: int | None) -> tuple[Plan, tuple[str, 
     Prices may be wrong, and the order of blocks does not depend on them.
     """
     found = search_plan(workload, budget)
-    if not workload.forward:  # the rule knows of no updates
-        rule = order_of_blocks(workload)
-        timeline = simulate(workload, rule)
-        is_as_short = timeline.makespan <= found.seconds * (1 + WORTH)
-        if is_as_short and (budget is None or timeline.peak <= budget):
-            return rule, tuple(workload.units[unit].name for unit in sorted(keep_by_rule(workload)))
+    rule = order_of_blocks(workload)
+    timeline = simulate(workload, rule)
+    is_as_short = timeline.makespan <= found.seconds * (1 + WORTH)
+    if is_as_short and (budget is None or timeline.peak <= budget):
+        return rule, tuple(workload.units[unit].name for unit in sorted(keep_by_rule(workload)))
     return found.plan, found.keep_unsharded

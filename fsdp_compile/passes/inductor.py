@@ -76,7 +76,6 @@ EXTRA_PASSES = (
     Pass("choose_plan", "post_grad", plan_by_cost.choose_plan, needs=("read_graph",)),
     Pass("check_order", "post_grad", check_order, needs=("order",), after="order"),
     Pass("place_updates", "post_grad", updates.place_updates, after="order"),
-    Pass("name_prefetched", "post_grad", updates.name_prefetched, needs=("read_graph",), after="order"),
     Pass("send_messages", "post_grad", send_messages, after="order"),
     Pass("coalesce_launches", "post_grad", coalesce_launches, after="order"),
     Pass("check_ranks", "post_grad", check_ranks, after="all_gather_into_buffer"),

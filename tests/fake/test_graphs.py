@@ -48,7 +48,6 @@ forward after verify_plan
 forward after order
 forward after check_order
 forward after place_updates
-forward after name_prefetched
 forward after send_messages
 forward after coalesce_launches
 forward after reduce_scatter_by_all_to_all
@@ -68,7 +67,6 @@ backward after verify_plan
 backward after order
 backward after check_order
 backward after place_updates
-backward after name_prefetched
 backward after send_messages
 backward after coalesce_launches
 backward after reduce_scatter_by_all_to_all

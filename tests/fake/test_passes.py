@@ -24,7 +24,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdp_compile import CompileConfig, MixedPrecision, ShardingStrategy, compile_step, explain_plan, fully_shard
 from fsdp_compile.comm.collectives import ALL_GATHER, WAIT
-from fsdp_compile.config import StepUpdate, update_moves
 from fsdp_compile.core.ops import SUM_IN_PAIRS, UNSHARD
 from fsdp_compile.passes import PASSES, inductor
 from fsdp_compile.passes._torch import saved_for_backward, switched_off
@@ -115,8 +114,16 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"plan": Path("absent")}, "plan: expected absent to be text with plans"),
     ({"plan": 3}, "plan: expected a str or None, found int"),
     ({"share_artifacts": 1}, "share_artifacts: expected a bool, found int"),
-    ({"update": 7}, "update: expected a StepUpdate or None, found int"),
 ]
+
+
+def test_options_that_are_announced_to_go_change_nothing() -> None:
+    """They warn."""
+    with pytest.warns(FutureWarning, match="profile and record_profile have no effect"):
+        assert CompileConfig(link=None, profile="absent", record_profile=True) == CompileConfig(link=None)
+    model = fully_shard(small())
+    with pytest.warns(UserWarning, match="compile_step: prefetch has no effect any more"):
+        compile_step(model, torch.optim.SGD(model.parameters(), 0.1), prefetch=2)
 
 
 def test_bad_options_are_refused_by_name() -> None:
@@ -176,7 +183,6 @@ def test_bad_arguments_of_a_step_are_refused_by_name() -> None:
         "clip_norm": ("1", -1, float("nan"), True),
         "accumulate": (0, 1.5, "2", True),
         "scaler": (3, True, "dynamic"),
-        "prefetch": ("all", -1, 1.5, True),
         "update_in_backward": ("yes", 1, None),
         "backend": (3, None, 1.5),
         "options": ([1], "link", 3),
@@ -621,19 +627,6 @@ def test_units_with_equal_gradients_have_a_reduce_each() -> None:
     (graph,) = [text for text in graphs if text.startswith("--- backward graph after separate_reduces")]
     waited = re.findall(r"wait_tensor\((\w+)\)  # wait_reduce (\w+)", graph)
     assert {unit for _, unit in waited} == {"left", "right"} and len({reduce for reduce, _ in waited}) == 2
-
-
-def test_a_planned_step_names_what_its_next_forward_gathers_first() -> None:
-    """The shards that are gathered before anything computes, and not those that the plan gathers later."""
-    model = fully_shard(mlp(blocks=3), reshard_after_forward=True)
-    options = {"link": "custom:1e-3,1e9", "update": StepUpdate(update_moves(0))}
-    with printed_graphs() as graphs:
-        step(torch.compile(model, backend=fsdp_compile_backend, options=options), MODELS["mlp"].batch(1, 4)[0])
-    (graph,) = [text for text in graphs if text.startswith("--- forward graph after name_prefetched")]
-    named = re.findall(r"prefetch_next\(\[(.*)\], cpu\)", graph)
-    gathered = re.compile(r"all_gather_into_tensor\((\w+),")
-    first = gathered.findall(graph.partition("addmm(")[0])
-    assert named == [", ".join(first)] and 0 < len(first) < len(gathered.findall(graph)) == 4
 
 
 class _GathersRows(nn.Module):

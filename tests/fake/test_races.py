@@ -20,11 +20,10 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from watching import WatchedDevice, watched
 
 from fsdp_compile import fully_shard
-from fsdp_compile.comm import collectives, direct
+from fsdp_compile.comm import collectives
 from fsdp_compile.comm.collectives import WAIT
 from fsdp_compile.core.autograd import GradientReduction
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.eager import reduce
 from fsdp_compile.eager.streams import Streams, UnshardedBuffer
 from fsdp_compile.eager.unsharded import UnshardedUnit
@@ -163,21 +162,6 @@ def _gives_event(model: nn.Module) -> None:
         model.set_post_optim_event(streams.device.record("compute"))
 
 
-def _gathers_ahead(model: nn.Module) -> None:
-    """Each forward takes gathers that compute has begun behind the optimizer's step."""
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    flats = [(unit, flat) for unit in units_gathered_below(model) for flat in unit.flats]
-    for _ in range(3):
-        ahead = [direct.PrefetchedGather(flat.shard, flat.shard.dtype, unit.stages) for unit, flat in flats]
-        for gather in ahead:
-            gather.start_next_stage()
-        with direct.offered(dict.fromkeys(ahead, lambda: True)):
-            _loss(model).backward()
-        assert all(gather.is_taken for gather in ahead)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def _hooks(model: nn.Module) -> None:
     model.register_comm_hook(None, lambda _, full, part: torch.distributed.reduce_scatter_tensor(part, full))
     _train(model)
@@ -194,7 +178,6 @@ DAILY: list[Case] = [
     *product((TWO_STAGES | NO_LIMIT,), COMBINED[1::2]), *product((OFFLOAD | HYBRID_SHARD,), COMBINED[::2]),
     (OFFLOAD | TWO_STAGES, _train), ({}, _replaces), (HYBRID_SHARD, _defers),
     (OFFLOAD | HYBRID_SHARD, _defers), ({}, _gives_event), ({}, _hooks),
-    ({}, _gathers_ahead), (TWO_STAGES, _gathers_ahead), (NO_LIMIT, _gathers_ahead),
     ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, _accumulates),
     ({"sharding_strategy": ShardingStrategy.NO_SHARD, "mixed_precision": LOW}, _accumulates),
 ]  # fmt: skip
@@ -308,8 +291,6 @@ FAULTS: list[Fault] = [
     ("the event of the step is not waited for", {}, _gives_event,
      lambda: on(WatchedDevice, "await_event", _nothing), (GATHER, "add_")),
     ("compute does not wait for gathers", {}, _train,
-     lambda: on(Streams, "await_unshard", _without("await_unshard")), ("mm (", GATHER)),
-    ("compute does not wait for gathers begun ahead", {}, _gathers_ahead,
      lambda: on(Streams, "await_unshard", _without("await_unshard")), ("mm (", GATHER)),
     ("no record_stream of unsharded parameters", {}, _train,
      lambda: on(Streams, "await_unshard", _await_unshard_without_keep), ("mm (", "given to memory for")),

@@ -2,15 +2,12 @@
 
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from cuda_code import as_for_cuda
 from generated import Program, programs, readers_of
 from models import MODELS, mlp
@@ -23,8 +20,6 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.comm import collectives
-from fsdp_compile.comm.direct import PrefetchedGather, offered, take
-from fsdp_compile.comm.groups import NamedGroup
 from fsdp_compile.tensors.norms import gradient_norm
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
@@ -86,29 +81,6 @@ def test_the_norm_stays_on_the_device() -> None:
         assert coefficient.device.type == "cuda"
         with pytest.raises(DataDependentOutputException):
             coefficient.item()
-
-
-def test_threads_take_their_own() -> None:
-    """What one thread offers to its forward is taken there alone, whatever another thread does meanwhile."""
-    shard = torch.zeros(16)
-    gather = PrefetchedGather(shard, shard.dtype, [NamedGroup(dist.group.WORLD.group_name, 4)])
-    entered, ended = Event(), Event()
-
-    def other() -> None:
-        with offered({}):
-            entered.set()
-            ended.wait()
-            assert take(shard, shard.dtype, dist.group.WORLD.group_name) is None
-
-    with offered({gather: lambda: True}) as offer, ThreadPoolExecutor(1) as threads:
-        running = threads.submit(other)
-        entered.wait()
-        found = take(shard, shard.dtype, dist.group.WORLD.group_name)
-        ended.set()
-        running.result()
-    assert found is not None and found.full.shape == (64,) and gather.is_taken
-    assert list(offer.asked.values()) == [shard.dtype]
-    assert take(shard, shard.dtype, dist.group.WORLD.group_name) is None
 
 
 class Waits(TorchDispatchMode):

@@ -459,13 +459,11 @@ def _sharded(rank: int, names: list[str], backend: str) -> None:
                 assert torch.equal(*losses), (name, number)
                 assert_bitwise(*both.models, f"{name}, step {number}")
         torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4, msg=f"{name}: {{}}".format)
-        gathered = both.step._next_forward._gathered.values()
-        assert name != "bf16" or list(gathered) == [torch.bfloat16] * 2  # for the next forward
 
 
 @pytest.mark.parametrize("names", [["bf16"], pytest.param(list(SHARDINGS)[:-2], marks=LATE)])
 def test_other_shardings(two: Ranks, names: list[str]) -> None:
-    """Other strategies, precisions and devices: what cannot be updated or prefetched as a whole is as in the loop.
+    """Other strategies, precisions and devices: what cannot be updated as a whole is as in the loop.
 
     test_regional has NO_SHARD every day.
     """

@@ -47,7 +47,6 @@ def _follow(rank: int, name: str, how: str, steps: int, options: dict[str, Any])
         assert updated == {param for param in params if param.requires_grad}
         assert all(param.grad is None for param in params)
         worst = max(worst, both.difference())
-    assert "cpu_offload" in options or both.step._next_forward._gathered  # the first units, for the next forward
     return worst
 
 

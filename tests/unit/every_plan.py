@@ -18,7 +18,7 @@ def shortest(workload: Workload, budget: float = float("inf"), merge: int = 2) -
     # task, gathers, reduces, now, link, replicas, done times of gathers, pending reduces (done, count), live bytes
     heap = []
     for index, machine in enumerate(machines):
-        start = (0, 0, 0, 0.0, 0.0, 0.0, (), (), sum(workload.units[unit].gathered for unit in machine.held))
+        start = (0, 0, 0, 0.0, 0.0, 0.0, (), (), 0)
         heap.append((machine.at_least(start), 0, start, index))
     heapify(heap)
     seen = set()
@@ -38,7 +38,6 @@ class _Machine:
     def __init__(self, workload: Workload, kept: frozenset[int], budget: float, merge: int) -> None:
         self.w, self.budget, self.merge = workload, budget, merge
         self.gathers, self.reduces = workload.gathers(kept), workload.reduces()
-        self.held = workload.held(kept)
         self.left = [sum(task.seconds for task in workload.tasks[k:]) for k in range(len(workload.tasks) + 1)]
 
     def at_least(self, state) -> float:
@@ -57,10 +56,7 @@ class _Machine:
         if live + between > self.budget:
             return
         for m in range(1, self.merge + 1):
-            starts = [w.first_issue(unit, first) for unit, first, _ in self.gathers[g : g + m]]
-            alone = m == 1 and g + 1 <= len(self.gathers) and self._behind_update(k, g)
-            may = [alone or k >= free for _, free in starts]
-            units = [unit for (unit, _, _), each in zip(self.gathers[g : g + m], may, strict=True) if each]
+            units = [unit for unit, first, _ in self.gathers[g : g + m] if k >= w.backward or first < w.backward]
             if len(units) == m:
                 end = max(now, link) + w.latency + sum(w.units[unit].gather for unit in units)
                 size = sum(w.units[unit].gathered for unit in units)
@@ -79,12 +75,6 @@ class _Machine:
         if k < len(w.tasks) and all(first > k for _, first, _ in self.gathers[g:]):
             yield from self._compute(state)
 
-    def _behind_update(self, k: int, g: int) -> bool:
-        """Whether gather `g`, with all of forward before it, may be issued right behind updates: the last is k - 1."""
-        ahead = [each for each in self.gathers[: g + 1] if self.w.is_forward(each[1])]
-        early = [self.w.first_issue(unit, first)[0] for unit, first, _ in ahead]
-        return bool(early) and min(early) >= 0 and max(early) == k
-
     def _compute(self, state):
         k, g, r, now, link, rep, done, pending, live = state
         w = self.w
@@ -96,9 +86,6 @@ class _Machine:
             return
         needed = [end for end, (_, first, _) in zip(done, self.gathers[:g], strict=True) if first <= k]
         now = max([now, *needed, *([rep] if w.tasks[k].reduced else [])])
-        if w.tasks[k].all_reduce:
-            now = link = max(now, link) + w.tasks[k].all_reduce
         now += w.tasks[k].seconds
-        live -= sum(w.units[unit].gathered for unit, _, last in self.gathers[:g] if last == k and unit not in self.held)
-        live -= sum(w.units[unit].gathered for unit, last in self.held.items() if last == k)
+        live -= sum(w.units[unit].gathered for unit, _, last in self.gathers[:g] if last == k)
         yield k + 1, g, r, now, link, rep, done, pending, live

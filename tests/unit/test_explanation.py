@@ -67,7 +67,7 @@ def test_json_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"format": 1,\n "pred', '"format": 2,\n "pred', "format: expected 1, found 2"),
+        ('"format": 2,\n "pred', '"format": 1,\n "pred', "format: expected 2, found 1"),
         ('"world_size": 8', '"world_size": -8', "world_size: expected a whole number of at least 1, found -8"),
         ('"batch": 1', '"batch": "1"', r"predictions\[0\].setting.batch: expected int, found '1'"),
         ('"mfu": ', '"mfu": NaN, "x": ', r"predictions\[0\].'x': expected no such field, found one"),

@@ -48,19 +48,6 @@ def made_parameters() -> int:
     return priced("fsdp_compile").work.parameters
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_compile_step_gathers_beside_the_update(precision: str) -> None:
-    """Where the update comes first, the first two all-gathers run beside it; all else takes what it takes."""
-    plain, whole = (priced("fsdp_compile", precision=precision, compile_step=each) for each in (False, True))
-    found, beside = (price(each.work, each.setting, each.hardware) for each in (plain, whole))
-    assert beside.timeline[0].name == "update" and found.timeline[0].name != "update"
-    links = [span for span in beside.timeline if span.lane == "node"]
-    assert [span.start < beside.update for span in links[:3]] == [True, True, False]
-    assert beside.step < found.step and beside.exposed < found.exposed
-    assert (beside.forward, beside.backward, beside.update) == (found.forward, found.backward, found.update)
-    assert beside.step == pytest.approx(beside.forward + beside.backward + beside.update + beside.exposed)
-
-
 def test_a_block_is_one_span_of_the_timeline() -> None:
     """Collectives may begin within a block, whose computing is shown as one span where it does not wait."""
     each = priced("fsdp_compile")

@@ -8,7 +8,7 @@ import pytest
 from every_plan import shortest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workloads import blocks, no_prefetch, random_workload, updated
+from workloads import blocks, no_prefetch, random_workload
 
 from fsdp_compile.passes.plan.plan import PlanError, simulate, verify
 from fsdp_compile.passes.plan.schedule import limits_of, search_plan
@@ -18,11 +18,9 @@ LATE = pytest.mark.nightly
 
 
 def _case(seed):
-    """A random step of a few units, with updates or without, and a budget."""
+    """A random step of a few units, and a budget."""
     rng = random.Random(seed)
     workload = random_workload(rng, rng.choice([1, 2, 2, 3, 3, 3, 4]))
-    if len(workload.units) < 4 and rng.random() < 0.2:
-        workload = updated(workload, rng.choice([0, 1, 2]), rng.random() < 0.5, rng.choice([None, 1]))
     over = rng.choice([0, 1, 3, None if len(workload.units) < 4 else 2])
     return workload, None if over is None else smallest_budget(workload) + over
 

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,8 +25,7 @@ from fsdp_compile.passes.graph.nodes import Tag, set_tag
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import PlanError, verify
 from fsdp_compile.passes.plan.schedule import order_of_blocks, search_plan
-from fsdp_compile.passes.plan.whole_step import UpdateCost, updating_in_backward, with_update
-from fsdp_compile.passes.plan.workload import Workload
+from fsdp_compile.passes.post_grad.plan_by_cost import updating_in_backward
 from fsdp_compile.passes.post_grad.updates import place_updates
 
 pytestmark = pytest.mark.usefixtures("emulated")
@@ -116,44 +114,18 @@ def test_a_graph_that_calls_a_unit_twice() -> None:
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def _updated(step: Workload, seconds: float = 0.3) -> tuple[Workload, UpdateCost]:
-    count = len(step.units)
-    units = tuple(replace(unit, may_prefetch=True) for unit in step.units)
-    cost = UpdateCost((seconds,) * count, (1,) * count, 0.1, 0.1, in_backward=tuple(sorted(step.writes)))
-    return replace(step, units=units), cost
-
-
-def test_updates_are_tasks_of_backward() -> None:
-    """All updates but the last run in backward, none follows on its own, and prefetching begins when it has ended."""
-    step, cost = _updated(blocks(6))
-    workload = with_update(step, cost)
-    names = [task.name for task in workload.tasks[: workload.forward]]
-    assert names[-3:] == ["before updates", "last updates", "next step"]
-    assert sum(task.seconds for task in workload.tasks) == pytest.approx(
-        sum(task.seconds for task in step.tasks) + 7 * 0.3 + 0.2
-    )
-    backward = workload.tasks[: names.index("before updates")]
-    assert sum(len(task.reduced) for task in backward) == 6
-    found = search_plan(workload)
-    verify(workload, found.plan)
-    assert found.bound <= found.seconds * (1 + 1e-9)
-    assert min(gather.at for gather in found.plan.of("gather") if gather.at > len(backward)) == len(backward) + 2
-
-
 def test_plans_wait_for_reduces_in_time() -> None:
     """Every rule and every search waits for a unit's reduce when the last gradient of a further unit is there."""
     for seed in range(20):
-        step, cost = _updated(random_workload(random.Random(seed), 5, may_keep=False))
-        workload = updating_in_backward(step, cost)
+        step = random_workload(random.Random(seed), 5, may_keep=False)
+        workload = updating_in_backward(step, [unit.name for unit in step.units])
         plans = [no_prefetch(workload), order_of_blocks(workload), prefetch(workload, 1, 1, True, 3)]
         for plan in (*plans, search_plan(workload).plan):
             verify(workload, plan)
-        repeats = with_update(step, cost)
-        verify(repeats, search_plan(repeats).plan)
-    step, cost = _updated(blocks(3))
+    step = blocks(3)
     late = prefetch(step, 1, 1, True, 3)
     with pytest.raises(PlanError, match="which needs the gradients"):
-        verify(updating_in_backward(step, cost), late)
+        verify(updating_in_backward(step, [unit.name for unit in step.units]), late)
 
 
 def test_no_update_before_the_last_gather() -> None:
@@ -190,9 +162,7 @@ def test_memory(link: str | None) -> None:
         torch._dynamo.reset()
         model = _model(width=128, layers=8)
         optimizer = torch.optim.AdamW(model.parameters())
-        step = compile_step(
-            model, optimizer, F.mse_loss, update_in_backward=in_backward, prefetch=0, options={"link": link}
-        )
+        step = compile_step(model, optimizer, F.mse_loss, update_in_backward=in_backward, options={"link": link})
         with noted() as graphs:
             found[in_backward] = _peaks(step, INPUTS, TARGET)
         workload, _ = graphs["backward"]
@@ -204,6 +174,6 @@ def test_memory(link: str | None) -> None:
 def test_refused_arguments_change_nothing() -> None:
     """What `compile_step` refuses leaves the units as they were: their graphs update nothing."""
     model = _model()
-    with pytest.raises(ValueError, match="prefetch"):
-        compile_step(model, torch.optim.AdamW(model.parameters()), prefetch=-1, update_in_backward=True)
+    with pytest.raises(ValueError, match="clip_norm"):
+        compile_step(model, torch.optim.AdamW(model.parameters()), clip_norm=-1.0, update_in_backward=True)
     assert not any(unit.may_update for unit in units_gathered_below(model))

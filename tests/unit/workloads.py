@@ -1,10 +1,8 @@
 """Random and regular steps for tests of the planner."""
 
 import random
-from dataclasses import replace
 
 from fsdp_compile.passes.plan.plan import Plan, Step
-from fsdp_compile.passes.plan.whole_step import UpdateCost, with_update
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 
@@ -46,15 +44,6 @@ def blocks(
     tasks += [Task(f"blocks.{n} backward", about(2 * forward), n, (n + 1,), (n + 1,)) for n in reversed(range(count))]
     tasks += [Task("embedding backward", 0.05, 0, (), (0,))]
     return Workload(tuple(tasks), count + 2, tuple(units), latency)
-
-
-def updated(
-    step: Workload, seconds: float = 0.3, clips: bool = False, prefetch: int | None = None, compare: float = 0.0
-) -> Workload:
-    """`step`, in which every unit may be prefetched, with updates that take `seconds` each."""
-    units = tuple(replace(unit, may_prefetch=True) for unit in step.units)
-    cost = UpdateCost((seconds,) * len(units), (1,) * len(units), 0.1, 0.1, 0.2 if clips else None, prefetch, compare)
-    return with_update(replace(step, units=units), cost)
 
 
 def no_prefetch(workload: Workload) -> Plan:

@@ -6,5 +6,4 @@ lifetimes.py          when values are alive, and how many bytes that is
 analyze.py            a graph as tasks and units, as the planner sees it; choices noted on nodes
 
 prices.py             seconds of nodes, collectives and updates: what they come from, and the graph read with them
-optimizer_update.py   the optimizer's update behind a joint graph
 """

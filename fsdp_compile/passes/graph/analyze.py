@@ -360,20 +360,7 @@ def _unit_cost(
         replicate=sum(map(costs.collective, further)),
         keep_unsharded=None if reshards is None else not reshards,
         module=tag_of((gather or reduce).start[-1]).path or "root",  # type: ignore[union-attr]  # it has one of them
-        may_prefetch=gather is not None and stored_shard(gather) is not None,
     )
-
-
-def stored_shard(gather: Gather) -> fx.Node | None:
-    """The graph input that a unit's only all-gather sends, cast or as it is; None if it sends anything else.
-
-    Such a gather may be started before the graph runs (eager/next_forward.py).
-    """
-    moved = [node for node in (*gather.first, *gather.start) if node.target not in (*STARTS, WAIT)]
-    (*others, last), sources = gather.starts, {source for source in gather.inputs if source.op == "placeholder"}
-    is_message = bool(tag_of(last).wire)
-    is_cast = all((tag := get_tag(node)) is not None and tag.kind == "cast" for node in moved)
-    return sources.pop() if len(sources) == 1 and is_cast and not others and not is_message else None
 
 
 # --- what is alive ----------------------------------------------------------------------------------------------------

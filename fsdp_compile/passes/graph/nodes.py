@@ -49,8 +49,6 @@ class Tag:
         path: of the unit's module in the model, for people.
         reshard: whether the unit's gathered buffer is freed between forward and backward; None: not decided yet.
         launch: which coalesced launch of the plan a gather or reduce belongs to; None: it is launched alone.
-        arrives: if the step before launches the gather: seconds into the forward at which it ends, by the plan of the
-            whole step; None: the forward launches it itself.
         wire: in which format a gather or reduce sends values (comm/formats.py); empty: as they are.
     """
 
@@ -59,7 +57,6 @@ class Tag:
     path: str
     reshard: bool | None
     launch: int | None = None
-    arrives: float | None = None
     wire: str = ""
 
     def __str__(self) -> str:

@@ -99,11 +99,6 @@ class Prices:
         """Seconds of one kernel of an optimizer that moves so many bytes."""
         return max(update_seconds(moved, self.device), self.device.kernel_seconds)
 
-    @property
-    def norm(self) -> float:
-        """Seconds of the all-reduce of a number, with its launch."""
-        return max(all_reduce_seconds(4, *ranks) for ranks in self.groups.values())
-
     def read(self, graph: fx.Graph, direction: str) -> GraphInfo:
         """Return `graph` as tasks and units with their seconds.
 

@@ -87,7 +87,7 @@ def verify(workload: Workload, plan: Plan, budget: int | None = None) -> None:
         budget: bytes that may live at most; None: no limit.
     """
     _check_steps(workload, plan)
-    _check_cycles(plan, held_units(workload, plan))
+    _check_cycles(plan)
     _check_reads(workload, plan)
     _check_reduces(workload, plan)
     if budget is None:
@@ -111,17 +111,9 @@ def _check_steps(workload: Workload, plan: Plan) -> None:
                 raise PlanError(f"{step}: expected one of the {len(names)} units, found {name}")
 
 
-def held_units(workload: Workload, plan: Plan) -> frozenset[str]:
-    """The units that the step before has kept for a backward that comes first: their first step is a free."""
-    first: dict[str, Kind] = {}
-    for step in plan.of("gather", "wait", "free") if workload.forward else ():
-        first.update((name, step.kind) for name in step.units if name not in first)
-    return frozenset(name for name, kind in first.items() if kind == "free")
-
-
-def _check_cycles(plan: Plan, held: frozenset[str]) -> None:
+def _check_cycles(plan: Plan) -> None:
     """Each unit is gathered, waited for, freed, in turn; reduced and waited for once; launches are waited for whole."""
-    last: dict[tuple[bool, str], Step] = {(False, name): Step("wait", (name,), 0) for name in held}
+    last: dict[tuple[bool, str], Step] = {}
     for step in plan.steps:
         reduces = step.kind in ("reduce", "wait_reduce")
         for name in step.units:
@@ -134,21 +126,18 @@ def _check_cycles(plan: Plan, held: frozenset[str]) -> None:
             if step.kind in ("wait", "wait_reduce") and before is not None and before.units != step.units:
                 raise PlanError(f"{step}: expected to wait for all of one launch, found the launch {before}")
             last[reduces, name] = step
-    for (reduces, name), step in last.items():
-        expected = "wait_reduce" if reduces else "wait" if name in held else "free"
+    for (reduces, _), step in last.items():
+        expected = "wait_reduce" if reduces else "free"
         if step.kind != expected:
             raise PlanError(f"{step}: expected a {expected} after it, found the plan's end")
 
 
 def _open_intervals(workload: Workload, plan: Plan) -> dict[str, list[tuple[int, int, int]]]:
-    """Where each gather of each unit is issued, waited for, and freed; -1 and above all: outside of the step."""
-    held = held_units(workload, plan)
-    at = {unit.name: [-1, -1] if unit.name in held else [] for unit in workload.units}
+    """Where each gather of each unit is issued, waited for, and freed."""
+    at: dict[str, list[int]] = {unit.name: [] for unit in workload.units}
     for step in plan.of("gather", "wait", "free"):
         for name in step.units:
             at[name].append(step.at)
-    for name in held:
-        at[name].append(len(workload.tasks) + 1)
     return {name: list(zip(each[::3], each[1::3], each[2::3], strict=True)) for name, each in at.items()}
 
 
@@ -158,10 +147,9 @@ def _check_reads(workload: Workload, plan: Plan) -> None:
         for name in (workload.units[index].name for index in task.reads):
             if not any(wait <= at < free for _, wait, free in intervals[name]):
                 raise PlanError(f"task {at}, {task.name}, reads {name}: expected it gathered, found it freed")
-    check = _check_next_forward if workload.forward else _check_boundary
     for index, unit in enumerate(workload.units):
         for gather, _, free in intervals[unit.name]:
-            check(workload, index, gather, free)
+            _check_boundary(workload, index, gather, free)
 
 
 # Note [What may cross from forward to backward]
@@ -177,21 +165,6 @@ def _check_boundary(workload: Workload, index: int, gather: int, free: int) -> N
         raise PlanError(f"at {free} free {unit.name}: expected it freed with the forward that gathered it")
     if keeps and unit.keep_unsharded is False:
         raise PlanError(f"at {free} free {unit.name}: expected it freed after forward, found it kept for backward")
-
-
-# Note [What may cross from one step to the next]
-# In a step with updates forward comes last, and is that of the next step. A unit has its new values after its update,
-# so its gather may be issued from there on, if it gathers the shard as it is stored. At the end, where the next
-# backward begins, no collective is under way, and units that are kept unsharded are gathered, as at the beginning.
-def _check_next_forward(workload: Workload, index: int, gather: int, free: int) -> None:
-    unit, forward = workload.units[index], workload.forward
-    outside = gather < 0 or free > len(workload.tasks)
-    if outside and (unit.keep_unsharded is False or not free > workload.reads_in_backward.get(index, (free, 0))[0]):
-        raise PlanError(f"at {free} free {unit.name}: expected it freed with the forward that gathered it")
-    if 0 <= gather < forward < free:
-        first = workload.updated.get(index, forward) + 1 if unit.may_prefetch else forward
-        if gather < first:
-            raise PlanError(f"at {gather} gather {unit.name}: expected it at {first} or later, for the next forward")
 
 
 def _check_reduces(workload: Workload, plan: Plan) -> None:
@@ -236,7 +209,6 @@ class Timeline:
     Attributes:
         compute: the tasks.
         link: the gathers and reduces.
-        norms: the all-reduces of norms, on the same link.
         replicas: the all-reduces over replicas.
         memory: for each task, the most bytes that live at once while it runs or right before it; a last entry for the
             time after the last task.
@@ -245,7 +217,6 @@ class Timeline:
 
     compute: list[Span] = field(default_factory=list)
     link: list[Span] = field(default_factory=list)
-    norms: list[Span] = field(default_factory=list)
     replicas: list[Span] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
     makespan: float = 0.0
@@ -278,12 +249,11 @@ class Machine:
         timeline: what has run.
     """
 
-    def __init__(self, workload: Workload, held: frozenset[str]) -> None:
+    def __init__(self, workload: Workload) -> None:
         self.workload, self.units = workload, {unit.name: unit for unit in workload.units}
         self.now = self.link = self.replicas = 0.0
         self.done: dict[tuple[str, str], float] = {}
-        self.arrives = {unit.name: unit.arrives for unit in workload.units if unit.arrives is not None}
-        self.live = sum(u.gathered for u in workload.units if u.name in held or u.arrives is not None)
+        self.live = 0
         self.timeline = Timeline(memory=list(workload.between))
         self.written: set[int] = set()  # units whose packed buffer has memory
 
@@ -296,12 +266,7 @@ class Machine:
         """Issue one step of a plan."""
         kind, names, at = step
         units = [self.units[name] for name in names]
-        if kind == "gather" and not self.arrives.keys().isdisjoint(names):
-            for name in names:  # launched before the step: the link is busy from the beginning, or it is done
-                start = self.link
-                self.done["gather", name] = self.link = max(start, self.arrives.pop(name, start))
-                self.timeline.link.append(Span(f"gather {name}", start, self.link))
-        elif kind == "gather":
+        if kind == "gather":
             self._launch(step, sum(unit.gather for unit in units))
             self.live += sum(unit.gathered for unit in units)
         elif kind == "reduce":
@@ -335,10 +300,6 @@ class Machine:
         self.note_memory(index, task.memory)
         names = [self.workload.units[unit].name for unit in task.reduced]
         self.now = max([self.now, *(self.done.get(("replicate", name), 0.0) for name in names)])
-        if task.all_reduce:
-            start = max(self.now, self.link)
-            self.now = self.link = start + task.all_reduce
-            self.timeline.norms.append(Span(f"all-reduce {task.name}", start, self.link))
         start = self.now
         self.now += task.seconds
         self.timeline.compute.append(Span(task.name, start, self.now))
@@ -351,7 +312,7 @@ class Machine:
 
 def simulate(workload: Workload, plan: Plan) -> Timeline:
     """Return the time and memory of `plan`, which must pass `verify`."""
-    machine = Machine(workload, held_units(workload, plan))
+    machine = Machine(workload)
     steps = iter([*plan.steps, None])
     step = next(steps)
     for index in range(len(workload.tasks) + 1):

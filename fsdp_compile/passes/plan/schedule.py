@@ -124,19 +124,17 @@ def _shortest_plan(workload: Workload, budget: int | None, coalesce: int, bound:
 
     Limits are tried from the smallest on, up to the first within which a plan is as short as within the last.
     """
-    rules = list[_Candidate]()
-    if not workload.forward:  # the order of blocks knows of no updates
-        timeline = simulate(workload, plan := order_of_blocks(workload))
-        rules = [_Candidate(plan, keep_by_rule(workload), timeline.makespan, timeline.peak, None)]
-    limits = limits_of(workload, {each.peak for each in rules})
+    timeline = simulate(workload, plan := order_of_blocks(workload))
+    rule = _Candidate(plan, keep_by_rule(workload), timeline.makespan, timeline.peak, None)
+    limits = limits_of(workload, {rule.peak})
     most = _sets_to_keep(workload, limits[-1])[-1]
     last = _best_within(workload, limits[-1], [most], coalesce, None, bound * (1 + TOLERANCE))
-    target = min(each.seconds for each in (last, *rules)) * (1 + TOLERANCE)
+    target = min(last.seconds, rule.seconds) * (1 + TOLERANCE)
     best: _Candidate | None = None
     for limit in limits:
         if best is not None and ((budget is not None and limit > budget) or best.seconds <= target):
             break
-        known = [each for each in (best, *rules) if each is not None and each.peak <= limit]
+        known = [each for each in (best, rule) if each is not None and each.peak <= limit]
         start = min(known, key=lambda each: each.cost, default=None)
         best = _best_within(workload, limit, _sets_to_keep(workload, limit), coalesce, start, target)
     assert best is not None
@@ -222,10 +220,8 @@ class Scheduler:
         self.sizes = [units[unit].gathered for unit, _, _ in gathers]
         self.first = [first for _, first, _ in gathers]
         self.ready = [ready for _, _, ready in reduces]
-        held = workload.held(keep)
-        self.held = frozenset(units[unit].name for unit in held)
         self.frees: list[list[str]] = [[] for _ in range(self.count + 1)]
-        for unit, last in (*held.items(), *((unit, last) for unit, _, last in gathers if unit not in held)):
+        for unit, _, last in gathers:
             self.frees[last + 1].append(units[unit].name)
         self.need = [task.memory for task in workload.tasks]  # of each task, with the gradients that it begins to write
         for unit, first, _ in reduces:
@@ -238,32 +234,25 @@ class Scheduler:
         needed = (max((place.get(unit, 0) for unit in task.reduced), default=0) for task in workload.tasks)
         self.needed = [*accumulate(needed, max), len(place)]  # how many reduces have to be done before each task
         self.reads = [bisect_right(self.first, at) for at in range(self.count + 1)]  # likewise, gathers
-        self.arrived = sum(units[unit].arrives is not None for unit, _, _ in gathers)  # launched before the step
-        self.opens, self.alone = self._launch_windows(gathers)
+        self.opens = self._launch_windows(gathers)
 
-    def _launch_windows(self, gathers: list[Gather]) -> tuple[list[int], list[int]]:
-        """From which task on each gather may be launched; and the task behind an update before which it may be, alone.
+    def _launch_windows(self, gathers: list[Gather]) -> list[int]:
+        """From which task on each gather may be launched.
 
         Each task in between must have room for its own buffers and for the gathers that are launched early.
         """
-        opens, alone, latest, sums = list[int](), list[int](), 0, [0, *accumulate(self.sizes)]
+        sums = [0, *accumulate(self.sizes)]
         rooms = [
             self.limit - size + sums[read]
             for size, read in zip(least_memory(self.workload, self.keep), self.reads, strict=False)
         ]
         lowest = list(accumulate(reversed(rooms), min))[::-1]  # from each task on
-        for index, (unit, first, _) in enumerate(gathers):
-            fits = bisect_left(lowest, sums[index + 1])
-            early, free = self.workload.first_issue(unit, first)
-            if self.workload.forward and free:  # behind updates each goes after those before it, or none does
-                latest = early = max(early, latest) if min(early, latest) >= 0 else -1
-            alone.append(early if early >= fits else -1)
-            opens.append(max(fits, free))
-        return opens, alone
+        return [max(bisect_left(lowest, sums[index + 1]), self.workload.first_issue(first))
+                for index, (_, first, _) in enumerate(gathers)]  # fmt: skip
 
     def run(self, preference: Preference, most: float = inf) -> _Candidate | None:
         """The plan that a preference gives; None if it takes more than `most` seconds."""
-        self.machine, self.steps = Machine(self.workload, self.held), list[Step]()
+        self.machine, self.steps = Machine(self.workload), list[Step]()
         self.waits = deque[tuple[int, tuple[str, ...]]]()  # of gathers: before which task, what
         self.pending = deque[tuple[float, tuple[str, ...]]]()  # reduces: when they are done, what
         self.ends = list[float]()  # of gathers
@@ -285,9 +274,6 @@ class Scheduler:
             self._issue("free", tuple(self.frees[self.at]))
         while self.pending and self.pending[0][0] <= self.machine.now:
             self._wait_reduce()
-        if self.at == 0:
-            for _ in range(self.arrived):
-                self._launch("gather", 1)
         while (launch := self._next_launch(preference)) is not None:
             self._launch(*launch)
         while self.gathered < self.read:
@@ -309,7 +295,7 @@ class Scheduler:
             reduces = min(preference.together, bisect_left(self.ready, self.at) - self.reduced)
             if preference.full and reduces < min(preference.together, len(self.ready) - self.reduced):
                 reduces = 0
-        if self.gathered < len(self.first) and (lacks or idle or self.alone[self.gathered] == self.at):
+        if self.gathered < len(self.first) and (lacks or idle):
             in_forward = self.workload.is_forward(self.first[self.gathered])
             ahead = preference.forward if in_forward else preference.backward
             most = max(int(lacks), min(preference.together, self.read + ahead - self.gathered))
@@ -332,14 +318,9 @@ class Scheduler:
         room = inf if patient else self.limit - self.machine.live - beneath
         for index in range(self.gathered, len(self.first)):
             size += self.sizes[index]
-            alone = self.alone[index] == self.at < self.opens[index]
-            if count >= most or (self.opens[index] > self.at and not (alone and count == 0)):
-                break
-            if size > room and index >= self.read:
+            if count >= most or self.opens[index] > self.at or (size > room and index >= self.read):
                 break
             count += 1
-            if alone:
-                break
         return count
 
     def _issue(self, kind: Kind, names: tuple[str, ...]) -> None:
@@ -350,7 +331,7 @@ class Scheduler:
     def _launch(self, kind: Kind, count: int) -> None:
         start = self.gathered if kind == "gather" else self.reduced
         names = tuple(self.names[kind][start : start + count])
-        if kind == "gather" and start >= self.arrived:
+        if kind == "gather":
             self._make_room(sum(self.sizes[start : start + count]) + self.workload.between[self.at])
         self._issue(kind, names)
         if kind == "gather":
@@ -445,8 +426,6 @@ def plan_of(workload: Workload, gathers: list[Gather], issued: list[Position], w
     """
     steps: list[tuple[Position, Kind, int]] = []
     for index, ((unit, first, last), position) in enumerate(zip(gathers, issued, strict=True)):
-        if workload.units[unit].arrives is not None:
-            position = 0, 2, index - 2 * len(gathers)  # before all others, for it was launched before them
         steps += [(position, "gather", unit), ((first, 2, 4 * index), "wait", unit)]
         steps.append(((last + 1, 0, index), "free", unit))
     needed = {unit: at for at, task in reversed([*enumerate(workload.tasks)]) for unit in task.reduced}

@@ -100,7 +100,6 @@ def pin_order(context: GraphContext) -> None:
 
 _EVENTS = (
     *STARTS, WAIT, ops.WAIT_COLLECTIVE, ops.DEFER_REDUCE, ops.UPDATE_SHARD, ops.CHECK_RANKS,
-    ops.PREFETCH_NEXT,
 )  # fmt: skip
 
 

@@ -6,18 +6,19 @@ Costs are estimates by the files of a named device and link (passes/cost/hardwar
 import pathlib
 import re
 import reprlib
+from collections.abc import Collection
 from dataclasses import replace
+from itertools import pairwise
 
 from fsdp_compile.config import read_text
 from fsdp_compile.passes.agreement import plan_together
 from fsdp_compile.passes.graph.analyze import analyze
-from fsdp_compile.passes.graph.nodes import tag_of, tagged
-from fsdp_compile.passes.graph.optimizer_update import units_updated_in_backward, update_cost
+from fsdp_compile.passes.graph.nodes import tagged
 from fsdp_compile.passes.graph.prices import prices_of
 from fsdp_compile.passes.graph.work import relative_costs
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Plan, PlanError
-from fsdp_compile.passes.plan.whole_step import UpdateCost, updating_in_backward
+from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad import plan_by_rule
 from fsdp_compile.passes.post_grad.plan_by_rule import tell_plan
 
@@ -31,16 +32,23 @@ def read_graph(context: GraphContext) -> None:
     graph, config = context.graph, context.config
     prices = prices_of(graph, config)
     info = prices.read(graph, context.direction) if prices else analyze(graph, relative_costs(graph))
-    workload = info.workload
-    if context.direction == "forward" and config.update is not None:  # tags say what the step before has launched
-        arrivals = {name: tag_of(gather.start[-1]).arrives for name, gather in info.gathers.items()}
-        units = tuple(replace(unit, arrives=arrivals.get(unit.name)) for unit in workload.units)
-        workload = replace(workload, units=units)
-    if in_backward := units_updated_in_backward(info):
-        nothing = (0.0,) * len(workload.units)
-        update = update_cost(info, prices, config) or UpdateCost(nothing, (), in_backward=in_backward)
-        workload = updating_in_backward(workload, update)
-    context.info, context.workload = info, workload
+    updated = [name for name, reduce in info.reduces.items() if reduce.updates]
+    context.info, context.workload = info, updating_in_backward(info.workload, updated)
+
+
+def updating_in_backward(workload: Workload, names: Collection[str]) -> Workload:
+    """`workload`, in which the units of these names are updated in backward: a gradient lives until then.
+
+    That is at the latest when the last gradient of a further unit is ready: before the further reduce begins, or the
+    last task. Updates take no seconds here: few, beside those of products.
+    """
+    tasks, ends = list(workload.tasks), sorted({ready for _, _, ready in workload.reduces()})
+    following = dict(pairwise(ends))
+    for unit, _, ready in workload.reduces():
+        if workload.units[unit].name in names and ready in following:
+            at = min(following[ready] + 1, len(tasks) - 1)
+            tasks[at] = replace(tasks[at], reduced=(*tasks[at].reduced, unit))
+    return replace(workload, tasks=tuple(tasks))
 
 
 def choose_plan(context: GraphContext) -> None:

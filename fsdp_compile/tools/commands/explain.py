@@ -19,7 +19,7 @@ from fsdp_compile.tools.options import STANDARD_OUTPUT, Add, check_folders, numb
 FIELDS = {"gpus": "world_size", "batch": "batch", "seq": "sequence", "strategy": "strategy", "keep": "keep",
           "checkpointing": "checkpointing", "accumulate": "accumulation", "precision": "precision",
           "optimizer": "optimizer", "clip": "clip", "gpus_per_node": "ranks_per_node", "shard_size": "shard_size",
-          "compiled": "compiled", "network": "network", "runtime": "runtime", "compile_step": "compile_step",
+          "compiled": "compiled", "network": "network", "runtime": "runtime",
           "reduce_dtype": "reduce_dtype", "wire_gather": "wire_gather", "wire_reduce": "wire_reduce"}  # fmt: skip
 
 DESCRIPTION = """Predict what a training step takes on clusters that need not exist here: time, tokens per second,
@@ -63,7 +63,6 @@ def add_options(add: Add) -> None:
     add("--wire-reduce", choices=WIRE_FORMATS, help="the format in which gradients are sent (default: in full)")
     add("--optimizer", choices=OPTIMIZERS, help="default: adamw")
     add("--clip", action=argparse.BooleanOptionalAction, help="clip gradients to a norm (default: yes)")
-    add("--compile-step", action="store_true", default=None, help="as compile_step runs it")
     add("--runtime", choices=RUNTIMES, help="this package, or FSDP2 (default: fsdp_compile)")
     add("--eager", dest="compiled", action="store_false", default=None, help="not compiled")
     add("--json", nargs="?", type=Path, const=STANDARD_OUTPUT, metavar="OUT", help="write all fields; without OUT, "

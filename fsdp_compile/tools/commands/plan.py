@@ -30,8 +30,8 @@ def add_options(add: Add) -> None:
     add("--batch", type=positive, default=1, metavar="N", help="sequences per rank and forward (default: 1)")
     add("--seq", type=positive, default=2048, metavar="N", help="tokens of a sequence (default: 2048)")
     add("--budget", type=positive, metavar="BYTES", help="memory that may be in use at once")
-    add("--optimizer", choices=OPTIMIZERS, help="plan the step of compile_step with it")
-    add("--clip", action="store_true", help="clip gradients in that step")
+    add("--optimizer", choices=OPTIMIZERS, help="whose update follows")
+    add("--clip", action="store_true", help="clip gradients before the update")
     add("--trace", type=Path, metavar="JSON", help="also write a timeline for ui.perfetto.dev")
 # fmt: on
 
