@@ -21,12 +21,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 10_545,
-    "the story and what it imports": 15_409,
-    PACKAGE: 39_090,
-    "tests": 53_465,
+    "the story": 10_393,
+    "the story and what it imports": 14_974,
+    PACKAGE: 37_988,
+    "tests": 52_379,
     "bench": 5_038,
-    "docs, README, change log": 5_321,
+    "docs, README, change log": 5_266,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""
 

@@ -74,13 +74,13 @@ def _freed_with_updates(rank: int, clip_norm: float | None) -> float:
     storages: list[StorageWeakRef] = []
     run, shown = JointStep.run, []
 
-    def running(self: JointStep, flats: Any = None, factor: Tensor | None = None) -> None:
-        ready = [pair for pair in self.ready[optimizers[0]] if flats is None or pair[0].flat in flats]
+    def running(self: JointStep, factor: Tensor | None = None) -> None:
+        ready = self.ready[optimizers[0]][:]
         shown.extend(param.grad for segment, _ in ready for param in segment.params if param.grad is not None)
         freed = [StorageWeakRef(gradient.untyped_storage()) for _, gradient in ready]
         del ready
-        run(self, flats, factor)
-        assert all(storage.expired() for storage in freed) or not self._has_state  # the first step updates all at once
+        run(self, factor)
+        assert all(storage.expired() for storage in freed)
         storages.extend(freed)
 
     inputs = torch.arange(32.0).view(4, 8) / 32 + rank
