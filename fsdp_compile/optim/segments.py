@@ -262,12 +262,12 @@ class Segments:
         self.hook: RemovableHandle | None = None  # of the step that begins (flat.py)
 
     @classmethod
-    def of(cls, optimizer: Optimizer, is_hint: bool = False) -> "Segments":
-        """The segments of `optimizer`, made again if parameters or shards were replaced; `is_hint`: if it had none."""
+    def of(cls, optimizer: Optimizer, found: bool = False) -> "Segments":
+        """The segments of `optimizer`, made again if parameters or shards were replaced; if `found`, if it had none."""
         segments = cls._of.get(optimizer)
         if segments is None:
             segments = cls._of[optimizer] = cls()
-        elif is_hint and segments.all:
+        elif found and segments.all:
             return segments
         groups = [group["params"] for group in optimizer.param_groups]
         same = len(groups) == len(segments._params) and all(map(are_same, groups, segments._params))

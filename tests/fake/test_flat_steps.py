@@ -472,7 +472,10 @@ NEVER: dict[str, Make] = {
 
 @pytest.mark.parametrize("name", NEVER)
 def test_never(name: str) -> None:
-    """Subclasses, classes that are not elementwise, and optimizers that it was turned off for step as they are."""
+    """Subclasses, classes that are not elementwise, and optimizers that it was turned off for step as they are.
+
+    `flat_step` refuses those whose update of an element depends on others.
+    """
     side = Side.__new__(Side)
     side.model = model()
     side.optimizer = NEVER[name](list(side.model.parameters()))
@@ -481,6 +484,10 @@ def test_never(name: str) -> None:
             backward(side.model, number)
             side.optimizer.step(*([lambda: 1.0] if name == "lbfgs" else []))
     assert counts == []
+    if name == "adafactor":
+        refused = r"flat_step takes optimizers that update elementwise \(SGD, .*, not Adafactor"
+        with pytest.raises(TypeError, match=refused):
+            flat_step(side.optimizer)
 
 
 def test_made_before_sharding() -> None:

@@ -1,7 +1,5 @@
 """Optimizers that step on flat shards do what they do without; what one process shows is in fake/test_flat_steps.py."""
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,15 +12,8 @@ from fsdp_compile.optim import flat_step
 from fsdp_compile.optim.segments import Segments
 
 from .ranks import on_ranks
-from .test_compile_step import FUSED
 from .training import local
 
-Make = Callable[[Any], torch.optim.Optimizer]
-
-OPTIMIZERS: dict[str, Make] = {  # fake/test_flat_steps.py has all classes
-    **{name: make for name, make in FUSED.items() if name != "adafactor"},
-    "fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
-}
 CLOSE = {"rtol": 1e-6, "atol": 1e-7}  # kernels compute the last few elements of a tensor with other instructions
 
 
@@ -46,34 +37,6 @@ def _assert_equal(one: nn.Module, other: nn.Module, optimizers: list[torch.optim
             assert type(value) is type(states[1][name])
             if isinstance(value, torch.Tensor):
                 torch.testing.assert_close(local(value), local(states[1][name]), **CLOSE)
-
-
-@pytest.mark.parametrize("by_groups", [True, pytest.param(False, marks=pytest.mark.nightly)])
-@on_ranks(2)
-def test_as_ordinary_steps(rank: int, by_groups: bool) -> None:
-    """Parameters and state are those of ordinary steps: schedules, clipping, missing gradients, loaded state."""
-    for name in OPTIMIZERS:
-        models = [fully_shard(_model(), auto_wrap_policy=None) for _ in range(2)]
-        of = _groups if by_groups else nn.Module.parameters
-        optimizers = [OPTIMIZERS[name](of(model)) for model in models]
-        flat_step(optimizers[1], False)
-        schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
-        for step in range(6):
-            x = torch.randn(3, 9, generator=seeded(step + 10 * rank))
-            for model, optimizer, schedule in zip(models, optimizers, schedules, strict=True):
-                optimizer.zero_grad()
-                model(x).square().sum().backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                if step == 2:  # not laid out as their parameters
-                    first, last = model[0][0].weight, model[2][0].weight
-                    first.grad, last.grad = last.grad, first.grad
-                if step == 3:  # one gradient less: a state that differs within a segment
-                    model[1][0].weight.grad = None
-                optimizer.step()
-                schedule.step()
-                if step == 4:
-                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            _assert_equal(*models, optimizers)
 
 
 @on_ranks(2)
@@ -111,11 +74,3 @@ def test_before_other_steps(rank: int, how: str) -> None:
                 optimizer.state[model[0][0].weight]["of_a_user"] = 0
             optimizer.step()
     _assert_equal(*models, optimizers)
-
-
-@on_ranks(2)
-def test_refused() -> None:
-    """An optimizer whose update of an element depends on others is refused."""
-    model = fully_shard(_model())
-    with pytest.raises(TypeError, match=r"flat_step takes optimizers that update elementwise \(SGD, .*, not Adafactor"):
-        flat_step(torch.optim.Adafactor(model.parameters()))
