@@ -23,8 +23,8 @@ FUNCTION_LINES = 90
 LIMITS = {
     "the story": 10_393,
     "the story and what it imports": 14_974,
-    PACKAGE: 37_988,
-    "tests": 52_341,
+    PACKAGE: 37_974,
+    "tests": 52_322,
     "bench": 5_038,
     "docs, README, change log": 5_266,
 }

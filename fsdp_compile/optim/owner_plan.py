@@ -189,43 +189,29 @@ def plan_owners(matrices: Sequence[Matrix], size: int, nodes: Sequence[int] = ()
         nodes: for each rank the node that it is on; empty: all are on one.
     """
     places = tuple(nodes) or (0,) * size
-    near, plain = (
-        OwnerPlan(tuple(matrices), _Dealer(matrices, places, stays).deal(), size, places) for stays in (True, False)
-    )
+    near, plain = (OwnerPlan(tuple(matrices), _deal(matrices, places, stays), size, places) for stays in (True, False))
     return near if near.length <= _WORSE * plain.length else plain
 
 
-class _Dealer:
-    """Deals matrices; `stays`: to ranks that store them, if loads allow it."""
+def _deal(matrices: Sequence[Matrix], nodes: Sequence[int], stays: bool) -> tuple[int, ...]:
+    """The owner of each matrix; `stays`: a rank that stores some of it, if loads allow it."""
+    loads, limit = [0] * len(nodes), _SPREAD * sum(matrix.cost for matrix in matrices) / len(nodes)
+    on_node: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        on_node.setdefault(node, []).append(rank)
 
-    def __init__(self, matrices: Sequence[Matrix], nodes: Sequence[int], stays: bool) -> None:
-        self._matrices, self._nodes, self._stays = matrices, nodes, stays
-        self._loads = [0] * len(nodes)
-        self._limit = _SPREAD * sum(matrix.cost for matrix in matrices) / len(nodes)
-        self._on_node: dict[int, list[int]] = {}
-        for rank, node in enumerate(nodes):
-            self._on_node.setdefault(node, []).append(rank)
+    def candidates(matrix: Matrix) -> Iterator[int]:
+        far: dict[int, int] = {}
+        for rank, numel in sorted(matrix.stored, key=lambda pair: (-pair[1], loads[pair[0]], pair[0])):
+            yield rank
+            far[nodes[rank]] = far.get(nodes[rank], 0) + numel
+        for node in sorted(far, key=lambda node: (-far[node], node)):
+            yield min(on_node[node], key=loads.__getitem__)
 
-    def deal(self) -> tuple[int, ...]:
-        """The owner of each matrix."""
-        owners = [0] * len(self._matrices)
-        for index in sorted(range(len(owners)), key=lambda index: (-self._matrices[index].cost, index)):
-            owners[index] = self._owner(self._matrices[index])
-            self._loads[owners[index]] += self._matrices[index].cost
-        return tuple(owners)
-
-    def _owner(self, matrix: Matrix) -> int:
-        if self._stays:
-            nodes: dict[int, int] = {}
-            for rank, numel in sorted(matrix.stored, key=lambda pair: (-pair[1], self._loads[pair[0]], pair[0])):
-                if self._fits(rank, matrix):
-                    return rank
-                nodes[self._nodes[rank]] = nodes.get(self._nodes[rank], 0) + numel
-            for node in sorted(nodes, key=lambda node: (-nodes[node], node)):
-                rank = min(self._on_node[node], key=self._loads.__getitem__)
-                if self._fits(rank, matrix):
-                    return rank
-        return min(range(len(self._loads)), key=self._loads.__getitem__)
-
-    def _fits(self, rank: int, matrix: Matrix) -> bool:
-        return self._loads[rank] + matrix.cost <= self._limit
+    owners = [0] * len(matrices)
+    for index in sorted(range(len(owners)), key=lambda index: (-matrices[index].cost, index)):
+        cost, near = matrices[index].cost, candidates(matrices[index]) if stays else iter(())
+        fitting = (rank for rank in near if loads[rank] + cost <= limit)
+        owners[index] = next(fitting, min(range(len(loads)), key=loads.__getitem__))
+        loads[owners[index]] += cost
+    return tuple(owners)

@@ -54,13 +54,14 @@ class Loop:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Any,
         clip: float | None,
         accumulate: int,
         backend: str,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        self.model, self.optimizer, self.clip, self.accumulate = model, optimizer, clip, accumulate
+        self.model, self.clip, self.accumulate = model, clip, accumulate
+        self.optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
         self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
         self.run: Any = model if backend == "eager" else torch.compile(model, backend=backend)
 
@@ -72,12 +73,15 @@ class Loop:
                 loss = loss_of(self.run(x), y)
                 self.scaler.scale(loss / self.accumulate if self.accumulate > 1 else loss).backward()
             losses.append(loss.detach())
-        self.scaler.unscale_(self.optimizer)
+        for each in self.optimizers:
+            self.scaler.unscale_(each)
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        self.scaler.step(self.optimizer)
+        for each in self.optimizers:
+            self.scaler.step(each)
         self.scaler.update()
-        self.optimizer.zero_grad()
+        for each in self.optimizers:
+            each.zero_grad()
         return torch.stack(losses).mean() if len(losses) > 1 else losses[0]
 
 
@@ -86,10 +90,12 @@ def batch(case: Case, seed: int, accumulate: int = 1) -> Inputs:
     return tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
 
 
-def assert_equal_state(models: list[nn.Module], optimizers: list[torch.optim.Optimizer], number: Any) -> None:
-    """The optimizers have equal state, bit for bit."""
+def assert_equal_state(models: list[nn.Module], optimizers: list[Any], number: Any) -> None:
+    """The optimizers, one or several of each model, have equal state, bit for bit."""
+    several = [each if isinstance(each, list) else [each] for each in optimizers]
     for a, b in zip(*(model.parameters() for model in models), strict=True):
-        states = [optimizer.state.get(param, {}) for optimizer, param in zip(optimizers, (a, b), strict=True)]
+        states = [next((one.state[param] for one in some if param in one.state), {})
+                  for some, param in zip(several, (a, b), strict=True)]  # fmt: skip
         assert states[0].keys() == states[1].keys()
         for kind, value in states[0].items():
             assert torch.equal(local(value), local(states[1][kind])), f"{kind} after step {number}"
@@ -99,6 +105,7 @@ class Both:
     """Two equal models: `step` trains one, and the `loop` that it stands for the other.
 
     Args:
+        make: returns the optimizer of a model, or several.
         how: the backend of both; "eager": the step is compiled by `aot_eager`, block by block.
         options: of `compile_step`.
     """
@@ -106,7 +113,7 @@ class Both:
     def __init__(
         self,
         case: Case = TWO,
-        make: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+        make: Callable[[nn.Module], Any] = adamw,
         how: str = "aot_eager",
         build: Callable[[Case], nn.Module] = shard,
         **options: Any,

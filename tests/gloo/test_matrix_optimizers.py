@@ -27,8 +27,8 @@ from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from .ranks import Ranks, on_ranks
 from .same_bits import CASES as SAME
 from .same_bits import LowRank, of_ranks, trained
-from .test_compile_step import loss_of
-from .training import assert_bitwise, build, local, mine, reference_and_model, shard
+from .test_compile_step import Both, loss_of
+from .training import build, local, mine, reference_and_model, shard
 
 NIGHTLY = pytest.mark.nightly
 STEPS = 20
@@ -205,28 +205,13 @@ def test_learning_rate_of_a_tensor(two: Ranks) -> None:
 
 def _follow(rank: int, name: str, steps: int, options: dict[str, Any], backend: str, order: str) -> None:
     """One model is trained by `compile_step`, another by an eager loop: bit for bit equal at each step."""
-    case = CASES[name]
-    models = [shard(case, reduction_order=order) for _ in range(2)]
-    stepping = [optimizers(model) for model in models]
-    step: Any = compile_step(models[0], stepping[0], loss_of, backend=backend, **options)
-    clip = options.get("clip_norm")
+    both = Both(CASES[name], optimizers, backend, partial(shard, reduction_order=order), **options)
+    both.loop = both.loop_of(1, "eager")
     for number in range(steps):
-        for group in (group for some in stepping for each in some for group in each.param_groups):
+        for group in (group for some in both.optimizers for each in some for group in each.param_groups):
             group["lr"] = 0.02 / (1 + 0.1 * number)
-        inputs, target = mine(case, number)
         with torch._dynamo.config.patch(error_on_recompile=number > 1):
-            step(inputs, target=target)
-        loss_of(models[1](inputs), target).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(models[1].parameters(), clip)
-        for each in stepping[1]:
-            each.step()
-            each.zero_grad()
-        assert_bitwise(*models, f"{name}, step {number}")
-        for one, other in zip(*stepping, strict=True):
-            for param, match in zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
-                for key, value in one.state[param].items():
-                    assert torch.equal(local(value), local(other.state[match][key])), (name, key, number)
+            both.compare(number, what=name)
 
 
 @pytest.mark.parametrize(
@@ -272,27 +257,24 @@ def watching(sent: list[str]) -> Iterator[None]:
 @on_ranks(2)
 def test_update_in_backward() -> None:
     """Stages of several units are exchanged together in backward, also without a unit that a step leaves out."""
-    case = Case(Skipping, vectors, squared_error)
-    models = [shard(case, auto_wrap_policy={nn.Sequential, nn.Linear}) for _ in range(2)]
-    stepping = [optimizers(model) for model in models]
-    step: Any = compile_step(models[0], stepping[0], loss_of, backend="aot_eager", update_in_backward=True)
+    sharded = partial(shard, auto_wrap_policy={nn.Sequential, nn.Linear})
+    both = Both(Case(Skipping, vectors, squared_error), optimizers, build=sharded, update_in_backward=True)
+    both.loop = both.loop_of(1, "eager")
     sent: list[str] = []
     for number, skipped in enumerate((-1, -1, 1, 1, -1)):
-        for model in models:
+        for model in both.models:
             model.skipped = skipped  # type: ignore[assignment]  # not a parameter
-        inputs, target = mine(case, number)
-        for each in (each for some in stepping for each in some) if number == 3 else ():  # state that will be joined
+        for each in (each for some in both.optimizers for each in some) if number == 3 else ():  # which will be joined
             each.load_state_dict(copy.deepcopy(each.state_dict()))
-        with watching(sent):
-            step(inputs, target=target)
-        counted = len(sent), len(set(owner_plans(stepping[0][0])[0].stages))
+
+        def noted(inputs: Tensor, target: Tensor) -> Tensor:
+            with watching(sent):
+                return both.step(inputs, target=target)
+
+        both.compare(number, noted)
+        counted = len(sent), len(set(owner_plans(both.optimizers[0][0])[0].stages))
         assert counted[0] in (2 * counted[1], 2 * counted[1] - 2), counted
         sent.clear()
-        loss_of(models[1](inputs), target).backward()
-        for each in stepping[1]:
-            each.step()
-            each.zero_grad()
-        assert_bitwise(*models, f"step {number}")
 
 
 @on_ranks(2)
@@ -324,19 +306,11 @@ def test_clipped() -> None:
 @on_ranks(2)
 def test_with_inductor(options: dict[str, Any]) -> None:
     """Where Inductor compiles the model and the elementwise updates, results are those of the loop up to rounding."""
-    models = [shard(CASES["mlp"]) for _ in range(2)]
-    stepping = [optimizers(model) for model in models]
-    step: Any = compile_step(models[0], stepping[0], loss_of, **options)
+    both = Both(CASES["mlp"], optimizers, "fsdp_compile", **options)
+    both.loop = both.loop_of(1, "eager")
     for number in range(3):
-        inputs, target = mine(CASES["mlp"], number)
-        step(inputs, target=target)
-        loss_of(models[1](inputs), target).backward()
-        if "clip_norm" in options:
-            nn.utils.clip_grad_norm_(models[1].parameters(), options["clip_norm"])
-        for each in stepping[1]:
-            each.step()
-            each.zero_grad()
-        for param, other in zip(*(model.parameters() for model in models), strict=True):
+        both.train(number)
+        for param, other in zip(*(model.parameters() for model in both.models), strict=True):
             torch.testing.assert_close(local(param), local(other), rtol=0, atol=1e-3)  # bfloat16 amplifies rounding
 
 
