@@ -28,7 +28,6 @@ from fsdp_compile import (
 )
 from fsdp_compile.core.sharding import clean_names
 from fsdp_compile.optim import by_owner
-from fsdp_compile.state_dict import optimizer as functions
 from fsdp_compile.state_dict.sharded_value import full_tensor
 from fsdp_compile.tensors.nested import leaves
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
@@ -159,21 +158,6 @@ def test_kinds_of_state_dicts(rank: int) -> None:
                 with _fresh(other, model) as fresh, state_dict_type(other, kind, None, config):
                     optim_state_dict_to_load(other, fresh, saved, load_directly=True)
                     _assert_goes_on(other, fresh, f"{kind} {config}")
-    model, optimizer = _trained(fully_shard)
-    full, sharded = (
-        functions.full_optim_state_dict(model, optimizer),
-        functions.sharded_optim_state_dict(model, optimizer),
-    )
-    everywhere = functions.full_optim_state_dict(model, optimizer, rank0_only=False)
-    for convert in (
-        lambda other, fresh: functions.scatter_full_optim_state_dict(full, other, optim=fresh),
-        lambda other, fresh: functions.shard_full_optim_state_dict(everywhere, other, optim=fresh),
-        lambda other, fresh: functions.flatten_sharded_optim_state_dict(sharded, other, fresh),
-    ):
-        other = fully_shard(_model(1))
-        with _fresh(other, model) as fresh:
-            fresh.load_state_dict(convert(other, fresh))
-            _assert_goes_on(other, fresh, "older functions")
 
 
 @on_ranks(2)
