@@ -22,11 +22,11 @@ PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
     "the story": 10_393,
-    "the story and what it imports": 14_974,
-    PACKAGE: 37_974,
-    "tests": 52_183,
+    "the story and what it imports": 14_967,
+    PACKAGE: 37_880,
+    "tests": 52_043,
     "bench": 5_038,
-    "docs, README, change log": 5_266,
+    "docs, README, change log": 5_265,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""
 

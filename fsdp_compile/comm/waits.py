@@ -15,8 +15,6 @@ group, and expects what followed when it last did the same. All ranks have begun
 same. Who does something else asks the others before it communicates, and waits; if all do it, they go on.
 """
 
-import math
-import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -115,21 +113,19 @@ class GroupState:
         rounds: how many comparisons were begun, the same number on all ranks.
         agreed: the texts of graphs on which all ranks agreed, and how notes name the graphs.
         models: of roots, and of their flat parameters, which one of those that were compared here it is, from 1.
-        link: latency and bandwidth as its ranks measured them, or the reason why not; None: nobody has asked.
+        link: latency and bandwidth as its ranks measured them; None: nobody has asked.
         begun: how many collectives were begun here.
-        until: when waits fail, by `time.monotonic`, if the group does not let them fail before.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.units: dict[int, set[str]] = defaultdict(set)
         self.senders: tuple[dist.BroadcastOptions, ...] | None = None
         self.rounds, self.agreed = 0, dict[str, str]()
-        self.link: dict[str, Any] | None = None
+        self.link: tuple[float, ...] | None = None
         self.models: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._numbered = 0
         self._events: deque[str] = deque(maxlen=_REMEMBERED)
         self._period = 1  # how many events ago ranks last did the same
-        self.until = math.inf
         self._group = weakref.ref(group)
         self.begun = self._errors = 0  # collectives begun here, and errors raised that the group was told
         self._last: deque[tuple[str, str | int, str | torch.Size]] = deque(maxlen=_NOTES)
@@ -171,10 +167,7 @@ class GroupState:
                     if work.is_completed():
                         work.wait()  # raises why it failed
                         break
-                    if time.monotonic() > self.until:
-                        raise
-                    if self.until == math.inf:  # else without the store, which may be that of a rank that has stopped
-                        self.check()
+                    self.check()
 
     def check(self) -> None:
         """In a wait that takes long, raise RuntimeError if another rank has begun something else."""

@@ -17,7 +17,6 @@ import torch
 from torch import fx
 
 from fsdp_compile.comm._torch import group_named
-from fsdp_compile.comm.collectives import is_first
 from fsdp_compile.config import MEASURE, CompileConfig, check_type
 from fsdp_compile.core.ops import MARKERS, PACK_GRADS, UNSHARD, UnshardSpec, set_inductor_settings
 from fsdp_compile.passes._torch import (
@@ -36,7 +35,7 @@ from fsdp_compile.passes.graph.prices import hardware_at
 from fsdp_compile.passes.hooks import CORE_PASSES, OURS, Refused, pipelines
 from fsdp_compile.passes.joint import reshard_by_cost
 from fsdp_compile.passes.joint.smallest_gather import smallest_gather
-from fsdp_compile.passes.measure import NoLink, NotMeasured, measured_link, measured_speed
+from fsdp_compile.passes.measure import NoLink, measured_link, measured_speed
 from fsdp_compile.passes.notice import CompileNotice
 from fsdp_compile.passes.pipeline import Pass, enabled, log, watchers
 from fsdp_compile.passes.post_grad import blocks, plan_by_cost, updates
@@ -203,7 +202,7 @@ def for_graph(config: CompileConfig, graph: fx.Graph) -> CompileConfig:
     compiles for all, too, once the link is known. A graph that communicates nothing has nothing to plan.
 
     Raises:
-        Refused: nothing can be measured, and the configuration has a budget.
+        Refused: there is no link, and the configuration has a budget.
     """
     are_ours = is_ours(graph, MARKERS)
     sent = list((_of_units if are_ours else communicated)(graph))
@@ -246,8 +245,8 @@ def _measured_costs(sent: Sequence[Sent], device_named: str | None, limit: float
             figures = {name: measured_link(group_named(name), largest.device, largest.nbytes, limit)
                        for name in dict.fromkeys(each.group for each in sent)}  # fmt: skip
             return measured_text(figures), device_named or _measured_device(largest.device)
-    except NotMeasured as reason:
-        _log_once(str(reason), log.info if isinstance(reason, NoLink) or not is_first(None) else log.warning)
+    except NoLink as reason:
+        _log_once(str(reason))
         return None, None
 
 
@@ -263,8 +262,8 @@ def _measured_device(here: torch.device) -> str | None:
 
 
 @cache
-def _log_once(reason: str, tell: Callable[[str], None]) -> None:
-    tell(f"collectives follow the order of blocks, as no link was measured: {reason}")
+def _log_once(reason: str) -> None:
+    log.info(f"collectives follow the order of blocks, as no link was measured: {reason}")
 
 
 def compile_with(
