@@ -246,4 +246,5 @@ ROWS: tuple[Row, ...] = (
     Row("`block.compile()` in an eager model", MLP, regions=True),
     Row("data replaced between steps", MLP, replaces=True),
     Row("`torch.optim.Muon`", MLP, muon=True, tolerance=LOW, sizes=MANY),  # it amplifies what Inductor rounds
+    Row("`shards=\"rows\"`", MLP, partial(fully_shard, shards="rows")),
 )  # fmt: skip
