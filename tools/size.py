@@ -24,9 +24,9 @@ LIMITS = {
     "the story": 10_393,
     "the story and what it imports": 14_967,
     PACKAGE: 37_880,
-    "tests": 52_043,
+    "tests": 51_742,
     "bench": 5_038,
-    "docs, README, change log": 5_265,
+    "docs, README, change log": 5_238,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""
 
