@@ -254,7 +254,9 @@ class MatrixUpdates:
             self._params, self._moves = params, moves()
             self._made.clear()
             pairs = ((each, index) for index, group in enumerate(optimizer.param_groups) for each in group["params"])
-            some = [pair for pair in pairs if _is_taken(pair[0])]
+            # The optimizer updates others by itself.
+            some = [(each, index) for each, index in pairs if isinstance(each, ShardedTensor) and each.numel() > 0
+                    and each.spec.tensor_parallel is None]  # fmt: skip
             self._plan(optimizer, some, per_node)
             members = [Member(*pair, place) for pair, place in zip(some, self._places, strict=True)]
             self._members = {id(member.param): member for member in members}
@@ -370,11 +372,6 @@ def _compute_until(has_ended: Callable[[], bool], at_home: list[Stage]) -> None:
     """Compute matrices that lie on this rank until an exchange has ended, or none are left."""
     while at_home and not has_ended():
         at_home.pop(0).compute_at_home()
-
-
-def _is_taken(param: Any) -> bool:
-    """Whether a parameter can be updated here; its optimizer updates others."""
-    return isinstance(param, ShardedTensor) and param.spec.tensor_parallel is None and param.numel() > 0
 
 
 def _ranges_of(param: ShardedTensor, numel: int) -> tuple[Ranges, ...]:

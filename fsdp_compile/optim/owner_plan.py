@@ -7,6 +7,7 @@
 It needs shapes alone, so that `explain` plans without ranks or memory.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -201,10 +202,10 @@ def _deal(matrices: Sequence[Matrix], nodes: Sequence[int], stays: bool) -> tupl
         on_node.setdefault(node, []).append(rank)
 
     def candidates(matrix: Matrix) -> Iterator[int]:
-        far: dict[int, int] = {}
+        far = Counter[int]()
         for rank, numel in sorted(matrix.stored, key=lambda pair: (-pair[1], loads[pair[0]], pair[0])):
             yield rank
-            far[nodes[rank]] = far.get(nodes[rank], 0) + numel
+            far[nodes[rank]] += numel
         for node in sorted(far, key=lambda node: (-far[node], node)):
             yield min(on_node[node], key=loads.__getitem__)
 

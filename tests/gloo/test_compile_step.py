@@ -221,13 +221,6 @@ def test_as_the_stock_loop(two: Ranks, name: str, by_groups: bool, how: tuple[st
     assert two.run(_follow, name, "aot_eager", STEPS, by_groups, how) == [0.0, 0.0]
 
 
-@LATE
-@pytest.mark.parametrize("by_groups", [False, True])
-def test_on_three_ranks(three: Ranks, by_groups: bool) -> None:
-    """So they are on three ranks."""
-    assert three.run(_follow, "gpt", "aot_eager", STEPS, by_groups, ("step", "step", "eager")) == [0.0] * 3
-
-
 @pytest.mark.parametrize(
     ("name", "by_groups", "accumulate"),
     [("small", False, 1), pytest.param("mlp", False, 2, marks=LATE), pytest.param("mlp", True, 2, marks=LATE)],

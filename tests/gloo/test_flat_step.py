@@ -9,7 +9,6 @@ from torch import nn
 
 from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.optim import flat_step
-from fsdp_compile.optim.segments import Segments
 
 from .ranks import on_ranks
 from .training import local
@@ -22,12 +21,6 @@ def _model() -> nn.Module:
     return nn.Sequential(*[nn.Sequential(nn.Linear(9, 9), nn.LayerNorm(9), nn.Tanh()) for _ in range(3)])
 
 
-def _groups(model: nn.Module) -> list[dict[str, Any]]:
-    params = list(model.parameters())
-    decayed = {"params": [param for param in params if param.dim() >= 2], "weight_decay": 0.2}
-    return [decayed, {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0}]
-
-
 def _assert_equal(one: nn.Module, other: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(local(mine), local(theirs), **CLOSE)
@@ -37,19 +30,6 @@ def _assert_equal(one: nn.Module, other: nn.Module, optimizers: list[torch.optim
             assert type(value) is type(states[1][name])
             if isinstance(value, torch.Tensor):
                 torch.testing.assert_close(local(value), local(states[1][name]), **CLOSE)
-
-
-@on_ranks(2)
-def test_what_is_updated_at_once() -> None:
-    """Parameters that lie side by side are one parameter to the optimizer."""
-    model = fully_shard(_model(), auto_wrap_policy=None)
-    optimizer = torch.optim.AdamW(_groups(model), lr=0.1)
-    model(torch.ones(3, 9)).square().sum().backward()
-    optimizer.step()
-    ready = Segments.of(optimizer).ready(optimizer)
-    assert [len(segment.params) for segment, _ in ready] == [1, 1, 1, 3, 3, 3], (
-        "a weight, before three other parameters"
-    )
 
 
 @pytest.mark.parametrize("how", ["step", "in backward", "state"])

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 
+from fsdp_compile.optim import MatrixOptimizer, MatrixShard
+
 from .ranks import Ranks, on_ranks
 from .test_compile_step import Both, adamw, batch, loss_of
 from .training import local, shard
@@ -65,13 +67,6 @@ def _follow(rank: int, name: str, how: str, steps: int, options: dict[str, Any])
 def test_as_the_stock_loop(two: Ranks, name: str, how: str, options: dict[str, Any]) -> None:
     """Five steps of AdamW have the loss, the parameters and the state of the stock loop, bit for bit."""
     assert two.run(_follow, name, how, 5, options) == [0.0, 0.0]
-
-
-@LATE
-@pytest.mark.parametrize(("name", "options"), [("blocks", {}), ("gpt", {})])
-def test_with_inductor(two: Ranks, name: str, options: dict[str, Any]) -> None:
-    """With Inductor ten steps have the bits of a loop with torch's fused kernel."""
-    assert two.run(_follow, name, "inductor", 10, options) == [0.0, 0.0]
 
 
 @LATE
@@ -184,11 +179,25 @@ def _raise_loss() -> Tensor:
     raise ValueError("the loss fails")
 
 
+class Normed(MatrixOptimizer):
+    """All of a parameter belongs together."""
+
+    def before(self, shard: MatrixShard) -> Tensor:
+        return shard.zeros("momentum").mul_(0.5).add_(shard.grad)
+
+    def whole(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
+        return matrix / (matrix.norm() + 1)
+
+    def after(self, shard: MatrixShard, update: Tensor) -> None:
+        shard.param.add_(update, alpha=-0.1)
+
+
+@pytest.mark.parametrize("matrices", [False, True])
 @on_ranks(2)
-def test_failures() -> None:
+def test_failures(matrices: bool) -> None:
     """After a failure in the middle of backward the error, and each further step, says so until a checkpoint is
     loaded; steps go on from there as if nothing had been."""
-    both = _both("eager")
+    both = _both("eager", make=(lambda model: Normed(model.parameters(), {})) if matrices else adamw)
     models, optimizers, step = both.models, both.optimizers, both.step
     for number in range(2):
         both.compare(number)
