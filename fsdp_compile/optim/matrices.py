@@ -173,7 +173,7 @@ def local_gradient(param: ShardedTensor) -> Tensor:
     assert grad is not None
     if isinstance(grad, UnreducedGradient):
         refuse_unreduced("step")
-    if type(grad) is ShardedTensor and grad.spec == param.spec:
+    if type(grad) is ShardedTensor and (grad.spec is param.spec or grad.spec == param.spec):
         return grad.local.to(param.dtype)
     return param.spec.local_of(plain(grad)).to(param.dtype)
 

@@ -348,8 +348,7 @@ class MatrixUpdates:
             if (whole := kept[flat]) is not None:
                 found[id(param)] = whole[member.within]
             elif (grad := param.grad) is not None and grad.dtype == param.dtype:  # else state has another one too
-                is_alike = type(grad) is ShardedTensor and grad.spec is param.spec
-                found[id(param)] = grad.local if is_alike else local_gradient(param)  # type: ignore[attr-defined]  # alike
+                found[id(param)] = local_gradient(param)
                 if drops:
                     param.grad = None
         return found
@@ -381,7 +380,7 @@ def _ranges_of(param: ShardedTensor, numel: int) -> tuple[Ranges, ...]:
     found = []
     for begin in range(0, param.numel(), numel):
         ends = [(max(first, begin), min(first + size, begin + numel)) for first, size in param.spec.ranges]
-        found.append(tuple((low - begin, high - low) if low < high else (0, 0) for low, high in ends))
+        found.append(tuple((low - begin, max(0, high - low)) for low, high in ends))
     return tuple(found)
 
 

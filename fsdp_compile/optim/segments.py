@@ -63,8 +63,7 @@ class Segment:
         params: the parameters, in the order of the shard.
         group: the index of their parameter group.
         param: all of them as one plain parameter, 1-D `[stop - start]`, which shares their memory.
-        state: of `param`: tensors that the parameters' own are views of, 1-D `[stop - start]`, counts, and what is
-            equal for all of them.
+        state: of `param`: tensors that the parameters' own are views of, 1-D `[stop - start]`, and counts.
         counts: where the counts lie, and which segment this one is there.
         left: the values of `state`, when it became theirs, and `known`: the values of theirs then.
     """
@@ -122,9 +121,6 @@ class Segment:
         first = values[0]
         if len({(type(each), getattr(each, "dtype", None), getattr(each, "device", None)) for each in values}) > 1:
             return _UNLIKE
-        if not isinstance(first, Tensor):
-            is_plain = isinstance(first, (int, float, str, type(None)))
-            return first if is_plain and all(each == first for each in values) else _UNLIKE
         if type(first) is ShardedTensor:
             if not all(each.spec.same_ranges(spec) for each, spec in zip(values, self.specs, strict=True)):
                 return _UNLIKE

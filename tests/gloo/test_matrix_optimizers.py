@@ -172,10 +172,10 @@ def _train(rank: int, name: str, strategy: str = "FULL_SHARD", lr: Any = 0.02, *
             torch.testing.assert_close(full, other, rtol=0, atol=1e-6)
     for one in (each for each in of_each[0] if takes_matrices(each)):
         params = one.param_groups[0]["params"]
-        plans = MatrixUpdates.of(one).plans.values()
-        assert sum(len(plan.matrices) for plan in plans) == sum(
-            len(p) if len(p) == 5 and p.dim() == 3 else 1 for p in params
-        )
+        matrices = [matrix for plan in MatrixUpdates.of(one).plans.values() for matrix in plan.matrices]
+        batches = [len(p) for p in params if len(p) == 5 and p.dim() == 3]
+        assert len(matrices) == sum(batches) + len(params) - len(batches)
+        assert sum("[" in matrix.name for matrix in matrices) == sum(batches)
         assert all(
             type(value) is ShardedTensor for p in params for value in one.state[p].values() if type(value) is not int
         )
