@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import register_parametrization
+from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.nn.utils.parametrize import ParametrizationList
 
-from fsdp_compile.core._torch import set_version_counters
+from fsdp_compile.core._torch import never_trace, set_version_counters
 from fsdp_compile.core.sharding import (
     by_original_class,
     get_parameter,
@@ -22,7 +23,6 @@ from fsdp_compile.core.sharding import (
 )
 from fsdp_compile.edits.writeback import refresh
 from fsdp_compile.state_dict import model as model_state
-from fsdp_compile.tensors._torch import locals_of
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from fsdp_compile.tensors.tensor_parallel import is_dtensor
 
@@ -45,12 +45,6 @@ class HasShardedParameters(nn.Module):
         if is_dtensor(value) and _took_values(self, name, value):
             return
         super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        shown: Any = self._parameters.get(name)
-        super().__delattr__(name)
-        if not (shown is None or isinstance(shown, nn.Parameter) or stored_for(self, name, shown) is shown):
-            _uncount_parametrization(shown)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """As `nn.Module.register_buffer`, but where a parametrization that ends within a forward gives the unsharded
@@ -104,16 +98,23 @@ class HasShardedParameters(nn.Module):
             super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-@torch.compiler.disable
-def _uncount_parametrization(shown: Tensor) -> None:
-    """Where `register_parametrization` has deleted an unsharded parameter: it has called `shown.set_(shown)` before,
-    which autograd is to count no more as a change of values. With a `right_inverse` they may be others.
+@never_trace
+def _uncount_parametrization(module: nn.Module, name: str, tensor: Any) -> None:
+    """Where `register_parametrization` stores an unsharded parameter, which is no `nn.Parameter`: it has called
+    `tensor.set_(tensor)` before, which autograd is to count no more as a change of values.
     """
-    made = locals_of(register_parametrization).get("parametrizations")
-    if made is None or not made.is_tensor or shown.is_inference():
-        return
-    if not any(hasattr(each, "right_inverse") for each in made):
-        set_version_counters((shown,), (shown._version - 1,))
+    if isinstance(module, ParametrizationList):
+        _uncount_change(module, tensor)
+
+
+@torch.compiler.disable
+def _uncount_change(made: ParametrizationList, tensor: Tensor) -> None:
+    may_change = not made.is_tensor or any(hasattr(each, "right_inverse") for each in made)
+    if not may_change and type(tensor) is Tensor and tensor._is_view() and not tensor.is_inference():
+        set_version_counters((tensor,), (tensor._version - 1,))
+
+
+register_module_buffer_registration_hook(_uncount_parametrization)
 
 
 def _took_values(module: nn.Module, name: str, value: Tensor) -> bool:

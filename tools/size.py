@@ -22,8 +22,8 @@ PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
     "the story": 10_393,
-    "the story and what it imports": 14_967,
-    PACKAGE: 37_873,
+    "the story and what it imports": 14_959,
+    PACKAGE: 37_866,
     "tests": 51_727,
     "bench": 5_038,
     "docs, README, change log": 5_238,

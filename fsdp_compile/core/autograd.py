@@ -255,14 +255,6 @@ class ShardBinding:
         pairs = enumerate(zip(self._local_tensors(), self._where, strict=True))
         return [index for index, (now, before) in pairs if now is not before]
 
-    def check_bound(self) -> None:
-        """Raise RuntimeError if a parameter no longer lies in the shard: training would not change it."""
-        if not self.is_bound() and (moved := self.unbound()):
-            raise RuntimeError(
-                f"the data of parameter {self.names[moved[0]]} was replaced between forward and backward, so that its "
-                f"gradient has no place: replace it before forward, or copy into it"
-            )
-
     def check_gradients(self) -> None:
         """Raise RuntimeError if autograd could not add to the `.grad` of a parameter: it would broadcast."""
         for name, param in zip(self.names, self.params, strict=True):
@@ -389,7 +381,11 @@ class ScatterGradients(torch.autograd.Function):
         unused = reduction.unused.take(of_graphs, grad, binding.splitter.split_all)
         if reduction.reduce_accumulated is not None and reduction not in backward.begun:
             grad = grad + reduction.reduce_accumulated()  # the graph was traced before the first no_sync: on all ranks
-        binding.check_bound()
+        if not binding.is_bound() and (moved := binding.unbound()):  # training would not change it
+            raise RuntimeError(
+                f"the data of parameter {binding.names[moved[0]]} was replaced between forward and backward, so that "
+                f"its gradient has no place: replace it before forward, or copy into it"
+            )
         adds = binding.has_gradients()
         if adds:
             binding.check_gradients()

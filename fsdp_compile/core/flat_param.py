@@ -136,8 +136,8 @@ class FlatParam:
                 self._paddings[dtype, device] = [torch.zeros(n, dtype=dtype, device=device) for n in numels]
             padding = iter(self._paddings[dtype, device])
             parts = [parts[at] if (at := each.parameter) is not None else next(padding) for each in segments]
-        if len(parts) > 1 and set(map(_DTYPE, parts)) == {dtype}:  # in C: it runs for each parameter
-            return concatenate_flattened(parts)
+        if len(parts) > 1 and set(map(_DTYPE, parts)) == {dtype} and not torch.is_autocast_enabled(device.type):
+            return concatenate_flattened(parts)  # in C: it runs for each parameter; under autocast it takes few dtypes
         out = torch.empty(self.layout.numel, dtype=dtype, device=device)
         return torch.cat([part.reshape(-1) for part in parts], out=out) if parts else out
 

@@ -146,10 +146,11 @@ class _Views(torch.autograd.Function):
         segments = FlatParamLayout.parse(ctx.layout).segments
         given = [None if each.parameter is None else grads[each.parameter] for each in segments]
         some = next(grad for grad in grads if grad is not None)
+        out = some.new_empty(sum(each.numel for each in segments))  # so that `cat` takes any dtype under autocast
         packed = torch.cat([
             some.new_zeros(each.numel) if grad is None else grad.reshape(each.numel)
             for grad, each in zip(given, segments, strict=True)
-        ])  # fmt: skip
+        ], out=out)  # fmt: skip
         return mark_unused(packed, grads, ctx.frozen), None, None
 
 

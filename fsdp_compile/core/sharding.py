@@ -288,17 +288,19 @@ def find_closed(module: Any, name: str, slot: int, index: int) -> Tensor | None:
     The latter is gathered for this use alone, in the parameter's own dtype. So does an operator with what is stored,
     where a module of the unit runs alone. `parameters()` and access to a gathered unit do not come here.
     """
-    if torch.compiler.is_compiling() and torch.is_grad_enabled():
-        unit: Unit = module._fsdp_units[slot]
-        if unit.summoned is None and unit.in_flat(index)[0].trains and name in module._fsdp_parameters:
-            while_tracing(check_read)
-            params = unit.traced_unshard(full_precision=True)
-            while_tracing(note_read)
-            return params[index]
+    unit: Unit = module._fsdp_units[slot]
+    traced = torch.compiler.is_compiling() and torch.is_grad_enabled() and unit.summoned is None
+    if traced and unit.in_flat(index)[0].trains and name in module._fsdp_parameters:
+        while_tracing(check_read)
+        params = unit.traced_unshard(full_precision=not unit.casts_closed)
+        while_tracing(note_read)
+        return params[index]
     try:
         param: nn.Parameter | None = module._fsdp_parameters[name]
     except KeyError:
         raise AttributeError(name) from None
+    if unit.casts_closed and param is not None:  # to what the forward computes with
+        return param.to(unit.compute_dtype(unit.in_flat(index)[0]))
     return param
 
 
@@ -364,8 +366,7 @@ def changed_in_forward(names: Sequence[str]) -> str:
     """The error of a forward that changed parameters."""
     return (
         f"forward changed parameter {' or '.join(names)} of its own unit, and the change would be lost: module code "
-        f"reads a copy that was gathered; change the parameter outside of forward, use a buffer instead, or name it in "
-        f"ignored_params; where forward parametrizes it, freeze it"
+        f"reads a copy that was gathered; change it outside of forward, use a buffer, or name it in ignored_params"
     )
 
 

@@ -236,6 +236,7 @@ class Unit:
         self.awaiting_backward: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self.prefetched: Any = None  # what `FSDPModule.unshard` gathered, until a forward takes it (eager.unsharded)
         self.summoned: Any = None  # the full parameters in the place of the sharded ones (edits.summon)
+        self.casts_closed = False  # whether a forward goes on that ran its own backward: it reads what that has closed
         self.keep_unsharded = False  # whether what was gathered last may outlive its backward; equal on all ranks
         self.awaited_by: Any = None  # the compiled forward whose graphs wait for flat parameters (eager.unsharded)
         self.kept: Any = None  # what a backward pass left unsharded for the next forward (eager.unsharded)
@@ -270,6 +271,7 @@ class Unit:
 
     def hide_unsharded(self, tensors: list[Tensor] | None = None) -> None:
         """End the reading of `tensors`, or of any. They own an autograd node that owns this unit: drop them."""
+        self.casts_closed = False
         if tensors is None or self.unsharded_params is tensors:
             self.unsharded_params = None
         if tensors is None or self.unsharded_flats is tensors:

@@ -97,7 +97,8 @@ class AccumulatedGradient:
         """
         for index, (param, view) in enumerate(zip(flat.params, self.views, strict=True)):
             grad, shown = param.grad, self.shown[index]
-            if index in self.unused and param.requires_grad and _is_assigned(grad, self.hidden[index]):
+            is_new = index in self.unused and grad is not None and grad is not self.hidden[index]
+            if is_new and param.requires_grad and type(grad) is not ShardedTensor:
                 self.unused, self.shown[index] = self.unused - {index}, view  # which is to have another value
             elif shown is None or not param.requires_grad:
                 continue
@@ -156,10 +157,6 @@ def accumulate(unit: Unit, flat: FlatParam, packed: Tensor) -> None:
         sums.add(leaf, packed)
     flat.accumulated = AccumulatedGradient(flat, packed, sums)
     _with_accumulated.add(flat)
-
-
-def _is_assigned(grad: Tensor | None, before: Tensor | None) -> bool:
-    return grad is not None and grad is not before and type(grad) is not ShardedTensor
 
 
 def note_unused(flat: FlatParam, unused: Iterable[int] | None) -> None:

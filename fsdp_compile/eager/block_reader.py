@@ -70,10 +70,6 @@ class BlockReader:
             for buffer in self.buffers:
                 vars(buffer.full.untyped_storage())["reader"] = weakref.ref(self)
 
-    def give_up(self) -> None:
-        """Leave no waits to graphs: code outside of them reads the flat parameters, and autograd in backward."""
-        self.may_wait = self.awaits = False
-
     def await_in(self, full: Tensor) -> None:
         """The graph is about to read the flat parameter `full`."""
         if self.may_wait:
@@ -123,5 +119,5 @@ def _start_reduce(packed: Tensor, full: Tensor) -> None:
 def wait_for_flats(flats: Sequence[Tensor]) -> None:
     """Wait for flat parameters which code outside of graphs is about to read, and autograd in backward."""
     for reader in filter(None, map(_reader_of, flats)):
-        reader.give_up()
+        reader.may_wait = reader.awaits = False
         finish_filling(reader.buffers, reader.streams)

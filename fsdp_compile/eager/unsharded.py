@@ -7,6 +7,7 @@ post_backward    free once the gradients of all parameters are there -> pack and
 """
 
 import operator
+import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
@@ -315,11 +316,13 @@ class UnshardedUnit:
 
         `cause` is what forward raised, as autograd may have refused the change.
         """
-        refused = cause is not None and UnshardParams.__name__ in str(cause)
+        refused = cause is not None and re.search(rf"Output (\d+) of {UnshardParams.__name__}", str(cause))
         unchanged = list(map(_VERSION, self.opened.watched)) == self.opened.versions
         if not refused and (unchanged or all(buffer.is_shard for buffer in self.buffers)):
             return
-        raise RuntimeError(changed_in_forward(self.find_changed() or self.unit.names)) from cause
+        trained = [name for flat in self.unit.flats if flat.trains for name in flat.names]
+        names = trained[int(refused[1]) :][:1] if refused and self.reader is None else self.unit.names
+        raise RuntimeError(changed_in_forward(self.find_changed() or names)) from cause
 
     def find_changed(self) -> list[str]:
         """The names of parameters that lost the values that were gathered, as far as this rank stores them.
@@ -544,8 +547,8 @@ class UnshardedUnit:
         """End backward: free the buffers, or keep them where that saves an all-gather."""
         if self.state is State.ENDED:  # at the end of the pass, if its gradients were there before
             return
-        unit = self.unit
-        if self.state is State.FORWARD:
+        unit, is_within = self.unit, self.state is State.FORWARD
+        if is_within:
             self.hold()  # forward itself has called backward: what else it has computed has no hooks yet
         if self.state is not State.LENT:  # else its own backward may follow
             after = State.WAITING if backward_keeps_graph() else State.ENDED
@@ -554,6 +557,7 @@ class UnshardedUnit:
             if self.state is not after:
                 self.enter(after)
         self.hide()
+        unit.casts_closed = is_within and not self.values.full_precision
         if self.lifetime is Lifetime.WHILE_HELD:
             return
         if unit.keep_unsharded and not (unit.reshard_after_backward or any(buffer.is_free for buffer in self.buffers)):

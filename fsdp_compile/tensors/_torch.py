@@ -13,7 +13,6 @@ DTensorSpec                           placement == Shard(0)          no; then it
 ...checkpoint.state_dict of torch     state_dict(), named_modules()  values of the kind that was set, maybe on one rank
                                                                      alone, and names of wrappers
 a planner of dcp.save                 __create_write_items__         no writer: some keep one item of each name alone
-register_parametrization              delattr(module, name)          a change of values: it has set the tensor to itself
 
 The dispatcher of torch 2.11 asks `isinstance(tensor, DTensor)` too, and then reads `_spec`. It is told by
 `torch._C._dispatch_tls_is_dispatch_key_excluded` (`dispatcher_asks`).

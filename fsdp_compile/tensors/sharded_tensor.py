@@ -78,8 +78,8 @@ class ShardedTensor(AsDTensor, Tensor):
     @functools.cached_property
     def local(self) -> Tensor:
         """What this rank stores, 1-D `[spec.numel]`. A gradient made by `of_each` splits it off on first use."""
-        segment: Tensor = vars(self)["_flat"].segment_of(self.spec)
-        return segment
+        flat: FlatGradient = vars(self)["_flat"]
+        return flat.segments[id(self.spec)] if self.spec.numel else flat.grad[:0]
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: ShardSpec, requires_grad: bool = False) -> "ShardedTensor":
@@ -307,10 +307,6 @@ class FlatGradient:
     def segments(self) -> dict[int, Tensor]:
         """For each parameter with elements here its segment, by the id of its spec; split off on first use."""
         return dict(zip(map(id, filter(_NUMEL, self.specs)), self._split(self.grad), strict=True))
-
-    def segment_of(self, spec: ShardSpec) -> Tensor:
-        """The segment of the parameter whose spec is `spec`, one of `specs`."""
-        return self.segments[id(spec)] if spec.numel else self.grad[:0]
 
     @staticmethod
     def behind(params: Sequence[nn.Parameter], specs: Sequence[ShardSpec]) -> "list[FlatGradient]":

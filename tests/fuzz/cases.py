@@ -31,7 +31,8 @@ class Node(Printed):
         checkpoint: "", "reentrant" or "non-reentrant".
         times: how often it is run in a row.
         gate: "step": only in steps with `gates`; "rank": only on even ranks; "accumulating": only in passes that do not
-            reduce; "no_grad": without gradients.
+            reduce; "no_grad": without gradients; "reversible": without gradients, and with them in the backward of a
+            Function, "rerun": without them there too; "backward": the forward around it runs its backward.
         then: "in place": the module around it changes its output in place.
         out: what it returns: "" a tensor, a "view", else a "tuple", "dict" or "dataclass" with a second tensor.
         dtype: of its parameters, where it is not the model's.
@@ -130,23 +131,18 @@ def nodes_of(nodes: tuple[Node, ...]) -> list[Node]:
 # --- drawing ----------------------------------------------------------------------------------------------------------
 
 LEAVES = ("linear", "mlp", "scale", "norm", "inplace", "experts", "attention", "conv", "table", "listed", "custom")
-LEAVES += ("recurrent", "quantized", "computed")
-EDITS = ("mul", "data", "eval", "summon", "state", "full state", "optimizer state", "freeze", "abandon", "copy")
-FAILURES = ("failed forward", "failed backward")
-LATER_EDITS = ("deepcopy", "new parameter", "roll back", "thaw")  # drawn with `later`
-LATEST_EDITS = ("remove", "penalty", "functional call")  # drawn with `latest`
-NEWEST_EDITS = ("part", "frozen save")  # drawn with `newest`
+LEAVES += ("recurrent", "quantized", "computed", "bits", "stored")
+EDITS = ("mul", "data", "eval", "summon", "state", "full state", "optimizer state", "freeze", "abandon")
+EDITS += ("deepcopy", "new parameter", "roll back", "thaw", "remove", "penalty", "part", "frozen save")
+EDITS += ("failed forward", "failed backward")
 CHANGES = ("mul", "data", "row", "foreach")
-
-
+OWN_PASSES = ("reversible", "rerun", "backward")  # gates of modules that run within the backward, or the reverse
 WIRES = (("fp8", "bf16"), ("int8", "fp8"), ("bf16", "int8"), ("", "fp8"), ("fp8", ""), ("int8", "fp8", "with feedback"))
 
 
 def draw(seed: int, how: str = "eager", world_size: int = 2, order: str = "any", wires: bool = False) -> Case:
     """The case of this seed; with `wires` its parameters and gradients are sent in some format."""
-    case = _with_later_draws(_draw(seed, how, world_size), random.Random(f"later {seed}"), how)
-    case = _with_latest_draws(case, random.Random(f"latest {seed}"))
-    case = _with_newest_draws(case, random.Random(f"newest {seed}"))
+    case = _draw(seed, how, world_size)
     if wires:
         return _with_wire(case, random.Random(f"wire {seed}"))
     return case if order == "any" else _in_order(case, how)
@@ -169,70 +165,91 @@ def _with_wire(case: Case, rng: random.Random) -> Case:
 def _in_order(case: Case, how: str) -> Case:
     """The case with `reduction_order="tree"`, without what that refuses (docs/reproducibility.md)."""
     of_accumulation = {(True, True): (False, True), (False, False, True): (False, False, False, True)}
+    of_dtype = {"float16": "float32"}
 
     def of_node(node: Node) -> Node:
-        once = {} if how == "eager" else {"times": 1, "same": -1}  # compiled, a unit runs once
+        once: dict[str, Any] = {} if how == "eager" else {"times": 1, "same": -1}  # compiled, a unit runs once
         checkpoint = "non-reentrant" if node.checkpoint else ""
         kind = "mlp" if node.kind == "experts" and how != "eager" else node.kind  # those have a formula for each
+        once |= {"gate": "" if node.gate in OWN_PASSES else node.gate, "dtype": of_dtype.get(node.dtype, node.dtype)}
         return replace(node, kind=kind, checkpoint=checkpoint, children=tuple(map(of_node, node.children)), **once)
 
     def of_step(step: Step) -> Step:
         forwards = {"apart": "two", "crossed": "two", "mixed": "two"}.get(step.forwards, step.forwards)
         forwards = "one" if how != "eager" and forwards == "two" else forwards
         syncs = of_accumulation.get(step.syncs, step.syncs)
-        before = (
-            "" if step.before in ("penalty", "part") else step.before
-        )  # its gradient would be there before the step's
+        # Gradients of these would be there before the step's.
+        before = "" if step.before in ("penalty", "part") else step.before
         return replace(step, syncs=syncs, forwards=forwards, before=before, keeps_grads=False)
 
     strategy = "FULL_SHARD" if case.strategy == "NO_SHARD" else case.strategy
     nodes, steps = tuple(map(of_node, case.nodes)), tuple(map(of_step, case.steps))
-    return replace(case, order="tree", strategy=strategy, nodes=nodes, steps=steps)
+    dtypes = {name: of_dtype.get(getattr(case, name), getattr(case, name)) for name in ("param_dtype", "reduce_dtype")}
+    return replace(case, order="tree", strategy=strategy, nodes=nodes, steps=steps, **dtypes)
 
 
 def _draw(seed: int, how: str, world_size: int) -> Case:
     rng = random.Random(seed)
-    nodes = tuple(_node(rng, how, depth=0) for _ in range(rng.randint(1, 4)))
+    wrap = rng.choice(("units", "units", "policy", "auto", "none"))
+    # Compiled, all ranks have the same graphs (docs/limits.md, Compilation); behind a backward, operators gather.
+    runs_own = rng.random() < 0.3
+    gates = OWN_PASSES if runs_own else ("rank",) if how == "eager" else ()
+    gates += ("step", "no_grad", "accumulating")
+    nodes = _supported(tuple(_node(rng, gates, depth=0) for _ in range(rng.randint(1, 3))), wrap)
     strategy = rng.choice(("FULL_SHARD", "FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
     divides = world_size == 4 and strategy == "FULL_SHARD"
     replicas = 2 if divides and rng.random() < 0.3 else 1
-    lowers = rng.random() < 0.2
-    wrap = rng.choice(("units", "units", "policy", "auto", "none"))
+    # What a checkpoint recomputes is not cast behind a backward of its unit's forward (docs/limits.md).
+    lowers = rng.random() < 0.2 and not (runs_own and any(node.checkpoint for node in nodes_of(nodes)))
     autocast = rng.random() < 0.1  # which leaves float64 as it is
-    dtype = "float32" if autocast else rng.choice(("float64", "float64", "float64", "float32"))
+    uneven = how == "eager" and rng.random() < 0.2
+    # Units change, whose parameters no other unit has. Under mixed precision the reference computes with a copy.
+    changes = wrap == "units" and not lowers and all(node.tie < 0 and node.same < 0 for node in nodes_of(nodes))
+    nodes = tuple(_changing(node, rng) for node in nodes) if changes else nodes
+    if not any(node.checkpoint or node.gate in OWN_PASSES for node in nodes_of(nodes)):  # those leave it aside twice
+        nodes = tuple(_with_aside(node, rng, wrap != "auto") for node in nodes)
+    every = nodes_of(nodes)
+    # `functional_call` misses parameters that are read again in backward, those of a module with two names (in torch
+    # 2.13), and those that a parametrization registers; mixed precision does not cast its tensors.
+    again = any(each.checkpoint or each.gate in OWN_PASSES or each.kind == "conv" for each in every)
+    functional = not (lowers or again or any(each.same >= 0 for each in every))
+    steps = tuple(_step(rng, EDITS + ("functional call",) * functional) for _ in range(rng.randint(1, 3)))
+    if any(node.changes for node in every):  # a second forward would change what the first one's backward needs
+        steps = tuple(replace(step, forwards="one") for step in steps)
+    elif how == "eager" and not uneven and all(node.gate != "rank" for node in every) and rng.random() < 0.3:
+        steps = (*steps, Step(before="interrupt"))  # after a step: what that sets up takes other calls on each rank
     return Case(
-        nodes=_supported(nodes, wrap),
+        nodes=nodes,
         width=rng.choice((1, 3, 5, 8)),
         out=rng.choice(("", "", "tuple", "dict", "dataclass")),
-        dtype=dtype,
+        dtype="float32" if autocast else rng.choice(("float64", "float64", "float64", "float32")),
         strategy=strategy,
         replicas=replicas,
         reshard=2 if divides and replicas == 1 and rng.random() < 0.3 else 0,
         wrap=wrap,
-        param_dtype=rng.choice(("float32", "float32", "bfloat16", "")) if lowers else "",
-        reduce_dtype=rng.choice(("float32", "", "bfloat16")) if lowers else "",
+        param_dtype=rng.choice(("float32", "bfloat16", "float16", "")) if lowers else "",
+        reduce_dtype=rng.choice(("float32", "", "bfloat16", "float16")) if lowers else "",
         autocast=autocast,
         offload=rng.random() < 0.1,
         forward_prefetch=rng.random() < 0.3,
         backward_prefetch=rng.choice(("BACKWARD_PRE", "BACKWARD_PRE", "BACKWARD_POST", "None")),
         limit_all_gathers=rng.random() < 0.8,
         no_sync=rng.random() < 0.5,
-        uneven=how == "eager" and rng.random() < 0.2,
+        uneven=uneven,
         input_grads=rng.random() < 0.3,
-        optimizer=rng.choice(("sgd", "adamw")),
-        steps=tuple(_step(rng) for _ in range(rng.randint(1, 3))),
+        optimizer=rng.choice(("sgd", "sgd", "adamw", "adamw", "nested")),
+        steps=steps,
+        caller=rng.choice(("", "module", "function")) if how != "eager" else "",
         seed=seed,
     )
 
 
-def _node(rng: random.Random, how: str, depth: int) -> Node:
+def _node(rng: random.Random, gates: tuple[str, ...], depth: int) -> Node:
     nests = depth < 3 and rng.random() < 0.3
-    children = tuple(_node(rng, how, depth + 1) for _ in range(rng.randint(1, 3))) if nests else ()
+    children = tuple(_node(rng, gates, depth + 1) for _ in range(rng.randint(1, 3))) if nests else ()
     unit = rng.random() < 0.4
-    gates = ["step", "no_grad", "accumulating"]
-    # Compiled, all ranks have the same graphs (docs/limits.md, Compilation).
-    if how == "eager" and not unit and not any(each.unit for each in nodes_of(children)):
-        gates.append("rank")
+    if unit or any(each.unit for each in nodes_of(children)):
+        gates = tuple(gate for gate in gates if gate != "rank")
     return Node(
         kind="nest" if nests else rng.choice(LEAVES),
         children=children,
@@ -241,10 +258,10 @@ def _node(rng: random.Random, how: str, depth: int) -> Node:
         frozen=rng.choice(("first", "all")) if rng.random() < 0.15 else "",
         checkpoint=rng.choice(("reentrant", "non-reentrant", "non-reentrant")) if rng.random() < 0.25 else "",
         times=2 if rng.random() < 0.1 else 1,
-        gate=rng.choice(gates) if rng.random() < 0.15 else "",
+        gate=rng.choice(gates) if rng.random() < 0.2 else "",
         then="in place" if rng.random() < 0.1 else "",
         out=rng.choice(("tuple", "dict", "dataclass", "view")) if rng.random() < 0.2 else "",
-        dtype="float32" if rng.random() < 0.1 else "",
+        dtype=rng.choice(("float32", "float16")) if rng.random() < 0.15 else "",
         tie=rng.randrange(6) if rng.random() < 0.1 else -1,
         same=rng.randrange(6) if rng.random() < 0.1 else -1,
     )
@@ -276,47 +293,6 @@ def _supported(nodes: tuple[Node, ...], wrap: str) -> tuple[Node, ...]:
     return tuple(visit(node, -1, False) for node in nodes)
 
 
-def _with_later_draws(case: Case, rng: random.Random, how: str) -> Case:
-    """What was added after seeds of cases had been written down: it draws from a generator of its own."""
-    steps = tuple(replace(step, before=rng.choice(LATER_EDITS)) if rng.random() < 0.25 else step for step in case.steps)
-    if how == "eager" and not _ranks_differ(case) and rng.random() < 0.3:  # after a step: what the first one sets up
-        steps = (*steps, Step(before="interrupt"))  # takes other calls on each rank
-    case = replace(case, steps=steps, caller=rng.choice(("", "module", "function")) if how != "eager" else "")
-    nodes = tuple(_changing(node, rng) for node in case.nodes)
-    # Units change, whose parameters no other unit has; and a second forward would change what the first one's backward
-    # needs. Under mixed precision the reference computes with a copy.
-    plain = case.wrap == "units" and not case.param_dtype and not case.reduce_dtype
-    if nodes == case.nodes or not plain or any(node.tie >= 0 or node.same >= 0 for node in nodes_of(nodes)):
-        return case
-    steps = (replace(s, forwards="one", before="" if s.before == "interrupt" else s.before) for s in case.steps)
-    return replace(case, nodes=nodes, steps=tuple(steps))
-
-
-def _with_latest_draws(case: Case, rng: random.Random) -> Case:
-    """Edits that were added later still."""
-    # `functional_call` does not replace the parameters that a checkpoint reads when it recomputes, nor does mixed
-    # precision cast its tensors. In torch 2.13 it leaves them behind in a module that has two names.
-    functional = not (case.param_dtype or any(node.checkpoint or node.same >= 0 for node in nodes_of(case.nodes)))
-    edits = LATEST_EDITS if functional else LATEST_EDITS[:-1]
-    steps = (replace(s, before=rng.choice(edits)) if rng.random() < 0.1 else s for s in case.steps)
-    case = replace(case, steps=tuple(steps))
-    if any(node.checkpoint for node in nodes_of(case.nodes)):  # what it recomputes is left aside again, with a graph
-        return case
-    return replace(case, nodes=tuple(_with_aside(node, rng, case.wrap != "auto") for node in case.nodes))
-
-
-def _with_newest_draws(case: Case, rng: random.Random) -> Case:
-    """Bits of weights and whole numbers, state that is nested, parts that are called alone, saves of frozen ones."""
-
-    def of_node(node: Node) -> Node:
-        is_bits = node.kind != "nest" and not node.changes and rng.random() < 0.12
-        return replace(node, kind="bits" if is_bits else node.kind, children=tuple(map(of_node, node.children)))
-
-    optimizer = "nested" if rng.random() < 0.2 else case.optimizer
-    steps = tuple(replace(s, before=rng.choice(NEWEST_EDITS)) if rng.random() < 0.15 else s for s in case.steps)
-    return replace(case, nodes=tuple(map(of_node, case.nodes)), optimizer=optimizer, steps=steps)
-
-
 def _with_aside(node: Node, rng: random.Random, hides: bool) -> Node:
     """`hides`: whether a nest may leave a tensor where no hook finds it. Units that are chosen automatically have
     outputs behind it that nothing uses, which is a limit (docs/limits.md).
@@ -329,23 +305,19 @@ def _with_aside(node: Node, rng: random.Random, hides: bool) -> Node:
 
 def _changing(node: Node, rng: random.Random) -> Node:
     changes = rng.choice(CHANGES) if rng.random() < 0.2 else ""
-    may_change = node.unit and node.times == 1 and node.kind not in ("nest", "quantized")
-    may_below = node.times == 1 and not node.checkpoint  # else a change between forward and backward is refused
+    may_change = node.unit and node.times == 1 and node.kind not in ("nest", "quantized", "bits")
+    # Else a change between forward and backward is refused.
+    may_below = node.times == 1 and not node.checkpoint and node.gate != "reversible"
     children = tuple(_changing(child, rng) for child in node.children) if may_below else node.children
     return replace(node, children=children, changes=changes if may_change else "")
 
 
-def _ranks_differ(case: Case) -> bool:
-    return case.uneven or any(node.gate == "rank" for node in nodes_of(case.nodes))
-
-
-def _step(rng: random.Random) -> Step:
-    before = rng.choice(EDITS) if rng.random() < 0.4 else rng.choice(FAILURES) if rng.random() < 0.1 else ""
+def _step(rng: random.Random, edits: tuple[str, ...]) -> Step:
     return Step(
         syncs=rng.choice(((True,), (True,), (False, True), (False, False, True), (True, True))),
         forwards=rng.choice(("one", "one", "one", "two", "mixed", "apart", "crossed", "eval")),
         gates=rng.random() < 0.8,
-        before=before,
+        before=rng.choice(edits) if rng.random() < 0.6 else "",
         clip=rng.random() < 0.3,
         keeps_grads=rng.random() < 0.15,
     )

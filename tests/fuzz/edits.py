@@ -46,12 +46,6 @@ def _replace(comparison: "Comparison", when: str) -> None:
         param.data = 0.9 * param.data
 
 
-def _copy_values(comparison: "Comparison", when: str) -> None:
-    with torch.no_grad():
-        for param in comparison.all_parameters():
-            param.copy_(torch.linspace(-1, 1, param.numel()).view(param.shape))
-
-
 def _summon(comparison: "Comparison", when: str) -> None:
     with summon_full_params(comparison.model), torch.no_grad():
         _multiply(comparison, when)
@@ -105,8 +99,10 @@ def _evaluate(comparison: "Comparison", when: str) -> None:
 
 
 def _abandon(comparison: "Comparison", when: str) -> None:
-    """A forward without a backward."""
+    """A forward without a backward, but for those within it."""
     comparison.forward_alone()
+    for optimizer in comparison.optimizers:
+        optimizer.zero_grad()
 
 
 def _fail(comparison: "Comparison", when: str) -> None:
@@ -162,7 +158,8 @@ def _roll_back(comparison: "Comparison", when: str) -> None:
         kept, of_optimizer = model.state_dict(), optim_state_dict(model, optimizer)
         comparison.forward_alone().backward()
         optimizer.step()
-        optimizer.zero_grad()
+        for each in comparison.optimizers:
+            each.zero_grad()
         model.load_state_dict(kept)
         optimizer.load_state_dict(optim_state_dict_to_load(model, optimizer, of_optimizer))
     reference.load_state_dict(before)
@@ -261,7 +258,6 @@ def _plant(comparison: "Comparison", when: str) -> None:
 EDITS: dict[str, Callable[["Comparison", str], None]] = {
     "mul": _multiply,
     "data": _replace,
-    "copy": _copy_values,
     "summon": _summon,
     "state": _state,
     "full state": _full_state,

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 
 class Linear(nn.Module):
@@ -102,13 +103,65 @@ class Attention(nn.Module):
         return x + self.attention(y, y, y, need_weights=False)[0][0].to(x.dtype)
 
 
+class _Plus(nn.Module):
+    def __init__(self, change: Tensor) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.change
+
+
 class Conv(nn.Module):
+    """With a larger `size` its weight is parametrized while it runs, as by peft's `target_parameters`."""
+
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(1, 2, 3, padding=1)
+        self.conv, self.change = nn.Conv1d(1, 2, 3, padding=1, bias=False), nn.Linear(1, 6) if size > 5 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.conv(x.to(self.conv.weight.dtype)[:, None]).sum(1)).to(x.dtype)
+        y = x.to(self.conv.weight.dtype)[:, None]
+        if self.change is not None:
+            parametrize.register_parametrization(self.conv, "weight", _Plus(self.change.weight))
+        try:
+            return x + torch.tanh(self.conv(y).sum(1)).to(x.dtype)
+        finally:
+            if self.change is not None:
+                parametrize.remove_parametrizations(self.conv, "weight", leave_parametrized=False)
+
+
+class _Plus(nn.Module):
+    def __init__(self, change: Tensor) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.change.view(weight.shape)
+
+
+class Stored(nn.Module):
+    """State dicts have its weights transposed, one by hooks and one by methods of its own."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(*shape) / 3) for shape in ((size, width), (width, size)))
+        self.register_state_dict_post_hook(lambda _, state, prefix, *rest: _turn(state, prefix + "up"))
+        self.register_load_state_dict_pre_hook(lambda _, state, prefix, *rest: _turn(state, prefix + "up"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(torch.tanh(x.to(self.up.dtype) @ self.up.t()) @ self.down.t()).to(x.dtype)
+
+    def _save_to_state_dict(self, state: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(state, prefix, keep_vars)
+        _turn(state, prefix + "down")
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        _turn(state, prefix + "down")
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def _turn(state: dict[str, Any], name: str) -> None:
+    state[name] = state[name].t()
 
 
 class Table(nn.Module):
@@ -277,4 +330,5 @@ KINDS: dict[str, Callable[[int, int], nn.Module]] = {
     "quantized": Quantized,
     "computed": Computed,
     "bits": Bits,
+    "stored": Stored,
 }

@@ -54,6 +54,24 @@ class _Fails(torch.autograd.Function):
         raise ArithmeticError("a backward of the user's fails")
 
 
+class _RunsAgain(torch.autograd.Function):
+    """Runs a module without gradients, and again in its own backward: there with gradients if it `trains`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module, trains: bool) -> Tensor:
+        ctx.x, ctx.module, ctx.trains = x.detach().clone(), module, trains
+        return first_of(module(x)).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        with torch.set_grad_enabled(ctx.trains):
+            y = first_of(ctx.module(ctx.x.requires_grad_(ctx.trains)))
+        if not ctx.trains:
+            return grad * torch.cos(y), None, None
+        y.backward(grad)
+        return ctx.x.grad, None, None
+
+
 class _Elsewhere:
     """Holds a tensor, and is neither a module nor a container."""
 
@@ -107,6 +125,13 @@ class Nest(nn.Module):
             with torch.no_grad():
                 features = first_of(module(x))
             return x + features
+        if node.gate in ("reversible", "rerun"):
+            return _RunsAgain.apply(x, module, node.gate == "reversible")
+        if node.gate == "backward":
+            y = first_of(module(x.detach()))
+            if y.requires_grad:
+                y.square().mean().backward()
+            return x + y.detach()
         if node.checkpoint:
             # Of what a reentrant checkpoint returns in a dict, torch drops the gradient in eager mode and keeps it in
             # compiled graphs: so the checkpoint returns a tensor, of whatever the module in it returns.

@@ -28,7 +28,7 @@ from .models import Caller, Model, Nest, build, loss_of, play_rank
 from .rounded import arrived_weights, with_weights
 
 # Relative to the largest value. Rounding differs only in the order in which ranks are summed, but grows with the steps.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 5e-4, torch.bfloat16: 5e-2}
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 5e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 AUTOCAST = 2e-3  # where both models round the same values; Inductor leaves out casts within a kernel
 # Of gradients that are sent in a format, and of parameters that they update. Losses are exact: the unsharded model
 # computes with the weights that arrive at the sharded one.
@@ -441,8 +441,10 @@ class Nested(torch.optim.Optimizer):
 
 
 def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    kept = model.state_dict(keep_vars=True)  # the parameters themselves, but for those that modules transpose
+    params = [kept[n] if isinstance(kept[n], nn.Parameter) else param for n, param in model.named_parameters()]
     if case.optimizer == "nested":
-        return Nested(model.parameters())
+        return Nested(params)
     if case.optimizer == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2)
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.AdamW(params, lr=0.01, eps=1e-2)
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 from fuzz import rounded
-from fuzz.cases import Case, Node, Step, draw
+from fuzz.cases import OWN_PASSES, Case, Node, Step, draw
 from fuzz.corpus import CORPUS
 from fuzz.run import INVALID, compare
 from fuzz.shrink import shrink
@@ -36,6 +36,16 @@ def test_drawn_cases(two: Ranks) -> None:
     cases += [(f"seed {seed}, tree", draw(seed, order="tree")) for seed in range(FIRST + NEW, FIRST + NEW + SAME_BITS)]
     cases += [(f"seed {seed}, wires", draw(seed, wires=True)) for seed in range(FIRST, FIRST + SENT)]
     assert two.run(_compare, cases) == [[], []]
+
+
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+def test_backward_passes_of_nodes(two: Ranks, how: str) -> None:
+    """Autograd functions run units in their backward, with and without gradients; a forward runs backward."""
+    nodes = {gate: (Node(kind="mlp", unit=True, gate=gate),) * 2 for gate in OWN_PASSES}
+    cases = [(gate, Case(nodes=nodes[gate], width=5, steps=(Step(), Step()))) for gate in OWN_PASSES]
+    lower = Case(nodes=(Node(gate="backward", dtype="float16"),), dtype="float32", autocast=True)
+    cases += [("lower", Case(nodes=nodes["backward"], wrap="none", param_dtype="bfloat16")), ("autocast", lower)]
+    assert two.run(_compare, cases, how) == [[], []]
 
 
 def _compare_with_other_weights(rank: int, case: Case) -> str | None:

@@ -33,6 +33,11 @@ def test_all_that_is_flattened_lies_alike(shapes, shards):
     assert int((packed != 0).sum()) == sum(tensor.numel() for tensor in tensors)
     views = view_parameters(packed, ranks[0].layout.text)
     assert all(torch.equal(view, tensor) for view, tensor in zip(views, tensors, strict=True))
+    half, full = [tensor.half() for tensor in tensors], packed.half().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):  # under which `cat` takes no float16
+        assert torch.equal(ranks[0].pack(half, torch.float16, CPU), full)
+        torch.autograd.backward(torch.ops.fsdp_flat.views(full, ranks[0].layout.text), half)
+    assert torch.equal(full.grad, full)
     for index, tensor in enumerate(tensors):
         shown = [flat.params[index] for flat in ranks]
         assert all(param.shape == tensor.shape for param in shown)
