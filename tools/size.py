@@ -23,7 +23,7 @@ FUNCTION_LINES = 90
 LIMITS = {
     "the story": 10_393,
     "the story and what it imports": 14_959,
-    PACKAGE: 37_866,
+    PACKAGE: 37_865,
     "tests": 51_727,
     "bench": 5_038,
     "docs, README, change log": 5_238,

@@ -82,7 +82,7 @@ class Member:
         ends = list(accumulate((of_ranks[param.spec.ranks.rank][1] for of_ranks in place.ranges), initial=0))
         self.cut = [slice(begin, end) for begin, end in pairwise(ends)]
         self.has_arrived, self._is_idle = False, False
-        self.sent = self.shard.param[:0]
+        self.sent = self.shard.param
         self.updates: dict[int, Tensor] = {}
 
     def run_before(self, functions: Functions, optimizer: Optimizer, grad: Tensor) -> None:

@@ -321,9 +321,8 @@ class Segments:
                 return whole
         ready: list[tuple[Segment, Tensor]] = []
         new: dict[Segment, State] = {}
-        wanted = self.all if chosen is None else chosen
         with torch.no_grad():
-            for segment in wanted:
+            for segment in self.all if chosen is None else chosen:
                 gradient = segment.flat_gradient()
                 if gradient is None or not segment.flat.binding.is_bound():
                     continue
@@ -339,8 +338,8 @@ class Segments:
             self._counts = list(dict.fromkeys(chain.from_iterable(segment.counts for segment in self.all)))
             for counts in self._counts:
                 counts.spread()
-        elif len(ready) < len(wanted):
-            self._known = None  # others of their parameters are updated one by one
+        else:
+            self._known = None  # others, or parameters of others, are updated by themselves
         return ready
 
     def _are_unchanged(self, optimizer: Optimizer) -> bool:
