@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 10_393,
-    "the story and what it imports": 14_959,
-    PACKAGE: 37_865,
+    "the story": 10_392,
+    "the story and what it imports": 14_958,
+    PACKAGE: 37_864,
     "tests": 51_727,
     "bench": 5_038,
     "docs, README, change log": 5_238,

@@ -128,7 +128,8 @@ def view_parameters(full: Tensor, layout: str, frozen: Sequence[int] = ()) -> li
     views = [full.new_empty(shape) for shape in parsed.shapes] if 0 in parsed.numels else [full] * len(parsed.shapes)
     for window, segment in zip(windows, parsed.segments, strict=True):
         if segment.parameter is not None:
-            views[segment.parameter] = window.view(parsed.shapes[segment.parameter])
+            shape = parsed.shapes[segment.parameter]
+            views[segment.parameter] = window if len(shape) == 1 else window.view(shape)
     return views
 
 
@@ -148,7 +149,7 @@ class _Views(torch.autograd.Function):
         some = next(grad for grad in grads if grad is not None)
         out = some.new_empty(sum(each.numel for each in segments))  # so that `cat` takes any dtype under autocast
         packed = torch.cat([
-            some.new_zeros(each.numel) if grad is None else grad.reshape(each.numel)
+            some.new_zeros(each.numel) if grad is None else grad if grad.dim() == 1 else grad.reshape(each.numel)
             for grad, each in zip(given, segments, strict=True)
         ], out=out)  # fmt: skip
         return mark_unused(packed, grads, ctx.frozen), None, None

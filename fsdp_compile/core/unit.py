@@ -279,12 +279,6 @@ class Unit:
         if self.unsharded_params is None and self.unsharded_flats is None and self._phase is not Phase.SUMMONED:
             self._phase = Phase.SHARDED
 
-    def trace_unsharded(self, params: list[Tensor] | None) -> None:
-        """Let the forward that is being traced read `params`; None: no more."""
-        self.unsharded_params = params
-        if self.unsharded_flats is None:
-            self._phase = Phase.SHARDED if params is None else Phase.FORWARD
-
     def describe_phase(self) -> str:
         """What the unit is doing, for messages."""
         if self.summoned is not None:
@@ -454,7 +448,9 @@ class Unit:
             spec = spec + UPDATES if updates else spec
             full = UNSHARD(flat.autograd_shard, flat_param_id, deferred, spec)
             views: list[Tensor] = VIEWS(full, layout, flat.frozen)
-            params += [view.detach() if index in flat.frozen else view for index, view in enumerate(views)]
+            for index in flat.frozen:
+                views[index] = views[index].detach()
+            params += views
         while_tracing(check_finished_graph)
         return self.distributed(params, full_precision)
 
@@ -464,7 +460,9 @@ class Unit:
         for flat, full, (spec, layout) in zip(self.flats, unsharded_flats, self._gathered, strict=True):
             marked = UNSHARD(full, None, None, spec) if torch.compiler.is_compiling() else full
             views: list[Tensor] = VIEWS(marked, layout, flat.frozen)
-            params += [view.detach() if index in flat.frozen else view for index, view in enumerate(views)]
+            for index in flat.frozen:
+                views[index] = views[index].detach()
+            params += views
         while_tracing(check_finished_graph)
         return self.distributed(params)
 

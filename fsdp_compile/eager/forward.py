@@ -438,17 +438,17 @@ def _run_traced(module: Any, forward: Callable[..., Any], args: tuple, kwargs: d
     units = []
     for unit in module._fsdp.traced_units:
         if unit.unsharded_flats is not None:
-            allowed_in_regions(Unit.trace_unsharded, unit, unit.split_flats(unit.unsharded_flats))
+            allowed_in_regions(setattr, unit, "unsharded_params", unit.split_flats(unit.unsharded_flats))
             units.append(unit)
         elif unit.unsharded_params is None:
             params = unit.traced_unshard(computes_in_full_precision(module))
-            allowed_in_regions(Unit.trace_unsharded, unit, params)
+            allowed_in_regions(setattr, unit, "unsharded_params", params)
             units.append(unit)
     try:
         return forward(module, *args, **kwargs)
     finally:
         for unit in units:
-            allowed_in_regions(Unit.trace_unsharded, unit, None)
+            allowed_in_regions(setattr, unit, "unsharded_params", None)
 
 
 def _gather_around_own_forwards(tracing: Any) -> None:

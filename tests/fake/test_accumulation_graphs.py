@@ -53,9 +53,9 @@ tangents_1: f32[4, 2]
 full_2: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
 gather_2: f32[64] = all_gather_into_tensor_out(primals_5, 4, '0', out=full_2)  # gather 2, MUST_RECOMPUTE
 wait_2: f32[64] = fsdp_flat.wait_collective(gather_2, primals_5)  # wait 2, MUST_RECOMPUTE
-view_11: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
-view_2: f32[2, 5] = reshape(view_11, [2, 5])  # MUST_RECOMPUTE
-permute_1: f32[5, 2] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
+view_7: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
+view_1: f32[2, 5] = reshape(view_7, [2, 5])  # MUST_RECOMPUTE
+permute_1: f32[5, 2] = permute(view_1, [1, 0])  # MUST_RECOMPUTE
 permute_2: f32[2, 5] = permute(permute_1, [1, 0])  # MUST_RECOMPUTE
 mm: f32[4, 5] = mm(tangents_1, permute_2)
 permute_3: f32[2, 4] = permute(tangents_1, [1, 0])
@@ -97,9 +97,9 @@ tangents_1: f32[4, 2]
 full_2: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
 gather_2: f32[64] = all_gather_into_tensor_out(primals_4, 4, '0', out=full_2)  # gather 2, MUST_RECOMPUTE
 wait_2: f32[64] = fsdp_flat.wait_collective(gather_2, primals_4)  # wait 2, MUST_RECOMPUTE
-view_11: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
-view_2: f32[2, 5] = reshape(view_11, [2, 5])  # MUST_RECOMPUTE
-permute_1: f32[5, 2] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
+view_7: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
+view_1: f32[2, 5] = reshape(view_7, [2, 5])  # MUST_RECOMPUTE
+permute_1: f32[5, 2] = permute(view_1, [1, 0])  # MUST_RECOMPUTE
 permute_2: f32[2, 5] = permute(permute_1, [1, 0])  # MUST_RECOMPUTE
 mm: f32[4, 5] = mm(tangents_1, permute_2)
 permute_3: f32[2, 4] = permute(tangents_1, [1, 0])

@@ -94,25 +94,25 @@ view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0
 view: f32[5, 3] = view(view_0, [5, 3])
 gather_1: f32[64] = all_gather_into_tensor(primals_2, 4, '0')  # gather 0
 wait_1: f32[64] = wait_tensor(gather_1)  # wait 0
-view_8: f32[5] = slice.Tensor(wait_1, 0, 0, 5)  # view 0
+view_5: f32[5] = slice.Tensor(wait_1, 0, 0, 5)  # view 0
 permute: f32[3, 5] = permute(view, [1, 0])
-addmm: f32[4, 5] = addmm(view_8, primals_3, permute)
+addmm: f32[4, 5] = addmm(view_5, primals_3, permute)
 relu: f32[4, 5] = relu(addmm)
 gather_2: f32[64] = all_gather_into_tensor(primals_4, 4, '0')  # gather 2
 wait_2: f32[64] = wait_tensor(gather_2)  # wait 2
-view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2
-view_10: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2
-view_2: f32[2, 5] = view(view_9, [2, 5])
-permute_1: f32[5, 2] = permute(view_2, [1, 0])
-addmm_1: f32[4, 2] = addmm(view_10, relu, permute_1)
+view_6: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2
+view_7: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2
+view_1: f32[2, 5] = view(view_6, [2, 5])
+permute_1: f32[5, 2] = permute(view_1, [1, 0])
+addmm_1: f32[4, 2] = addmm(view_7, relu, permute_1)
 permute_2: f32[2, 5] = permute(permute_1, [1, 0])
 mm: f32[4, 5] = mm(tangents_1, permute_2)
 permute_3: f32[2, 4] = permute(tangents_1, [1, 0])
 mm_1: f32[2, 5] = mm(permute_3, relu)
 sum_1: f32[1, 2] = sum.dim_IntList(tangents_1, [0], True)
-view_4: f32[2] = view(sum_1, [2])
-view_5: f32[10] = view(mm_1, [10])
-pack_2: f32[64] = fsdp_flat.pack_grads([view_5, view_4], '2x5@0,2@16|64/4%16')  # pack 2
+view_2: f32[2] = view(sum_1, [2])
+view_3: f32[10] = view(mm_1, [10])
+pack_2: f32[64] = fsdp_flat.pack_grads([view_3, view_2], '2x5@0,2@16|64/4%16')  # pack 2
 reduce_2: f32[16] = reduce_scatter_tensor(pack_2, 'avg', 4, '0')  # reduce 2
 wait_reduce_2: f32[16] = wait_tensor(reduce_2)  # wait_reduce 2
 le: torch.bool[4, 5] = le.Scalar(relu, 0)
@@ -120,8 +120,8 @@ full_default_2: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided,
 where: f32[4, 5] = where.self(le, full_default_2, mm)
 permute_6: f32[5, 4] = permute(where, [1, 0])
 mm_2: f32[5, 3] = mm(permute_6, primals_3)
-view_7: f32[15] = view(mm_2, [15])
-pack_0: f32[64] = fsdp_flat.pack_grads([view_7], '5x3@0|64/4%16')  # pack 0
+view_4: f32[15] = view(mm_2, [15])
+pack_0: f32[64] = fsdp_flat.pack_grads([view_4], '5x3@0|64/4%16')  # pack 0
 reduce_0: f32[16] = reduce_scatter_tensor(pack_0, 'avg', 4, '0')  # reduce 0
 wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0
 return [addmm_1, wait_reduce_0, None, None, wait_reduce_2]""",
@@ -149,15 +149,15 @@ permute: f32[3, 5] = permute(view, [1, 0])  # MUST_RECOMPUTE
 full_2: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
 gather_2: f32[64] = control_deps([wait_0], subgraph_gather_2, primals_4, full_2)  # gather 2, MUST_RECOMPUTE
 wait_1: f32[64] = control_deps([gather_2], subgraph_wait_1, gather_1, primals_2)  # wait 0, MUST_RECOMPUTE
-view_8: f32[5] = slice.Tensor(wait_1, 0, 0, 5)  # view 0, MUST_RECOMPUTE
-addmm: f32[4, 5] = control_deps([wait_1], subgraph_addmm, view_8, primals_3, permute)
+view_5: f32[5] = slice.Tensor(wait_1, 0, 0, 5)  # view 0, MUST_RECOMPUTE
+addmm: f32[4, 5] = control_deps([wait_1], subgraph_addmm, view_5, primals_3, permute)
 relu: f32[4, 5] = relu(addmm)
 wait_2: f32[64] = control_deps([addmm], subgraph_wait_2, gather_2, primals_4)  # wait 2, MUST_RECOMPUTE
-view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
-view_10: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
-view_2: f32[2, 5] = reshape(view_9, [2, 5])  # MUST_RECOMPUTE
-permute_1: f32[5, 2] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
-addmm_1: f32[4, 2] = control_deps([wait_2], subgraph_addmm_1, view_10, relu, permute_1)
+view_6: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
+view_7: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
+view_1: f32[2, 5] = reshape(view_6, [2, 5])  # MUST_RECOMPUTE
+permute_1: f32[5, 2] = permute(view_1, [1, 0])  # MUST_RECOMPUTE
+addmm_1: f32[4, 2] = control_deps([wait_2], subgraph_addmm_1, view_7, relu, permute_1)
 return [addmm_1, primals_1, primals_2, primals_3, primals_4, relu]""",
     )
 
@@ -175,9 +175,9 @@ relu: f32[4, 5]
 tangents_1: f32[4, 2]
 gather_2: f32[64] = all_gather_into_tensor(primals_4, 4, '0')  # gather 2, MUST_RECOMPUTE
 wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
-view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
-view_2: f32[2, 5] = reshape(view_9, [2, 5])  # MUST_RECOMPUTE
-permute_1: f32[5, 2] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
+view_6: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
+view_1: f32[2, 5] = reshape(view_6, [2, 5])  # MUST_RECOMPUTE
+permute_1: f32[5, 2] = permute(view_1, [1, 0])  # MUST_RECOMPUTE
 permute_2: f32[2, 5] = permute(permute_1, [1, 0])  # MUST_RECOMPUTE
 mm: f32[4, 5] = mm(tangents_1, permute_2)
 permute_3: f32[2, 4] = permute(tangents_1, [1, 0])
@@ -213,9 +213,9 @@ check_ranks: f32[0] = fsdp_flat.check_ranks([primals_4], <3 lines>, ['0'], 600.0
 full_2: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
 gather_2: f32[64] = control_deps([check_ranks], subgraph_gather_2, primals_4, full_2)  # gather 2, MUST_RECOMPUTE
 wait_2: f32[64] = control_deps([gather_2], subgraph_wait_2, gather_2, primals_4)  # wait 2, MUST_RECOMPUTE
-view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
-view_2: f32[2, 5] = reshape(view_9, [2, 5])  # MUST_RECOMPUTE
-permute_1: f32[5, 2] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
+view_6: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
+view_1: f32[2, 5] = reshape(view_6, [2, 5])  # MUST_RECOMPUTE
+permute_1: f32[5, 2] = permute(view_1, [1, 0])  # MUST_RECOMPUTE
 permute_2: f32[2, 5] = permute(permute_1, [1, 0])  # MUST_RECOMPUTE
 mm: f32[4, 5] = control_deps([wait_2], subgraph_mm, tangents_1, permute_2)
 permute_3: f32[2, 4] = permute(tangents_1, [1, 0])
