@@ -46,7 +46,7 @@ class Part:
     rounds: int = 7  # how many turns each system has at each ratio
     steps: int = 3  # of a turn
     cpu_time: bool = False
-    looks: tuple[str, ...] = ()  # what else is measured: "calls", "copies", "memory", "gradients" (differ by how much)
+    looks: tuple[str, ...] = ()  # what else is measured: "calls", "copies", "memory"
 
 
 PEERS = ("unsharded", "fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_compiled")
@@ -75,13 +75,6 @@ PARTS = {
     "link_autocast": Part(
         "the same, 8 ranks, bf16: by param_dtype, by autocast and in float8, with and without smallest_gather", "link",
         "gpt", (*PEERS, *LOW_PRECISION), 8, bf16=True, ratios=(0.3, 0.6, 0.9), looks=("calls", "memory"),
-    ),
-    "link_foreign": Part(
-        "GPT, emulated link, 8 ranks, fp32: SimpleFSDP's graph, ordered by its authors' passes, Inductor's and ours",
-        "link", "gpt",
-        ("unsharded", "simple_fsdp", "simple_fsdp:overlap", "simple_fsdp_ours", "simple_fsdp_ours:overlap",
-         "ours_compiled"),
-        8, ratios=(0.3, 0.6, 0.9), rounds=5, looks=("calls", "memory", "gradients"),
     ),
     "memory": Part(
         "GPT on 8 tokens, 64 ranks: parameters and gradients are all the memory there is", "link", "gpt_few_tokens",
@@ -129,8 +122,6 @@ def run(name: str, part: Part) -> dict[str, Any]:
         for look in part.looks:
             side.say(look)
             found[look] = side.ask(look)
-        if "gradients" in found:
-            found["gradients"] = differences(found["gradients"])
     if part.mode in ("gloo", "nccl"):
         check_losses({name: found["settings"][0]["systems"][name]["losses"] for name in side.running}, part.bf16)
     return found
@@ -211,18 +202,6 @@ def check_losses(losses: dict[str, Sequence[float]], bf16: bool) -> None:
         for number, (a, b) in enumerate(zip(losses[ours], found, strict=True)):
             if number < CHECKED and not abs(a - b) <= TOLERANCE[bf16] * abs(a):  # false for nan too
                 raise RuntimeError(f"step {number}: expected losses as of {ours}, {a}, found {b} of {name}")
-
-
-def differences(paths: dict[str, str]) -> dict[str, float]:
-    """By how much gradients of SimpleFSDP differ from those that its authors' passes give, relative to their norm."""
-    read = {name: torch.load(path) for name, path in paths.items() if name.startswith("simple_fsdp")}
-    expected = read["simple_fsdp"]
-
-    def most(found: list[torch.Tensor]) -> float:
-        pairs = zip(found, expected, strict=True)
-        return max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs)
-
-    return {name: most(found) for name, found in read.items()}
 
 
 def runnable(part: Part) -> str:

@@ -141,8 +141,6 @@ def _row(part: Found, system: str) -> dict[str, str]:
         memory = part["memory"][system]
         row["peak, MB"] = f"{(memory['allocator'] or memory['resident'] + memory['above']) / 1e6:,.1f}"
         row["RSS, MB"] = f"{memory['rss'] / 1e6:,.0f}"
-    if system in part.get("gradients", {}):
-        row["gradients differ by"] = f"{part['gradients'][system]:.1e}"
     row["first step, CPU s"] = f"{part['first'][system]['cpu']:,.1f}"
     return row
 

@@ -5,7 +5,6 @@ ours uses. It waits while the others have their turns.
 """
 
 import json
-import os
 import resource
 import time
 from dataclasses import asdict, dataclass
@@ -169,26 +168,6 @@ class Worker:
             "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "allocator": torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
         }
-
-    def gradients(self) -> str:
-        """The path of a file with this rank's part of all gradients, where parameters are drawn from one seed.
-
-        Comparable between systems that shard alike.
-        """
-        generator = torch.Generator().manual_seed(0)
-        parts = [_local(parameter) for parameter in self.prepared.model.parameters()]
-        with torch.no_grad():
-            for part in parts:
-                part.copy_(torch.randn(part.shape, generator=generator) / 20)
-        self.accumulate()
-        path = os.path.join(os.environ["TORCHINDUCTOR_CACHE_DIR"], "gradients.pt")
-        torch.save([_local(p.grad).cpu() for p in self.prepared.model.parameters() if p.grad is not None], path)
-        self.prepared.model.zero_grad()
-        return path
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _cpu_seconds() -> float:

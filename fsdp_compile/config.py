@@ -55,8 +55,6 @@ class CompileConfig:
         profile: has no effect, warns, and will go; plans are made from the figures of `device`.
         plan: path of a file with plans to follow, as `str(plan)` under the headings `forward:` and `backward:`.
         record_profile: likewise.
-        reshard_after_forward: in graphs of another sharding, whether backward gathers parameters again. False: what
-            forward saves is torch's choice. `fully_shard` has an argument of this name for its own graphs.
         share_artifacts: whether the first rank alone compiles, forward and backward at once, and the others load what
             it compiled. They wait for it, and compile for themselves if they differ from it in versions or devices.
 
@@ -74,7 +72,6 @@ class CompileConfig:
     profile: str | None = None
     plan: str | None = None
     record_profile: bool = False
-    reshard_after_forward: bool = False
     share_artifacts: bool = False
 
     def __post_init__(self) -> None:

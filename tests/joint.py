@@ -1,15 +1,11 @@
 """`aot_eager` with the passes on joint graphs, for tests of values: what these passes do, bit for bit.
 
 run = torch.compile(model, backend=JointPasses(disable=("smallest_gather",)))
-with interpreted():                                       all passes of the backend, without Inductor
-    run = torch.compile(model, backend="fsdp_compile", options={"disable": LOWERING})
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
@@ -19,12 +15,10 @@ from torch._dynamo.backends.common import aot_autograd
 from fsdp_compile.comm.collectives import ALL_GATHER, ALL_GATHER_INTO, STARTS
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import MARKERS
-from fsdp_compile.passes import PASSES, inductor
-from fsdp_compile.passes._torch import inductor_config, sort
+from fsdp_compile.passes import PASSES
+from fsdp_compile.passes._torch import sort
 from fsdp_compile.passes.graph.nodes import is_ours
 from fsdp_compile.passes.pipeline import GraphContext, enabled, run_passes
-
-LOWERING = ("reduce_scatter_by_all_to_all", "all_gather_into_buffer", "pin_order")  # passes that write for Inductor
 
 Collective = tuple[str, torch.dtype, int]  # kind, dtype and bytes of the full buffer
 
@@ -102,31 +96,3 @@ def _run(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             wait.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
     gm.recompile()
     return make_boxed_func(gm.forward)
-
-
-def unplanned(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """A backend that runs graphs as they are."""
-    return aot_autograd(fw_compiler=_run, bw_compiler=_run)(gm, inputs)
-
-
-@contextmanager
-def interpreted() -> Iterator[None]:
-    """`backend="fsdp_compile"` runs its graphs node by node, as its passes leave them: nothing is built."""
-
-    def compile_by_nobody(gm: fx.GraphModule, inputs: list[Any], patches: dict[str, Any]) -> Callable[..., Any]:
-        def partition(gm: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-            with inductor_config.patch(patches):
-                patches["joint_custom_post_pass"](gm.graph)
-            return min_cut_rematerialization_partition(gm, inputs, **options)
-
-        def run(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-            with inductor_config.patch(patches):
-                patches["post_grad_custom_post_pass"](gm.graph)
-            gm.graph.lint()
-            return _run(gm, inputs)
-
-        compilers = {"fw_compiler": run, "bw_compiler": run, "partition_fn": partition}
-        return aot_autograd(**compilers, keep_inference_input_mutations=True)(gm, inputs)  # as Inductor has it
-
-    with mock.patch.object(inductor, "compile_by_inductor", compile_by_nobody):
-        yield

@@ -21,12 +21,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 10_392,
-    "the story and what it imports": 14_958,
-    PACKAGE: 37_864,
-    "tests": 51_726,
-    "bench": 5_038,
-    "docs, README, change log": 5_238,
+    "the story": 10_375,
+    "the story and what it imports": 14_938,
+    PACKAGE: 37_685,
+    "tests": 51_194,
+    "bench": 4_931,
+    "docs, README, change log": 5_196,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""
 

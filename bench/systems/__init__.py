@@ -59,7 +59,6 @@ SYSTEMS = {
     "fsdp2": System("FSDP2", "fsdp2.eager", "#f0a830"),
     "fsdp2_compile": System("FSDP2, blocks compiled", "fsdp2.by_block", "#c8501e", "blocks"),
     "simple_fsdp": System("SimpleFSDP", "simple_fsdp.prepare", "#b0529a", "whole"),
-    "simple_fsdp_ours": System("SimpleFSDP, backend='fsdp_compile'", "simple_fsdp.ours", "#d88cc6", "whole"),
     "ours": System("ours, eager", "ours.eager", "#6db6e8"),
     "ours_blocks": System("ours, blocks compiled", "ours.by_block", "#2f6fbf", "blocks"),
     "ours_compiled": System("ours, compiled", "ours.compiled", "#1fa187", "whole"),

@@ -8,32 +8,20 @@ the authors choose them for Llama.
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, fx, nn
+from torch import nn
 from torch._inductor.utils import get_gpu_dram_gbps
 from torch.utils.flop_counter import flop_registry
 
 from bench.systems import Prepared, Setup
-from fsdp_compile.comm.collectives import STARTS
-from fsdp_compile.passes.cost.hardware import device
-from fsdp_compile.passes.graph.prices import group_of, node_seconds
-from fsdp_compile.passes.graph.work import attention_flops, size_of
+from fsdp_compile.passes.graph.work import attention_flops
 
-BUCKETS, OVERLAP = "transformer_block_bucketing", "overlap"
-_DISTRIBUTED = "aten_distributed_optimizations"
-INDUCTOR: dict[str, Any] = {  # its passes that bucket and move collectives
-    "reorder_for_compute_comm_overlap": True,
-    f"{_DISTRIBUTED}.enable_overlap_scheduling": True,
-    f"{_DISTRIBUTED}.collective_bucketing": True,
-    f"{_DISTRIBUTED}.compute_estimator": "analytical",
-    f"{_DISTRIBUTED}.pre_bucketing_fsdp_collectives": False,  # into buckets for NCCL: here one, behind which all waits
-}
+BUCKETS = "transformer_block_bucketing"
 
 
 def open_package(name: str) -> None:
@@ -82,7 +70,7 @@ def shard(model: nn.Module, setup: Setup) -> nn.Module:
 
 
 def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
-    """With its authors' passes; the option "overlap" leaves them out and switches Inductor's own on."""
+    """With its authors' passes."""
     sharded = shard(model, setup)
     from torchtitan.experiments.simple_fsdp.backend import get_compile_backend_with_passes
     from torchtitan.experiments.simple_fsdp.job_config import Compile
@@ -92,59 +80,9 @@ def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prep
         answer_for_bandwidth()
     elif torch.__version__ < (2, 13):
         count_grouped_queries()
-    config: Any = Compile(graph_passes=setup.option or ("auto_bucketing" if setup.device.type == "cuda" else BUCKETS))
+    config: Any = Compile(graph_passes="auto_bucketing" if setup.device.type == "cuda" else BUCKETS)
     config.backend, config.enable = "inductor", True
     first, last = setup.ends
     backend = get_compile_backend_with_passes(config, True, [first, last, *setup.block_names])
-    return _prepared(sharded, setup, {"backend": backend}, PlannedForLink if setup.option == OVERLAP else Prepared)
-
-
-class PlannedForLink(Prepared):
-    """Compiled again for each link; Inductor's overlap passes, if they are on, are told how fast it is."""
-
-    compiled: Callable[[], Any]
-
-    def configured(self, link: str, batch: Sequence[Tensor]) -> None:
-        dist_opts: Any = torch._inductor.config.aten_distributed_optimizations
-        dist_opts.custom_runtime_estimation = partial(milliseconds, link)
-        torch._dynamo.reset()
-        self.forward = self.compiled()
-        self.forward(*batch).backward()
-        self.model.zero_grad()
-
-
-def ours(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
-    """Without its authors' passes; `backend="fsdp_compile"` orders its collectives by blocks.
-
-    The option "overlap" also switches Inductor's overlap passes on, as a user might.
-    """
-    compiling = {"backend": "fsdp_compile", "options": {"reshard_after_forward": True}}  # as its authors' passes do
-    return _prepared(shard(model, setup), setup, compiling, PlannedForLink if setup.option == OVERLAP else Prepared)
-
-
-def _prepared(sharded: nn.Module, setup: Setup, compiling: dict[str, Any], kind: type[Prepared]) -> Prepared:
-    if setup.option == OVERLAP:
-        answer_for_bandwidth()
-        for name, value in INDUCTOR.items():
-            if hasattr(torch._inductor.config, name):
-                setattr(torch._inductor.config, name, value)
-        dist_opts: Any = torch._inductor.config.aten_distributed_optimizations
-        dist_opts.custom_runtime_estimation = partial(milliseconds, "custom:0,1e18")  # until there is a link
-
-    def compiled() -> Any:
-        return torch.compile(sharded, fullgraph=True, **compiling)
-
-    prepared = kind(sharded, compiled(), scale=1 / setup.mesh.size())  # its gradients are sums over the ranks
-    if isinstance(prepared, PlannedForLink):
-        prepared.compiled = compiled
-    return prepared
-
-
-def milliseconds(link: str, node: fx.Node, size: int | None = None) -> float | None:
-    """What Inductor's overlap pass asks for: how long a node takes, with collectives on the link of that name."""
-    if node.target not in STARTS:
-        return 1e3 * node_seconds(node, device("cpu"))
-    latency, bandwidth = map(float, link.removeprefix("custom:").split(","))
-    ranks = group_of(node).size()
-    nbytes = max(size or 0, *map(size_of, (node, *node.all_input_nodes)))
-    return 1e3 * (latency + nbytes * (ranks - 1) / ranks / bandwidth)
+    run = torch.compile(sharded, fullgraph=True, backend=backend)
+    return Prepared(sharded, run, scale=1 / setup.mesh.size())  # its gradients are sums over the ranks

@@ -58,15 +58,12 @@ class Refused(ShortenTraceback, PlanError):
         super().__init__(text, first_useful_frame=None)
 
 
-def pipelines(
-    config: CompileConfig, passes: tuple[Pass, ...], kind: "type[Pipeline] | None" = None
-) -> dict[str, "Pipeline | AfterFusion"]:
+def pipelines(config: CompileConfig, passes: tuple[Pass, ...]) -> dict[str, "Pipeline | AfterFusion"]:
     """Return the pass for each hook of Inductor; it first runs the pass that was registered there before.
 
     Args:
         config: for all graphs.
         passes: of both stages.
-        kind: the class of pipelines; None: `Pipeline`.
     """
     chosen = enabled(passes, config)
 
@@ -74,7 +71,7 @@ def pipelines(
         registered = getattr(inductor_config, hook)
         return registered.previous if isinstance(registered, OURS) else registered
 
-    hooks = {hook: (kind or Pipeline)(chosen, stage, config, previous(hook)) for hook, stage in _HOOKS.items()}
+    hooks = {hook: Pipeline(chosen, stage, config, previous(hook)) for hook, stage in _HOOKS.items()}
     return {**hooks, _AFTER_FUSION: AfterFusion(previous(_AFTER_FUSION))}
 
 
@@ -94,19 +91,14 @@ class Pipeline(CustomGraphPass):
         """Edit `graph` in place."""
         for before in as_tuple(self.previous):
             before(graph)
-        config = self.config_for(graph)
-        if config is not None:
+        if is_ours(graph, MARKERS):
             sort(graph)
             try:
-                run_passes(self.passes, GraphContext(graph, config, direction(), graph_index()))
+                run_passes(self.passes, GraphContext(graph, self.config, direction(), graph_index()))
             except PlanError as error:
                 sizes = symbols_of(graph).values() if str(error).startswith("budget") else ()
                 counted = "".join(f"; counted for {each.source} = {each.most or each.hint}" for each in sizes)
                 raise Refused(f"{error}{counted}") from error
-
-    def config_for(self, graph: fx.Graph) -> CompileConfig | None:
-        """The configuration with which the passes run on `graph`; None: it is left as it is."""
-        return self.config if is_ours(graph, MARKERS) else None
 
     def uuid(self) -> Any | None:
         """Return the passes' part of the caches' key. See Note [What the compile caches key on].
@@ -120,7 +112,7 @@ class Pipeline(CustomGraphPass):
             return None
         as_gloo = compiles_as_gloo(dist.group.WORLD) if dist.group.WORLD is not None else None
         return (
-            hash_of_sources(), torch.__version__, as_gloo, self.stage, type(self).__name__, *keys,
+            hash_of_sources(), torch.__version__, as_gloo, self.stage, *keys,
             self.config.deciding_code, self.config.file_contents, *others,
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -41,7 +41,6 @@ from fsdp_compile.passes.pipeline import Pass, enabled, log, watchers
 from fsdp_compile.passes.post_grad import blocks, plan_by_cost, updates
 from fsdp_compile.passes.post_grad.check_ranks import check_ranks
 from fsdp_compile.passes.post_grad.coalesce import coalesce_launches
-from fsdp_compile.passes.post_grad.foreign import PipelineOfOthers, Sent, communicated
 from fsdp_compile.passes.post_grad.messages import send_messages
 from fsdp_compile.passes.post_grad.plan_by_cost import plans_in_file
 from fsdp_compile.passes.post_grad.reuse_gathered import lower_pack_grads, reuse_gathered
@@ -88,7 +87,6 @@ register_lowering(PACK_GRADS, type_promotion_kind=None)(lower_pack_grads)  # of 
 
 watchers[:] = print_graph, check_settings
 
-SOON = 60.0  # seconds that the ranks of another sharding's graph wait for each other to measure: no plan depends on it
 _notice = CompileNotice()
 
 
@@ -199,22 +197,19 @@ def for_graph(config: CompileConfig, graph: fx.Graph) -> CompileConfig:
     """The configuration for a graph that Dynamo has traced, with the link that its ranks measure if a search needs one.
 
     A search is asked for by a link, by what needs one, or by `reshard_after_forward="auto"`. Waits for the rank that
-    compiles for all, too, once the link is known. A graph that communicates nothing has nothing to plan.
+    compiles for all, too, once the link is known. A graph of a model that is not sharded has nothing to plan.
 
     Raises:
         Refused: there is no link, and the configuration has a budget.
     """
-    are_ours = is_ours(graph, MARKERS)
-    sent = list((_of_units if are_ours else communicated)(graph))
-    if config.link == MEASURE or (config.link is None and are_ours and _is_searched(graph)):
-        limit = config.check_ranks_timeout if are_ours else min(config.check_ranks_timeout, SOON)
-        link_here, device_here = _measured_costs(sent, config.device, limit) if sent else (None, None)
-        if link_here is None and config.budget is not None and are_ours:
+    if not is_ours(graph, MARKERS):
+        return config.without_search
+    if config.link == MEASURE or (config.link is None and _is_searched(graph)):
+        link_here, device_here = _measured_costs(list(_of_units(graph)), config.device, config.check_ranks_timeout)
+        if link_here is None and config.budget is not None:
             raise Refused(f"budget={config.budget} needs a link, and the ranks could not measure one: name it")
-        if link_here is not None and not are_ours:
-            link_here += f";={link_here.split(';')[0].partition('=')[2]}"  # for a group that nobody has seen
         config = replace(config, link=link_here, device=device_here) if link_here else config.without_search
-    if are_ours and config.share_artifacts:
+    if config.share_artifacts:
         share_artifacts(config.check_ranks_timeout)
     return config
 
@@ -223,6 +218,14 @@ def _is_searched(graph: fx.Graph) -> bool:
     """Whether a search decides which units stay unsharded (`reshard_after_forward="auto"`)."""
     specs = (UnshardSpec.parse(node.args[-1]) for node in graph.find_nodes(op="call_function", target=UNSHARD))
     return any(spec.is_searched for spec in specs)
+
+
+class Sent(NamedTuple):
+    """What a unit communicates: the name of the group, where the tensor is, and bytes of the whole tensor."""
+
+    group: str
+    device: torch.device
+    nbytes: int
 
 
 def _of_units(graph: fx.Graph) -> Iterator[Sent]:
@@ -270,10 +273,7 @@ def compile_with(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], passes: tuple[Pass, ...], config: CompileConfig
 ) -> Callable[..., Any]:
     """Compile by Inductor with `passes`, for this compilation only."""
-    patches = {
-        **switched_off(),
-        **pipelines(for_graph(config, gm.graph), passes, PipelineOfOthers),
-    }
+    patches = {**switched_off(), **pipelines(for_graph(config, gm.graph), passes)}
     return compile_by_inductor(gm, list(example_inputs), patches)
 
 

@@ -1,4 +1,4 @@
-"""The pipeline: passes by name, foreign passes and foreign graphs, cache keys, and what the forward may save."""
+"""The pipeline: passes by name, passes of others, cache keys, and what the forward may save."""
 
 import logging
 import re
@@ -18,7 +18,6 @@ from models import MODELS, Residual, Stack, checkpointed, mlp, squared_error, ve
 from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -358,7 +357,7 @@ def test_nothing_else_in_the_process_changes() -> None:
 def test_nobody_else_moves_our_collectives(backend: Any) -> None:
     """Inductor's own ways to move, fuse and replace collectives are off in forward and backward of sharded models,
     also if the process, or the options of this compilation, switch them on; and in all that `backend="fsdp_compile"`
-    compiles, such as models of another sharding. For other models they stay on.
+    compiles. For other models they stay on.
     """
     seen: list[dict[str, Any]] = []
     see = Recorder(lambda _: seen.append({name: getattr(inductor_config, name) for name in switched_off()}))
@@ -627,29 +626,6 @@ def test_units_with_equal_gradients_have_a_reduce_each() -> None:
     (graph,) = [text for text in graphs if text.startswith("--- backward graph after separate_reduces")]
     waited = re.findall(r"wait_tensor\((\w+)\)  # wait_reduce (\w+)", graph)
     assert {unit for _, unit in waited} == {"left", "right"} and len({reduce for reduce, _ in waited}) == 2
-
-
-class _GathersRows(nn.Module):
-    """Gathers the rows of its weight itself, as other packages do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.Parameter(torch.randn(2, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, all_gather_tensor_autograd(self.rows, 0, dist.group.WORLD)).tanh()  # type: ignore[no-any-return]  # torch's has no types
-
-
-@pytest.mark.parametrize("reshards", [False, True])
-def test_backward_gathers_again_what_somebody_else_has_sharded(reshards: bool) -> None:
-    """With `reshard_after_forward`, where the product of backward needs the weight; else forward saves it."""
-    seen: list[int] = []
-    count = Recorder(lambda graph: seen.append(sum(node.target is ALL_GATHER for node in graph.nodes)))
-    x = torch.ones(3, 8, requires_grad=True)
-    with inductor_config.patch(post_grad_custom_post_pass=count):
-        run = torch.compile(_GathersRows(), backend="fsdp_compile", options={"reshard_after_forward": reshards})
-        run(x).sum().backward()
-    assert seen == [1, int(reshards)]
 
 
 class _Nothing(nn.Linear):

@@ -165,15 +165,6 @@ def module_path(node: fx.Node) -> str:
     return ".".join(word for word in words if word != "_modules")
 
 
-_BLOCK = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")  # of a path: up to the first number
-
-
-def block_path(node: fx.Node) -> str:
-    """Path of the block that `node` belongs to, the module of the outermost list of modules; empty outside of such."""
-    match = _BLOCK.match(module_path(node))
-    return match[0] if match else ""
-
-
 # --- kinds ------------------------------------------------------------------------------------------------------------
 
 aten = torch.ops.aten

@@ -47,7 +47,7 @@ def reduce_scatter_by_all_to_all(context: GraphContext) -> None:
     """
     graph = context.graph
     for reduce in tagged(graph, "reduce"):
-        if reduce.target is not collectives.REDUCE_SCATTER or reduce.meta["val"].dim() > 1:  # of another sharding
+        if reduce.target is not collectives.REDUCE_SCATTER:
             continue
         args: Any = reduce.args
         packed, op, ranks, group = args
