@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 10_375,
-    "the story and what it imports": 14_938,
-    PACKAGE: 37_685,
+    "the story": 10_365,
+    "the story and what it imports": 14_928,
+    PACKAGE: 37_675,
     "tests": 51_194,
     "bench": 4_931,
     "docs, README, change log": 5_196,

@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from fsdp_compile.comm.collectives import STARTS, WAIT
-from fsdp_compile.passes._torch import OpOverload, is_tangent
+from fsdp_compile.passes._torch import OpOverload
 
 _KEY = "fsdp_compile"
 _OWN_KEYS = (_KEY, "val", "tensor_meta", "eager_input_vals", "recompute", "ac_graph_id")  # that no other node inherits
@@ -145,15 +145,6 @@ def is_ours(graph: fx.Graph, markers: Iterable[object]) -> bool:
     """Whether the graph has our markers or tags; all other graphs are left untouched."""
     targets = set(markers)
     return any(get_tag(node) or node.target in targets for node in graph.nodes)
-
-
-def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """The gradients of outputs in a joint graph, and all nodes computed from them."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if is_tangent(node) or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def module_path(node: fx.Node) -> str:

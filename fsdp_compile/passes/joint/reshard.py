@@ -51,8 +51,7 @@ def reshard(context: GraphContext) -> None:
 def _computed_from_parameters(graph: fx.Graph) -> list[fx.Node]:
     """Find nodes as large as parameters that backward can recompute from those of units that reshard."""
     numels: dict[fx.Node, int] = {}  # of the largest parameter that a node is computed from
-    backward = nodes.backward_nodes(graph)
-    for node in [each for each in graph.nodes if each not in backward]:
+    for node in graph.nodes:
         value, tag, needed = node.meta.get("val"), nodes.get_tag(node), node.all_input_nodes
         if tag is not None and tag.kind in ("gather", "wait"):
             if tag.reshard and tag.kind == "wait":
