@@ -57,8 +57,9 @@ def write_files(files: dict[Path | None, Callable[[], str]], says: bool = True) 
 
 
 def say(text: str) -> None:
-    """Tell on the terminal's error stream what goes on, so that a reader of the output does not get it."""
-    print(f"fsdp-compile: {text}", file=sys.stderr, flush=True)
+    """Let rank 0 tell on the terminal's error stream what goes on, so that a reader of the output does not get it."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"fsdp-compile: {text}", file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from fsdp_compile.tools.options import Add, check_folders, positive, write_files
+from fsdp_compile.tools.options import Add, check_folders, positive, say, write_files
 
 DESCRIPTION = """Measure this machine and write a hardware file: matrix products by size, attention by length, fused
 chains, the optimizer's update, launches and, with several ranks, collectives by size."""
@@ -28,11 +28,12 @@ def add_options(add: Add) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure this machine and write a hardware file."""
+    check_folders(args.out)
+    say(f"measuring this machine in {args.seconds} seconds, the first of which compile")
     from fsdp_compile.api import fully_shard
     from fsdp_compile.explain.calibrate import calibrate
     from fsdp_compile.passes.cost.hardware import to_json
 
-    check_folders(args.out)
     made, rank = calibrate(args.device, args.hardware, args.seconds, fully_shard)
     if args.name is not None:
         made = replace(made, name=args.name)

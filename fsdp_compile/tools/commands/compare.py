@@ -72,11 +72,9 @@ def run(args: argparse.Namespace) -> int:
         sequence = args.seq or training.seq_len
     check_factory(factory)
     systems, rounds = list(dict.fromkeys(args.systems)), min(args.rounds, args.steps)
-    is_first = os.environ.get("RANK", "0") == "0"
-    if is_first:
-        slow = [each for each in systems if each not in ("eager", "fsdp2")]
-        say(f"comparing {', '.join(systems)} in {rounds} rounds, {args.steps} steps of each"
-            + (f"; the first round takes minutes, in which {', '.join(slow)} compile" if slow else ""))  # fmt: skip
+    slow = [each for each in systems if each not in ("eager", "fsdp2")]
+    say(f"comparing {', '.join(systems)} in {rounds} rounds, {args.steps} steps of each"
+        + (f"; the first round takes minutes, in which {', '.join(slow)} compile" if slow else ""))  # fmt: skip
     make, example_inputs = load_factory(factory)
     import torch
 
@@ -98,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     load = partial(case_in_file, factory, batch, sequence)
     found = compare(factory, load, (make, example_inputs), task, here, systems=systems, steps=args.steps,
                     rounds=rounds, hardware=hardware)  # fmt: skip
-    if is_first:
+    if os.environ.get("RANK", "0") == "0":
         print(found, end="")
         write_files({args.json: found.to_json, args.svg: found.to_svg})
     return 0 if found.ran else 1
