@@ -49,14 +49,13 @@ def _seconds(case: Case, hardware: Hardware) -> float:
         return product_seconds(case.work, 0, case.size, case.dtype, hardware)
     if case.kind.startswith("attention"):
         return attention_seconds(case.work, case.size, "backward" in case.kind, case.dtype, hardware)
-    beside = hardware.step_seconds + 2 * case.size * hardware.layer_seconds
     return {
         "chain": chain_seconds(case.work, True, hardware),
         "eager": chain_seconds(case.work, False, hardware),
         "copy": case.work / hardware.bandwidth,
         "update": update_seconds(case.work, hardware),
         "launch": hardware.kernel_seconds,
-        "step": beside,
+        "step": hardware.step_seconds + 2 * case.size * hardware.layer_seconds,
     }[case.kind]
 
 
@@ -66,9 +65,8 @@ def test_constants_are_found_again() -> None:
                    eager_efficiency=0.3, update_efficiency=0.6, layer_seconds=2e-4, step_seconds=3e-3)  # fmt: skip
     source = Source("measured", "here")
     again = fitted(cases(made), device("h100-80"), source)
-    for name, value, _, _ in made.figures():
-        known = {each[0]: each[1] for each in again.figures()}
-        assert known[name] == pytest.approx(value, rel=1e-6), name
+    known, expected = ({name: value for name, value, _, _ in each.figures()} for each in (again, made))
+    assert known == pytest.approx(expected, rel=1e-6) and known["layer_seconds"]
     assert again.sources["product_efficiency"] == source and again.sources["memory"] != source
 
 

@@ -32,6 +32,7 @@ from fsdp_compile.passes.cost.roofline import (
     transfer_seconds,
 )
 from fsdp_compile.passes.graph.nodes import Tag, set_tag
+from fsdp_compile.passes.graph.prices import work_seconds
 from fsdp_compile.passes.graph.work import Work, message_size, node_work
 
 RING = Link("ring", latency=10.0, bandwidth=4.0, source="this test", hop=1.0)
@@ -139,6 +140,7 @@ def test_products_and_attention_by_hand():
     assert product_seconds(1000, 500, 20, "float32", ramps) == 50
     assert attention_seconds(100, 4, False, "float32", ramps) == 2
     assert attention_seconds(100, 4, True, "float32", ramps) == 4
+    assert work_seconds(Work(read_bytes=30, written_bytes=20), dataclasses.replace(PLAIN, chain_efficiency=0.5)) == 10
 
 
 def test_every_dtype_has_a_price(caplog):
