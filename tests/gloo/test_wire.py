@@ -406,7 +406,7 @@ def test_copies_have_feedback() -> None:
 
 @on_ranks(2)
 def test_whole_steps() -> None:
-    """A compiled whole step, which starts the next step's gathers, has the bits of an eager loop."""
+    """A compiled whole step has the bits of an eager loop."""
 
     def prepared() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = fully_shard(build(SMALL), wire=BOTH)

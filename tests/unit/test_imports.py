@@ -16,7 +16,7 @@ PACKAGE = Path(fsdp_compile.__file__).parent
 # The first entry that a module lies within holds for it: collectives lie below `core`, and what unites both above it.
 ALLOWED = {
     "comm": set(),
-    "core": {"comm.collectives", "comm.groups", "comm.hops", "comm.direct", "comm._torch", "tensors"},
+    "core": {"comm.collectives", "comm.groups", "comm.hops", "comm._torch", "tensors"},
     "tensors": {"core._torch", "core.exact_sums", "core.layout", "core.settings", "core.traced_writes", "comm"},
     "edits": {"core", "comm", "tensors", "eager", "agree"},
     "agree": {"core", "comm", "tensors", "eager", "edits"},
