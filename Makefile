@@ -8,6 +8,8 @@ PYTHON ?= python3
 PY := .venv/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 TIERS := $(foreach tier,gloo fake unit gpu,$(wildcard tests/$(tier)))
+FIRST := $(wildcard tests/gloo/[a-e]*/)
+SECOND := $(filter-out $(FIRST),$(wildcard tests/gloo/*/ tests/gloo/test_*.py))
 COMPARED := --batch 4 --seq 128 --steps 12 --systems eager,compiled,fsdp2,fsdp2-compiled
 export OMP_NUM_THREADS ?= 1
 # What pip does not compile, Python compiles at the first import and keeps.
@@ -32,12 +34,15 @@ test: compiler .venv/test
 ifdef ARGS
 	$(PY) -m mypy
 	$(PY) -m pytest $(TIERS) $(ARGS)
-else # two at a time: types and the other tiers beside gloo, whose ranks wait for each other and for the C++ compiler
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target types $(TIERS:%=%.tier)
+else # three at a time on two cores: ranks of gloo, which come in two halves, wait for each other and for the C++ compiler
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target first.half second.half $(patsubst %,%.tier,$(filter-out tests/gloo,$(TIERS))) types
 endif
 
 types: .venv/test
 	$(PY) -m mypy
+
+first.half second.half:
+	$(PY) -m pytest $(if $(filter first%,$@),$(FIRST),$(SECOND))
 
 %.tier:
 	$(PY) -m pytest $*

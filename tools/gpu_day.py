@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 def drawn(seed: int, count: int = 6) -> tuple[str, ...]:
     """Files of tests/gloo, drawn by chance: the draw of a seed is always the same."""
-    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/gloo").glob("test_*.py"))
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/gloo").rglob("test_*.py"))
     return tuple(random.Random(seed).sample(files, count))
 
 

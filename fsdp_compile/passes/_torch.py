@@ -27,7 +27,7 @@ Lowering: `V.graph`, the graph that is being lowered, must still have `env`, `op
 `name_to_op`, `additional_buffer_deps`, `additional_star_deps`, `never_reuse_buffers` and `scheduler`, and the wrapper
 `add_import_once` and `make_buffer_free`. `fallback_handler` makes the call itself; loops compute with `ops`.
 
-Scheduler: see Note [Loops that forget the wait]. If `tests/gloo/test_traps.py` passes without the hook, drop it.
+Scheduler: see Note [Loops that forget the wait]. If `tests/gloo/passes/test_traps.py` passes without the hook, drop it.
 
 Inductor's IR: `ConcatKernel`, `NonOwningLayout` and `ReinterpretView` let a kernel write into a slice of another
 buffer; `NopKernel`, `FallbackKernel` and `_WaitKernel` are subclassed; an `InputBuffer` of another dtype than the input

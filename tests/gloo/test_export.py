@@ -23,9 +23,9 @@ from fsdp_compile import FullyShardedDataParallel, ShardingStrategy, export, ful
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.sharding import clean_name
 
-from . import test_tensor_parallel as tensor_parallel
 from .ranks import on_ranks
-from .test_quantized import Llama, LlamaBlock
+from .tensors import test_tensor_parallel as tensor_parallel
+from .tensors.test_quantized import Llama, LlamaBlock
 from .training import OPTIMIZERS, assert_bitwise, backward, build, executor, mine, shard, units
 from .wire import wire
 

@@ -1,0 +1,106 @@
+"""Shards and gradients in host memory. On a CPU the copies are the identity, so the numbers must be, too."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from models import MODELS
+from torch import nn
+from torch.distributed.fsdp import CPUOffload, MixedPrecision
+
+from ..ranks import Ranks, on_ranks
+from ..training import (
+    OPTIMIZERS,
+    assert_bitwise,
+    assert_same_gradients,
+    backward,
+    build,
+    follow,
+    mine,
+    shard,
+    whole,
+)
+
+MLP = MODELS["mlp"]
+OFFLOAD = CPUOffload(offload_params=True)
+all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+
+
+def _assert_on_cpu(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        assert param.device.type == "cpu", name
+        assert param.grad is None or param.grad.device.type == "cpu", name
+
+
+def _train(rank: int, strategy: str, low_precision: bool, **options: Any) -> None:
+    options |= {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)} if low_precision else {}
+    plain, offloaded = shard(MLP, strategy, **options), shard(MLP, strategy, cpu_offload=OFFLOAD, **options)
+    optimizers = [OPTIMIZERS["adamw"](model.parameters()) for model in (plain, offloaded)]
+    for seed in range(4):
+        for model, optimizer in zip((plain, offloaded), optimizers, strict=True):
+            optimizer.zero_grad()
+            backward(model, MLP, mine(MLP, seed))
+        assert_bitwise(offloaded, plain, f"gradients {seed}")
+        _assert_on_cpu(offloaded)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_bitwise(offloaded, plain, f"step {seed}")
+
+
+@pytest.mark.parametrize("low_precision", [False, True])
+@all_strategies
+def test_trains_as_without(two: Ranks, strategy: str, low_precision: bool) -> None:
+    """Offloading changes where shards and gradients are, and no bit of them; it needs no accelerator.
+
+    E-OFF-1, E-OFF-3, E-OFF-4.
+    """
+    two.run(_train, strategy, low_precision)
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@on_ranks(4)
+def test_hybrid_trains_as_without(rank: int, strategy: str) -> None:
+    """The same with copies on two nodes (E-OFF-1)."""
+    _train(rank, strategy, False, devices_per_node=2)
+
+
+@all_strategies
+@on_ranks(2)
+def test_accumulation(strategy: str) -> None:
+    """Gradients of several backward passes add up, synchronised or not (E-OFF-6, E-OFF-7, E-LIM-1)."""
+    reference, model = build(MLP), shard(MLP, strategy, cpu_offload=OFFLOAD)
+    for seed in range(2):
+        backward(reference, MLP, whole(MLP, seed))
+        backward(model, MLP, mine(MLP, seed))
+    backward(reference, MLP, whole(MLP, 2))
+    with model.no_sync():
+        backward(model, MLP, mine(MLP, 2))
+    backward(reference, MLP, whole(MLP, 3))
+    backward(model, MLP, mine(MLP, 3))
+    assert_same_gradients(model, reference)
+    follow(model, reference, MLP)
+
+
+@on_ranks(2)
+def test_no_stale_gradients() -> None:
+    """A unit that had no part in this backward has no gradient, whatever it had before (E-OFF-8, E-FIN-6)."""
+    model = shard(MLP, cpu_offload=OFFLOAD)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    backward(model, MLP, mine(MLP, 1))
+    optimizer.step()
+    optimizer.zero_grad()
+    model.blocks[1].forward = lambda x: x  # not used from here on
+    backward(model, MLP, mine(MLP, 2))
+    assert all(param.grad is None for param in model.blocks[1].parameters()), "a gradient of an earlier backward"
+    assert all(param.grad is not None for param in model.blocks[0].parameters())
+
+
+@on_ranks(2)
+def test_deepcopy() -> None:
+    """A copy of an offloaded model trains for itself."""
+    reference, model = build(MLP), shard(MLP, cpu_offload=OFFLOAD)
+    follow(model, reference, MLP)
+    copied, copied_reference = copy.deepcopy(model), copy.deepcopy(reference)
+    follow(copied, copied_reference, MLP, first_seed=200)
+    follow(model, reference, MLP, first_seed=300)

@@ -1,0 +1,619 @@
+"""What units return, what is used of it, and units in unusual roles: empty, a former root, called twice."""
+
+import copy
+import re
+import warnings
+from collections import namedtuple
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import MODELS, Case, Residual, mlp, squared_error, vectors
+from torch import Tensor, nn
+from torch.distributed.fsdp import BackwardPrefetch
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compile import fully_shard
+
+from ..comm.test_communication import _assert_freed, _gathered_bytes, _spied
+from ..ranks import Ranks, on_ranks
+from ..training import (
+    OPTIMIZERS,
+    assert_same_gradients,
+    assert_same_parameters,
+    backward,
+    build,
+    follow,
+    mine,
+    reference_and_model,
+    units,
+    whole,
+)
+from ..wire import wire
+
+MLP = MODELS["mlp"]
+FREED = r"is at version 10000\d+; expected|its base or another view of its base has been modified inplace"
+"""What autograd says where it would read memory that is not there: of a parameter itself, and of a view of one."""
+sharded = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+
+
+# --- outputs ----------------------------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class _Record:
+    x: Tensor
+
+
+class _Object:
+    """An output that no one can look into."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class _Returns(nn.Module):
+    """A block that returns its two results in the structure that `kind` names; only `left` may reach the loss."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.left, self.right = kind, nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Any:
+        left, right = torch.tanh(self.left(x)), torch.tanh(self.right(x))
+        return {
+            "dict": {"left": left, "deep": [{"right": right}, None, 3, "text"]},
+            "namedtuple": Pair(left, right),
+            "dataclass": [_Record(left), _Record(right)],
+            "object": [_Object(left), _Object(right)],
+            "detached": (left, right.detach()),
+        }[self.kind]
+
+
+def _left(out: Any) -> Tensor:
+    if isinstance(out, dict):
+        assert list(out) == ["left", "deep"] and out["deep"][1:] == [None, 3, "text"]
+        return out["left"]
+    if isinstance(out, list):
+        assert len(out) == 2 and all(type(each) is type(out[0]) for each in out)
+        assert isinstance(out[0], (_Record, _Object))
+        return out[0].x
+    assert type(out) in (Pair, tuple)
+    return out[0]
+
+
+class _Outer(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([_Returns(kind), _Returns(kind)]), nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + _left(block(x))
+        return self.head(x)
+
+
+def _return(rank: int, kind: str, strategy: str) -> None:
+    case = Case(lambda: _Outer(kind), vectors, squared_error)
+    reference, model = reference_and_model(case, strategy)
+    optimizers = [OPTIMIZERS["momentum"](each.parameters()) for each in (model, reference)]
+    for seed in range(2):
+        backward(model, case, mine(case, seed))
+        backward(reference, case, whole(case, seed))
+        for block in model.blocks:  # another rank may have used it: zeros
+            assert not any(param.grad.any() for param in block.right.parameters() if param.grad is not None)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_parameters(model, reference)
+    with _spied() as calls:
+        loss = case.loss(model, mine(case, 1))
+        loss.backward()
+        _assert_freed(calls, "after backward, while the loss is alive")
+    assert all(unit.unsharded_params is None and not list(unit.awaiting_backward) for unit in units(model))
+
+
+@sharded
+@pytest.mark.parametrize("kind", ["dict", "namedtuple", "dataclass", "detached"])
+def test_outputs(two: Ranks, kind: str, strategy: str) -> None:
+    """Outputs keep their structure and types; backward works from any tensor in them, and from a part of them.
+
+    E-FWD-1, 3, 9, 10, E-BWD-1, 2, E-FIN-3.
+    """
+    two.run(_return, kind, strategy)
+
+
+class _ReturnsParameters(nn.Module):
+    """Returns parameters of its own and of a block in `kind`: themselves, views of them, or views in a structure."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.block, self.scale = kind, nn.Linear(7, 7), nn.Parameter(torch.ones(3, 7))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        results = [self.scale, self.block.weight]
+        x = self.block(x) * self.scale[1]
+        if self.kind == "views":
+            results = [self.scale[1:], self.block.weight.t()]
+        return x, {"deep": results} if self.kind == "structure" else results
+
+
+@sharded
+@pytest.mark.parametrize("kind", ["themselves", "views", "structure"])
+@on_ranks(2)
+def test_returned_parameters_can_be_read_after_backward(kind: str, strategy: str) -> None:
+    """Parameters that a forward returns keep their values, and their memory, for as long as the caller holds them."""
+    case = Case(lambda: _ReturnsParameters(kind), vectors, squared_error)
+    reference, model = reference_and_model(case, strategy)
+    optimizers = [OPTIMIZERS["momentum"](each.parameters()) for each in (model, reference)]
+    for seed in range(3):
+        read = []
+        for each, (x, _) in ((model, mine(case, seed)), (reference, whole(case, seed))):
+            out, results = each(x)
+            first, second = results["deep"] if kind == "structure" else results
+            (out.pow(2).mean() + first.pow(3).sum() + second.pow(3).sum()).backward()
+            read += [[result.detach().clone() for result in (first, second)]]
+        torch.testing.assert_close(*read)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_parameters(model, reference)
+
+
+def _count_gathers(rank: int, kind: str) -> None:
+    model = fully_shard(_Outer(kind), auto_wrap_policy={_Returns})
+    with _spied() as calls, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model(vectors(rank, 4)[0]).sum().backward()
+    is_seen = kind != "object"
+    assert len([call for call in calls if call.kind == "gather"]) == (5 if is_seen else 3)
+    texts = [str(warning.message) for warning in warned]
+    assert len(texts) == (0 if is_seen else 2), texts
+    assert is_seen or re.match(r"_Returns with parameters (.+[.])?left.weight, .* returns a _Object, which", texts[0])
+
+
+def test_what_outputs_show(two: Ranks) -> None:
+    """Tensors in a dataclass are seen and let a unit be gathered again for backward; of a plain object a warning says
+    that its unit stays unsharded.
+    """
+    two.run(_count_gathers, "dataclass")
+    two.run(_return, "object", "FULL_SHARD")
+    two.run(_count_gathers, "object")
+
+
+class _View(nn.Module):
+    """A block whose output is a view of what it computes, of which a part may be checkpointed."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.left, self.right = how, nn.Linear(7, 7), nn.Linear(7, 14)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.left(x) if self.how == "no" else checkpoint(self.left, x, use_reentrant=self.how == "reentrant")
+        return self.right(torch.tanh(x)).view(-1, 2, 7)
+
+
+class _InPlace(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(7, 7), nn.Linear(7, 5)
+        self.blocks = nn.ModuleList([_View(how), _View(how)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            out = block(x)
+            out.mul_(0.5)
+            x = out[:, 0] + out[:, 1]
+        return self.head(x)
+
+
+@sharded
+@on_ranks(2)
+def test_views_changed_in_place(strategy: str) -> None:
+    """A unit's output that is a view may be changed in place, which drops the hooks on it: its backward still gathers.
+
+    FSDP2 fails there.
+    """
+    for how in ("no", "non-reentrant", "reentrant"):
+        case = Case(partial(_InPlace, how), vectors, squared_error)
+        reference, model = reference_and_model(case, strategy)
+        follow(model, reference, case)
+
+
+# --- what leaves a forward in other ways than as an output ------------------------------------------------------------
+
+_left_over: list[Tensor] = []
+
+
+class _Aside(nn.Module):
+    """A block that computes something after its output, such as a loss, which leaves as `how` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.up, self.gate = how, nn.Linear(7, 7), nn.Linear(7, 7)
+        self.kept: Any = None
+        if how == "hook":
+            self.gate.register_forward_hook(lambda *call: _left_over.append(call[-1].square().mean()))
+
+    def forward(self, x: Tensor, given: list[Tensor]) -> Tensor:
+        hidden = torch.tanh(self.up(x))
+        y = x + hidden
+        aside = self.gate(hidden).square().mean()
+        if self.how in ("attribute", "list", "dict"):
+            self.kept = {"attribute": aside, "list": [aside], "dict": {"loss": aside}}[self.how]
+        elif self.how == "submodule":
+            self.gate.kept = aside
+        elif self.how == "argument":
+            given.append(aside)
+        elif self.how == "in place":
+            given[0].add_(aside)
+        elif self.how == "global":
+            _left_over.append(aside)
+        return y
+
+    def asides(self) -> list[Tensor]:
+        kept = self.gate.kept if self.how == "submodule" else self.kept
+        return [*kept.values()] if isinstance(kept, dict) else kept if isinstance(kept, list) else [kept]
+
+
+class _AsideNet(nn.Module):
+    """Three of these; with `apart` no gradient passes from one to the one before."""
+
+    def __init__(self, how: str, apart: bool) -> None:
+        super().__init__()
+        self.how, self.apart, self.out = how, apart, nn.Linear(7, 1)
+        self.blocks = nn.ModuleList(_Aside(how) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = [torch.zeros(())] if self.how == "in place" else []
+        _left_over.clear()
+        for block in self.blocks:
+            x = block(x.detach() if self.apart else x, given)
+        asides = given or _left_over or [each for block in self.blocks for each in block.asides()]
+        return (0.0 if self.apart else self.out(x).square().mean()) + torch.stack(asides).sum()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("how", ["attribute", "list", "dict", "submodule", "argument", "in place", "global", "hook"])
+@on_ranks(2)
+def test_what_leaves_in_another_way_than_as_an_output(how: str, apart: bool) -> None:
+    """Losses that a block leaves in an attribute, an argument or elsewhere have the gradients of one process.
+
+    Their backward runs before that of the output. Where they go to cannot be seen, the block stays unsharded, with a
+    warning.
+    """
+    torch.manual_seed(0)
+    reference = _AsideNet(how, apart)
+    model = copy.deepcopy(reference)
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=True)
+    fully_shard(model)
+    numel = model.blocks[0]._fsdp.units[0].flats[0].layout.numel
+    for _ in range(2):
+        x = torch.linspace(-1, 1, 14).view(2, 7).requires_grad_()
+        reference.zero_grad()
+        reference(x).backward()
+        model.zero_grad()
+        with warnings.catch_warnings(record=True) as seen, _spied() as calls:
+            warnings.simplefilter("always")
+            loss = model(x)
+            stays = bool(_gathered_bytes(calls)[numel])
+            loss.backward()
+        assert_same_gradients(model, reference)
+        for each in (model, reference):  # two backward passes, of which the second gathers again
+            loss = each(x)
+            loss.backward(retain_graph=True)
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                assert each is model and stays and re.search(FREED, str(error)), error
+                break
+        else:
+            assert_same_gradients(model, reference)
+        texts = [str(each.message) for each in seen if "stay unsharded until backward" in str(each.message)]
+        assert len(texts) == (3 if stays else 0) and stays == (how in ("global", "hook")), texts
+        assert all("_Aside with parameters blocks" in text for text in texts), texts
+        assert all(Path(each.filename).name == "test_outputs.py" for each in seen), seen
+
+
+class _Hooked(nn.Module):
+    """A block whose output has a hook that reads parameters: their values, or through a part of the graph."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "values":
+            weight = self.layer.weight.detach()
+            z = self.layer(x)
+            z.register_hook(lambda grad: grad + 0.1 * grad @ weight)
+            return z
+        at = x.detach().requires_grad_()
+        inner = torch.tanh(self.layer(at))  # as implicit layers do
+        z = self.layer(x)
+        z.register_hook(lambda grad: grad + torch.autograd.grad(inner, at, grad, retain_graph=True)[0])
+        return z
+
+
+@pytest.mark.parametrize("how", ["values", "graph"])
+@on_ranks(2)
+def test_hooks_on_outputs_read_parameters(how: str) -> None:
+    """A hook that forward registers on its output is called when the unit's parameters are there again."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(*[_Hooked(how) for _ in range(3)], nn.Linear(7, 2))
+    model = copy.deepcopy(reference)
+    for block in model[:3]:
+        fully_shard(block)
+    fully_shard(model)
+    for _ in range(2):
+        for each in (reference, model):
+            each.zero_grad()
+            each(torch.linspace(-1, 1, 14).view(2, 7)).square().mean().backward()
+        assert_same_gradients(model, reference)
+
+
+class _Both(nn.Module):
+    def __init__(self, towers: nn.ModuleList) -> None:
+        super().__init__()
+        self.towers = towers
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [tower(x) for tower in self.towers]
+
+
+@on_ranks(2)
+def test_what_is_read_of_a_unit_without_its_outputs() -> None:
+    """A unit of which the loss uses no output is gathered again where backward has come to another unit before.
+
+    Else nothing tells that backward is about to read its parameters: an error.
+    """
+    torch.manual_seed(0)
+    reference = _Both(nn.ModuleList([nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)) for _ in range(2)]))
+    model = copy.deepcopy(reference)
+    for tower in model.towers:
+        fully_shard(tower)
+    fully_shard(model)
+    seen: list[Tensor] = []
+    for each in (reference, model):
+        layer = each.towers[0][0]
+        layer.register_forward_hook(lambda layer, _x, y: seen.append(torch.tanh(y) @ layer.weight))
+    for _ in range(2):
+        for each in (reference, model):
+            each.zero_grad()
+            unused, used = each(torch.ones(2, 7))
+            (used.sum() + seen.pop().sum()).backward()
+            assert unused.shape == (2, 7)
+        assert_same_gradients(model, reference)
+    outputs = model(torch.ones(2, 7))
+    with pytest.raises(RuntimeError, match=FREED):
+        seen.pop().sum().backward()
+    assert len(outputs) == 2
+
+
+@dataclass
+class _Two:
+    x: Tensor
+    other: Tensor
+
+
+class _Between(nn.Module):
+    """A block that leaves a loss where nobody sees it, between its output and another one that nobody uses."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.up, self.gate, self.scale = how, nn.Linear(7, 7), nn.Linear(7, 7), nn.Parameter(torch.ones(7))
+        self.inner = _Between(how.replace("nested", "")) if "nested" in how else None
+        if "frozen" in how:
+            self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = torch.tanh(self.up(x))
+        y = x + hidden
+        if self.inner is not None:
+            y = _first(self.inner(y))
+        loss: Callable[[Tensor], Tensor] = lambda h: (self.gate(h) * self.scale).square().mean()  # noqa: E731
+        aside = checkpoint(loss, hidden, use_reentrant=False) if "checkpoint" in self.how else loss(hidden)
+        _left_over.append(aside)
+        if "view" in self.how:
+            return y, y[None][0]
+        other = y + aside if "part" in self.how else 2 * y
+        if "dict" in self.how:
+            return {"x": y, "deep": [(other,)]}
+        return _Two(y, other) if "dataclass" in self.how else (y, other)
+
+
+def _first(output: Any) -> Tensor:
+    return output["x"] if isinstance(output, dict) else output.x if isinstance(output, _Two) else output[0]
+
+
+class _BetweenNet(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.later, self.out = "later" in how, nn.Linear(7, 1)
+        self.blocks = nn.ModuleList(_Between(how) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        _left_over.clear()
+        for block in self.blocks:
+            x = _first(block(x))
+        y = self.out(x).square().mean()
+        return y if self.later else y + torch.stack(_left_over).sum()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "tuple", "dict", "dataclass", "view", "part of the other", "later", "nested", "nested part", "checkpoint",
+        "no_sync", "retained", "frozen", "frozen nested", "compiled", "fetch late", "fetch alone",
+    ],
+)  # fmt: skip
+@on_ranks(2)
+def test_what_leaves_between_outputs(how: str) -> None:
+    """The unit is gathered before backward reads it, though no gradient comes to what it made last."""
+    torch.manual_seed(0)
+    reference = _BetweenNet(how)
+    model = copy.deepcopy(reference)
+    prefetch = (
+        {"backward_prefetch": None if "alone" in how else BackwardPrefetch.BACKWARD_POST} if "fetch" in how else {}
+    )
+    for block in reversed([each for each in model.modules() if isinstance(each, _Between)]):
+        fully_shard(block, reshard_after_forward=True, **prefetch)
+    fully_shard(model, **prefetch)
+    if "compiled" in how:
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    passes = [False, True] if "no_sync" in how else [True]
+    for _ in range(2):
+        for each in (reference, model):
+            each.zero_grad()
+            for syncs in passes:
+                with nullcontext() if syncs or each is reference else model.no_sync():
+                    x = torch.linspace(-1, 1, 14).view(2, 7).requires_grad_()
+                    loss = each(x) + (torch.stack(_left_over).sum() if "later" in how else 0.0)
+                    if "retained" in how:
+                        loss.backward(retain_graph=True)
+                    loss.backward()
+        assert_same_gradients(model, reference)
+
+
+class _Choices(nn.Module):
+    """A block of two outputs, of which the caller uses one; perhaps around another one."""
+
+    def __init__(self, inner: nn.Module | None) -> None:
+        super().__init__()
+        self.inner, self.left, self.right = inner, nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x: Tensor, choice: int) -> tuple[Tensor, Tensor]:
+        if self.inner is not None:
+            x = self.inner(x, choice)[choice]
+        return x + torch.tanh(self.left(x)), x + torch.sin(self.right(x))
+
+
+class _ChoiceNet(nn.Module):
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Choices(_Choices(None) if nested else None) for _ in range(3))
+        self.out = nn.Linear(7, 1)
+
+    def forward(self, x: Tensor, choices: tuple[int, ...]) -> Tensor:
+        for block, choice in zip(self.blocks, choices, strict=True):
+            x = block(x, choice)[choice]
+        return self.out(x).square().mean()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@on_ranks(2)
+def test_ranks_that_use_other_outputs(rank: int, nested: bool) -> None:
+    """A unit whose last output one rank does not use is gathered in the same order on all ranks."""
+    x = torch.linspace(-1, 1, 14).view(2, 7)
+    prefetches = (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None)
+    for prefetch, choices in product(prefetches, ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1))):
+        torch.manual_seed(0)
+        reference = _ChoiceNet(nested)
+        model = copy.deepcopy(reference)
+        for block in reversed([each for each in model.modules() if isinstance(each, _Choices)]):
+            fully_shard(block, reshard_after_forward=True, backward_prefetch=prefetch)
+        fully_shard(model, backward_prefetch=prefetch)
+        for _ in range(2):
+            for each in (reference, model):
+                each.zero_grad()
+            ((reference(x, choices) + reference(x, (0, 0, 0))) / 2).backward()
+            model(x, choices if rank else (0, 0, 0)).backward()
+            assert_same_gradients(model, reference)
+
+
+class _TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = mlp(1), nn.ModuleList([Residual(5, 9), Residual(5, 9)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.body(x)
+        return self.heads[0](x), self.heads[1](x)
+
+
+@sharded
+@on_ranks(2)
+def test_an_output_that_no_loss_uses(strategy: str) -> None:
+    """A unit whose output feeds no loss is freed, is not reduced, and trains in the next step (E-FIN-4)."""
+    case = Case(_TwoHeads, vectors, lambda model, inputs: squared_error(lambda x: model(x)[0], inputs))
+    reference, model = reference_and_model(case, strategy)
+    with _spied() as calls:
+        outputs = model(mine(case, 1)[0])
+        (outputs[0] + 0 * outputs[1].detach()).sum().backward()
+    del outputs
+    _assert_freed(calls, "after backward")
+    assert all(param.grad is None for param in model.heads[1].parameters())
+    model.zero_grad()
+    follow(model, reference, case)
+
+
+# --- units without parameters, units in several roles -----------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_units_without_parameters() -> None:
+    """A unit without parameters passes its forward through and communicates nothing (E-GEN-6)."""
+    case = Case(lambda: nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Identity()), vectors, squared_error)
+    reference = build(case)
+    model = fully_shard(build(case), auto_wrap_policy=lambda module, recurse, nonwrapped_numel: True)
+    assert [len(module._fsdp.units) for module in model] == [1, 0, 0] and model._fsdp.units == ()
+    follow(model, reference, case)
+    with wire() as sent:
+        backward(model, case, mine(case, 1))
+    assert [each.kind for each in sent] == ["gather", "reduce"], sent  # the last unit stays until backward
+
+
+@on_ranks(2)
+def test_a_former_root_may_be_wrapped() -> None:
+    """A unit that has run on its own becomes part of a larger model (E-LAZY-3, E-ERR-7)."""
+    reference = build(MLP)
+    model = build(MLP)
+    block = fully_shard(model.blocks[1])
+    block(torch.ones(2, 11)).sum().backward()  # it has run as a root
+    block.zero_grad()
+    fully_shard(model)
+    assert model._fsdp.is_root and not block._fsdp.is_root
+    follow(model, reference, MLP)
+
+
+class _Keeps(nn.Module):
+    """Keeps a view of its weight, with a history or without."""
+
+    def __init__(self, detach: bool) -> None:
+        super().__init__()
+        self.up, self.detach = nn.Linear(8, 8), detach
+        self.turned: Tensor = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.turned = self.up.weight.detach().t() if self.detach else self.up.weight.t()
+        return x + self.up(x)
+
+
+@on_ranks(2)
+def test_kept_views_can_be_read() -> None:
+    """After backward, under no_grad and detached: they have the values of their forward."""
+    for detach in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(_Keeps(detach), nn.Linear(8, 8))
+        before = [model[0].up.weight.detach().clone()]
+        fully_shard(model, auto_wrap_policy={_Keeps})
+        for _ in range(3):
+            with warnings.catch_warnings(record=True):
+                model(torch.ones(2, 8)).sum().backward()
+            with torch.no_grad():
+                assert torch.equal(model[0].turned.t(), before[-1])
+                for param in model.parameters():
+                    param.add_(1.0)
+            before.append(before[-1] + 1.0)

@@ -1,0 +1,267 @@
+"""`reduction_order="tree"`: a run on four ranks, on two and on one ends with the same bits."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from models import part, seeded
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.utils import checkpoint as activations
+
+from fsdp_compile import checkpoint, compile_step, fully_shard
+from fsdp_compile.core.ops import view_parameters
+from fsdp_compile.core.sharding import units_gathered_below
+
+from ..ranks import NIGHTLY, Ranks, on_ranks
+from ..same_bits import CASES, MICROBATCHES, OPTIMIZERS, STEPS, first, of_ranks, train, trained
+
+LATE = pytest.mark.nightly
+HALF = MixedPrecision(torch.bfloat16, torch.bfloat16)
+
+
+def _trains(
+    rank: int,
+    names: tuple[str, ...],
+    how: str,
+    optimizer: str,
+    options: dict[str, Any],
+    worlds: tuple[int, ...] = (1, 2, 4),
+) -> None:
+    for name in names:
+
+        def run(group: Any, name: str = name) -> Any:
+            return name, *trained(CASES[name], group, how, optimizer, process_group=group, **options)
+
+        of_ranks(rank, run, worlds)
+
+
+@pytest.mark.parametrize(
+    ("names", "optimizer", "options"),
+    [
+        (("low_rank", "recurrent", "checkpointed"), "adamw", {}),
+        pytest.param(("gpt",), "muon", {}, marks=LATE),
+        pytest.param(tuple(CASES), "adamw", {}, marks=LATE),
+        (("gpt", "experts"), "sgd", {"reshard_after_forward": False}),
+        pytest.param(("mlp", "conv"), "adafactor", {}, marks=LATE),
+        (("conv",), "foreach", {"mixed_precision": HALF}),
+        (("tied", "frozen"), "fused", {"cpu_offload": CPUOffload(True)}),
+        (("low_rank", "recurrent"), "adamw", {"sharding_strategy": ShardingStrategy.NO_SHARD}),
+        pytest.param(("gpt",), "muon", {"sharding_strategy": ShardingStrategy.NO_SHARD}, marks=LATE),
+    ],
+)
+def test_eager(four: Ranks, names: tuple[str, ...], optimizer: str, options: dict[str, Any]) -> None:
+    """Parameters, losses and norms are equal after steps with accumulation, clipping, a schedule and dropout."""
+    four.run(_trains, names, "eager", optimizer, options)
+
+
+@pytest.mark.parametrize(
+    ("names", "optimizer", "options"),
+    [
+        (("short",), "sgd", {"mixed_precision": HALF}),
+        pytest.param(("frozen",), "sgd", {"mixed_precision": HALF}, marks=LATE),
+        pytest.param(("gpt",), "adamw", {}, marks=LATE),
+        pytest.param(("mlp", "conv", "tied", "low_rank", "checkpointed"), "adafactor", {}, marks=LATE),
+    ],
+)
+def test_aot_eager(four: Ranks, names: tuple[str, ...], optimizer: str, options: dict[str, Any]) -> None:
+    """So they are in compiled steps, whose graphs reduce; by day on two and on four ranks."""
+    four.run(_trains, names, "aot_eager", optimizer, options, (1, 2, 4) if NIGHTLY else (2, 4))
+
+
+@LATE
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+def test_inductor(four: Ranks, strategy: ShardingStrategy) -> None:
+    """And in steps of generated code, which add up rows by an operator that rounds as eager code does."""
+    four.run(_trains, ("gpt",), "inductor", "adamw", {"mixed_precision": HALF, "sharding_strategy": strategy})
+
+
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=LATE)])
+@on_ranks(4)
+def test_hybrid_and_two_stages(how: str) -> None:
+    """Replicas, and the second of two stages, are the upper levels of the same tree."""
+    expected = trained(CASES["gpt"], None, "eager", "adamw")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    for way, options in (
+        (how, {"mesh": mesh}),
+        (how, {"mesh": init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicas", "shards"))}),
+        ("eager", {"reshard_after_forward": 2}),
+        ("eager", {"reshard_after_forward": False}),
+        (how, {"sharding_strategy": ShardingStrategy.NO_SHARD}),
+    ):
+        assert trained(CASES["gpt"], None, way, "adamw", **options) == expected, (way, options)
+
+
+def _whole_steps(rank: int, options: dict[str, Any], backend: str, strategy: ShardingStrategy | None = None) -> None:
+    case = CASES["mlp"]
+
+    def run(group: Any) -> Any:
+        ranks, mine = dist.get_world_size(group), dist.get_rank(group)
+        torch.manual_seed(0)
+        model = fully_shard(case.build(), reduction_order="tree", process_group=group, sharding_strategy=strategy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        accumulate = MICROBATCHES // ranks
+        chosen = options if accumulate == 1 or "update_in_backward" not in options else {}  # which takes no more
+        step = compile_step(model, optimizer, F.mse_loss, accumulate=accumulate, backend=backend, **chosen)
+        for number in range(STEPS):
+            inputs, targets = part(case.batch(number, 2 * MICROBATCHES), mine, ranks)
+            step(inputs, target=targets)
+        return model.fingerprint()
+
+    of_ranks(rank, run)
+
+
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [
+        ({"clip_norm": 0.5}, "eager"),
+        pytest.param({"update_in_backward": True}, "eager", marks=LATE),
+        pytest.param({"clip_norm": 0.5}, "aot_eager", marks=LATE),
+        pytest.param({"clip_norm": 0.5}, "fsdp_compile", marks=LATE),
+    ],
+)
+def test_compile_step(four: Ranks, options: dict[str, Any], backend: str) -> None:
+    """Whole steps, clipped or with updates in backward, are equal too."""
+    four.run(_whole_steps, options, backend)
+
+
+@LATE
+@pytest.mark.parametrize("backend", ["eager", "fsdp_compile"])
+def test_compile_step_of_copies(four: Ranks, backend: str) -> None:
+    """And those of models that each rank has a copy of."""
+    four.run(_whole_steps, {"clip_norm": 0.5}, backend, ShardingStrategy.NO_SHARD)
+
+
+@on_ranks(2)
+def test_what_was_accumulated_joins_the_gradients_of_a_graph(rank: int) -> None:
+    """A graph that reduces in place reduces the sum of its gradients and of those that were accumulated before."""
+    for order in ("any", "tree"):
+        torch.manual_seed(0)
+        plain = nn.Linear(3, 3)
+        model: Any = fully_shard(copy.deepcopy(plain), reduction_order=order)
+        with model.no_sync():
+            for number in range(3):
+                x = torch.randn(2, 3, generator=seeded(number + 10 * rank))
+                for each in (plain, model):
+                    each(x).square().sum().backward()
+        (unit,) = units_gathered_below(model)
+        (flat,) = unit.flats
+        packed = flat.pack([torch.ones(3, 3), torch.ones(3)], torch.float32, torch.device("cpu"))
+        torch.ops.fsdp_flat.add_accumulated_(packed, flat.flat_param_id)
+        sums = view_parameters(packed, flat.layout.text)
+        for param, found in zip(plain.parameters(), sums, strict=True):
+            torch.testing.assert_close(found, param.grad + 1)
+
+
+def _resizes(rank: int, folder: str) -> None:
+    case, groups = CASES["gpt"], {ranks: first(ranks) for ranks in (1, 2, 4)}
+    expected, *_ = trained(case, groups[4], "eager", "adamw", process_group=groups[4])
+    for number, ranks in enumerate((4, 1, 2)):  # a step each, in a run that is stopped and continued
+        group = groups[ranks]
+        if rank < ranks:
+            torch.manual_seed(number)
+            model = fully_shard(case.build(), reduction_order="tree", process_group=group)
+            optimizer = OPTIMIZERS["adamw"](model.parameters())
+            state = {"model": model, "optimizer": optimizer}
+            if number:
+                checkpoint.load(state, folder, process_group=group)
+            train(case, group, "eager", model, [optimizer], range(number, number + 1))
+            checkpoint.save(state, folder, number, process_group=group)
+        dist.barrier()
+    if rank < 2:
+        assert model.fingerprint() == expected
+
+
+def test_resuming_on_other_ranks(four: Ranks, tmp_path: Path) -> None:
+    """A run of four ranks, continued on one and on two, ends with the bits of the run without a stop."""
+    four.run(_resizes, str(tmp_path))
+
+
+class _Reentrant(nn.Module):
+    """Runs another module, of which it holds no parameters, in a reentrant checkpoint."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.run = [module]
+
+    def forward(self, x: Tensor) -> Any:
+        return activations.checkpoint(self.run[0].__call__, x.requires_grad_(), use_reentrant=True)
+
+
+@on_ranks(2)
+def test_reentrant_checkpoints_are_refused(rank: int) -> None:
+    """Around the root, a unit, a part of one, or parameters of the root: each runs a backward pass within another."""
+    case = CASES["mlp"]
+    for around in ("", "blocks.0", "blocks.0.up", "head"):
+        model = fully_shard(case.build(), reduction_order="tree")
+        inside = model.get_submodule(around)
+        run = _Reentrant(inside)
+        if around:
+            parent, _, name = around.rpartition(".")
+            model.get_submodule(parent)._modules[name] = run
+        for _ in range(2):  # nothing is left of a pass that was refused
+            with pytest.raises(RuntimeError, match="use_reentrant=False"):
+                case.loss(model if around else run, case.batch(rank, 2)).backward()
+
+
+@on_ranks(2)
+def test_what_cannot_be_is_refused(rank: int) -> None:
+    """On all ranks, with what to do; afterwards, with gradients cleared, training goes on."""
+    case = CASES["mlp"]
+
+    def model(**options: Any) -> Any:
+        return fully_shard(case.build(), reduction_order="tree", **options)
+
+    refused = {
+        "'any' or 'tree', found 'treee'": lambda: fully_shard(case.build(), reduction_order="treee"),
+        "param_dtype is float16": lambda: model(mixed_precision=MixedPrecision(param_dtype=torch.float16)),
+        "parameter stem.weight is float16": lambda: fully_shard(case.build().half(), reduction_order="tree"),
+        "register_comm_hook: with": lambda: model().register_comm_hook(None, print),
+        "set_requires_all_reduce: with": lambda: model().set_requires_all_reduce(False),
+    }
+    for match, call in refused.items():
+        with pytest.raises(ValueError, match=match):
+            call()
+    trained = model()
+    backward = lambda: case.loss(trained, case.batch(rank, 2)).backward()  # noqa: E731
+    for _ in range(2):
+        with trained.no_sync():
+            backward()
+    with pytest.raises(RuntimeError, match="a step of 3 microbatches"):
+        backward()
+    trained.zero_grad()
+    backward()  # the step begins anew
+    with pytest.raises(RuntimeError, match="has the gradient of an earlier backward"):
+        backward()
+    trained.zero_grad(set_to_none=False)
+    backward()  # adding to zeros is in order
+    trained.zero_grad()
+    with trained.no_sync():
+        backward()
+        next(trained.parameters()).grad.mul_(2)
+        with pytest.raises(RuntimeError, match="was changed inside no_sync"):
+            backward()
+    trained.zero_grad()
+    compiled = torch.compile(trained, backend="aot_eager")
+    for runs in ((compiled, trained), (trained, compiled), (compiled, compiled)):
+        losses = [case.loss(run, case.batch(rank, 2)) for run in runs]
+        with pytest.raises(RuntimeError, match="runs more than once before a backward and is compiled"):
+            torch.stack(losses).sum().backward()
+        trained.zero_grad()
+
+
+@on_ranks(4)
+def test_three_ranks_are_refused(rank: int) -> None:
+    """A tree needs a power of two."""
+    group, alone = dist.new_group(range(3)), first(1)
+    if rank < 3:
+        with pytest.raises(ValueError, match="3 shards are not a power of two"):
+            fully_shard(CASES["mlp"].build(), reduction_order="tree", process_group=group)
+        hybrid = {"process_group": (alone, group), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+        with pytest.raises(ValueError, match="3 replicas are not a power of two"):
+            fully_shard(CASES["mlp"].build(), reduction_order="tree", **hybrid)

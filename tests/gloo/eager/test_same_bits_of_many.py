@@ -1,0 +1,178 @@
+"""`reduction_order="tree"` with many models, and in many ways, on 1, 2, 4 and 8 ranks: the same bits (nightly)."""
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from families import FAMILIES
+from models import Case, part
+from third_party import THIRD_PARTY
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffload, MixedPrecision
+
+from fsdp_compile import checkpoint, compile_step, fully_shard
+
+from ..ranks import Ranks
+from ..same_bits import CASES, fingerprint_of_state, first, optimizers, train, trained
+
+WORLDS, STEPS, MICROBATCHES = (1, 2, 4, 8), 20, 8
+ALL: dict[str, Case] = {
+    **CASES,
+    **{name: case for name, case in THIRD_PARTY.items() if name != "unet"},
+    **{name: case for of_family in FAMILIES.values() for name, case in of_family.items()},
+}
+OPTIMIZERS = ("sgd", "adamw", "adafactor", "muon")
+HALF = MixedPrecision(torch.bfloat16, torch.bfloat16)
+COMPILED = (*CASES, "gpt2", "llama", "bert", "t5", "vit", "mixtral", "qwen3", "gemma2", "gpt_oss", "bart", "whisper")
+# While it is traced, it makes a mask, and repeats keys and values for that; eagerly it gives grouped ones to attention.
+BRANCHES = ("qwen3",)
+BY_INDUCTOR = ("mlp", "gpt", "conv", "tied", "frozen", "gpt2")
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture(scope="module")
+def eight(folder: Path) -> Iterator[Ranks]:
+    """Eight ranks, on as many cores as there are."""
+    ranks = Ranks(max(WORLDS), folder)
+    yield ranks
+    ranks.stop()
+
+
+@cache
+def _group(world: int) -> Any:
+    return first(world)
+
+
+def _train(
+    rank: int, name: str, how: str, ways: tuple[tuple[str, dict[str, Any]], ...], worlds: tuple[int, ...] = WORLDS
+) -> list[str]:
+    """Which of the ways, an optimizer and options, differ between numbers of ranks; by aot_eager also from eager."""
+    wrong = []
+    as_eager = how == "aot_eager" and name not in BRANCHES
+    for optimizer, options in ways:
+        found = []
+        for world, by in (*([(1, "eager")] if as_eager else ()), *((world, how) for world in worlds)):
+            group = _group(world)
+            if rank < world:
+                recipe: Any = {"microbatches": MICROBATCHES, "dropout": 0.1, "process_group": group, **options}
+                found.append(trained(ALL[name], group, by, optimizer, STEPS, **recipe))
+            torch._dynamo.reset()
+            dist.barrier()
+        wrong += [f"{optimizer}, {options}: {found}"] if any(each != found[0] for each in found) else []
+    return wrong
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_eager(eight: Ranks, name: str) -> None:
+    """Parameters, optimizer state, losses and norms, with accumulation, clipping, a schedule and dropout, for each
+    optimizer; in bfloat16 too.
+    """
+    ways = (*((optimizer, {}) for optimizer in OPTIMIZERS), ("adamw", {"mixed_precision": HALF}))
+    assert eight.run(_train, name, "eager", ways) == [[]] * max(WORLDS)
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [*zip(COMPILED, OPTIMIZERS * len(COMPILED), strict=False)])
+def test_aot_eager(eight: Ranks, name: str, optimizer: str) -> None:
+    """So in compiled steps, which equal eager ones: every model with one of the optimizers."""
+    assert eight.run(_train, name, "aot_eager", ((optimizer, {}),)) == [[]] * max(WORLDS)
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [*zip(BY_INDUCTOR, OPTIMIZERS * 2, strict=False)])
+def test_inductor(eight: Ranks, name: str, optimizer: str) -> None:
+    """Steps of Inductor's code, whose kernels round otherwise than eager ones, are equal on 1, 2 and 4 ranks."""
+    assert eight.run(_train, name, "inductor", ((optimizer, {}),), (1, 2, 4)) == [[]] * max(WORLDS)
+
+
+def _placements(rank: int) -> list[str]:
+    """Which ways to place and run a model differ from one rank that has all microbatches."""
+    gpt: Any = {"optimizer": "adamw", "steps": 4, "microbatches": MICROBATCHES, "dropout": 0.1}
+    alone = _group(1)
+    expected = trained(CASES["gpt"], alone, "eager", process_group=alone, **gpt) if rank == 0 else None
+    dist.barrier()
+    meshes = [init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")) for shape in ((2, 4), (4, 2))]
+    ways: list[tuple[str, dict[str, Any]]] = [
+        *(("eager", {"mesh": mesh}) for mesh in meshes),
+        ("eager", {"mesh": meshes[0], "reshard_after_forward": False}),
+        ("eager", {"mesh": meshes[0], "reshard_after_forward": 2}),
+        ("eager", {"mesh": meshes[1], "cpu_offload": CPUOffload(True)}),
+        ("eager", {"reshard_after_forward": 2}),
+        ("eager", {"reshard_after_forward": 4}),
+        ("aot_eager", {"mesh": meshes[0]}),
+        ("aot_eager", {"reshard_after_forward": 2}),
+    ]
+    found = [(how, options, trained(CASES["gpt"], None, how, **gpt, **options)) for how, options in ways]
+    return [f"{how}, {options}" for how, options, each in found if rank == 0 and each != expected]
+
+
+def test_hybrid_and_two_stages(eight: Ranks) -> None:
+    """2 x 4 and 4 x 2 ranks, slices of 2 or 4 ranks between forward and backward, offloaded: equal to one rank."""
+    assert eight.run(_placements) == [[]] * max(WORLDS)
+
+
+def _updates_in_backward(rank: int) -> list[str]:
+    """Which placements of a whole step with updates in backward differ from one rank that accumulates."""
+    case, meshes = CASES["mlp"], [init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicas", "shards"))]
+
+    def run(group: Any, backend: str = "eager", **options: Any) -> str:
+        ranks, mine = dist.get_world_size(group), dist.get_rank(group)
+        torch.manual_seed(0)
+        model = fully_shard(case.build(), reduction_order="tree", **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        how: Any = {"update_in_backward": True} if ranks == MICROBATCHES else {"accumulate": MICROBATCHES // ranks}
+        step = compile_step(model, optimizer, F.mse_loss, backend=backend, **how)
+        for number in range(4):
+            inputs, targets = part(case.batch(number, 2 * MICROBATCHES), mine, ranks)
+            step(inputs, target=targets)
+        return model.fingerprint()
+
+    expected = run(_group(1), process_group=_group(1)) if rank == 0 else None
+    dist.barrier()
+    ways: list[dict[str, Any]] = [
+        {},
+        {"mesh": meshes[0]},
+        {"reshard_after_forward": 2},
+        {"mesh": meshes[0], "backend": "aot_eager"},
+        {"reshard_after_forward": 2, "backend": "aot_eager"},
+    ]
+    found = [(run(None, **options), options) for options in ways]
+    return [str(options) for each, options in found if rank == 0 and each != expected]
+
+
+def test_updates_in_backward(eight: Ranks) -> None:
+    """A whole step that updates in backward, flat, hybrid or in two stages, equals one rank that accumulates."""
+    assert eight.run(_updates_in_backward) == [[]] * max(WORLDS)
+
+
+def _resizes(rank: int, folder: str, optimizer: str, how: str) -> None:
+    case, worlds = CASES["gpt"], (8, 4, 2, 8)
+    recipe: Any = {"steps": 2 * len(worlds), "microbatches": MICROBATCHES}
+    expected, seen, state_of = trained(case, None, how, optimizer, **recipe)
+    torch._dynamo.reset()
+    for number, ranks in enumerate(worlds):  # two steps each, in a run that is stopped and continued
+        group = _group(ranks)
+        if rank < ranks:
+            torch.manual_seed(number)
+            model = fully_shard(case.build(), reduction_order="tree", process_group=group)
+            stepping = optimizers(model, optimizer)
+            state = {"model": model, **{f"optimizer {index}": each for index, each in enumerate(stepping)}}
+            if number:
+                checkpoint.load(state, folder, process_group=group)
+            steps = range(2 * number, 2 * number + 2)
+            found = train(case, group, how, model, stepping, steps, MICROBATCHES)
+            assert found == seen[4 * number : 4 * number + 4], f"{ranks} ranks, steps {steps}"
+            checkpoint.save(state, folder, number, process_group=group)
+            torch._dynamo.reset()
+        dist.barrier()
+    assert model.fingerprint() == expected
+    assert fingerprint_of_state(model, stepping, None) == state_of
+
+
+@pytest.mark.parametrize(("optimizer", "how"), [("adamw", "eager"), ("muon", "eager"), ("adafactor", "aot_eager")])
+def test_resizing_in_the_middle(eight: Ranks, tmp_path: Path, optimizer: str, how: str) -> None:
+    """8, 4, 2 and 8 ranks in turn, through checkpoints: losses, norms, parameters and state of 8 ranks all along."""
+    eight.run(_resizes, str(tmp_path), optimizer, how)

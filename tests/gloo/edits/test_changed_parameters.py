@@ -1,0 +1,512 @@
+"""Parameters that code of a step changes: the values of one process, or an error, compiled as well as eager."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import ShardingStrategy
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compile import fully_shard
+
+from ..ranks import NIGHTLY, Ranks, on_ranks
+
+
+def _lerp(model: Any) -> None:
+    with torch.no_grad():
+        model.teacher.weight.lerp_(model.student.weight, 0.1)
+
+
+def _multiply(model: Any) -> None:
+    with torch.no_grad():
+        model.teacher.weight.mul_(0.9)
+
+
+def _write_data(model: Any) -> None:
+    model.teacher.weight.data.mul_(0.9)
+
+
+def _write_detached(model: Any) -> None:
+    model.teacher.weight.detach().mul_(0.9)
+
+
+def _copy(model: Any) -> None:
+    with torch.no_grad():
+        model.teacher.weight.copy_(model.student.weight)
+
+
+def _foreach(model: Any) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_([model.teacher.weight, model.teacher.bias], 0.9)
+
+
+def _write_local(model: Any) -> None:
+    with torch.no_grad():
+        weight = model.teacher.weight
+        (weight.to_local() if hasattr(weight, "to_local") else weight).mul_(0.9)
+
+
+def _set_row(model: Any) -> None:
+    with torch.no_grad():
+        model.teacher.weight[0] = 0.5
+
+
+def _clamp(model: Any) -> None:
+    with torch.no_grad():
+        model.teacher.weight.clamp_(-0.1, 0.1)
+
+
+def _write_out(model: Any) -> None:
+    with torch.no_grad():
+        weight = model.teacher.weight
+        torch.mul(weight, 0.9, out=weight)
+
+
+def _average(model: Any) -> None:
+    with torch.no_grad():
+        for mine, other in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
+            mine.lerp_(other, 0.1)
+
+
+def _assign_data(model: Any) -> None:
+    model.teacher.weight.data = model.teacher.weight.data * 0.9
+
+
+def _fill_row(model: Any) -> None:
+    with torch.no_grad():
+        model.teacher.weight[:1].fill_(0.5)
+
+
+def _scale_half(model: Any) -> None:
+    with torch.no_grad():
+        model.teacher.weight.chunk(2)[1].mul_(0.9)
+
+
+def _add_transposed(model: Any) -> None:
+    with torch.no_grad():
+        model.teacher.weight.t().add_(model.student.weight.t(), alpha=0.1)
+
+
+def _behind_a_break(model: Any) -> None:
+    weight, bias = model.teacher.weight, model.teacher.bias
+    torch._dynamo.graph_break()
+    with torch.no_grad():
+        torch._foreach_mul_([weight, bias], 0.9)
+
+
+def _data_behind_a_break(model: Any) -> None:
+    row = model.teacher.weight[1]
+    torch._dynamo.graph_break()
+    row.data.mul_(0.9)
+
+
+@torch.compiler.disable
+def _scale(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(0.9)
+
+
+def _untraced(model: Any) -> None:
+    _scale(model.teacher.weight)
+
+
+@torch.compiler.disable
+def _set_scaled(weight: Tensor) -> None:
+    weight.data = weight.data * 0.9
+
+
+def _data_untraced(model: Any) -> None:
+    _set_scaled(model.teacher.weight)
+
+
+def _weight_of(model: Any) -> Tensor:
+    weight: Tensor = model.teacher.weight
+    return weight
+
+
+@torch.compiler.disable(recursive=False)
+def _from_a_traced_function(model: Any) -> None:
+    _scale(_weight_of(model))
+
+
+EDITS = (_lerp, _multiply, _write_data, _write_detached, _copy, _foreach, _write_local, _set_row, _clamp, _write_out,
+         _average, _assign_data)  # fmt: skip
+VIEWS = (_fill_row, _scale_half, _add_transposed)
+HANDED_OVER = (_behind_a_break, _data_behind_a_break, _untraced, _data_untraced, _from_a_traced_function)
+"""Where compiled code reads a parameter and hands it to eager code."""
+
+
+class _Edited(nn.Module):
+    """Changes its teacher, then runs it; or the other way round."""
+
+    def __init__(self, edit: Callable[[Any], None], first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.teacher, self.student = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.edit, self.first = edit, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            self.edit(self)
+        y = self.teacher(x) + self.student(x)
+        if not self.first:
+            self.edit(self)
+        return y
+
+
+def _steps(run: Callable[[Tensor], Tensor], grad: bool) -> list[Tensor]:
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    outputs = []
+    for _ in range(3):
+        with torch.set_grad_enabled(grad):
+            outputs.append(run(x))
+        if outputs[-1].requires_grad:
+            outputs[-1].sum().backward()
+    return [output.detach() for output in outputs]
+
+
+# What is called, whether with gradients, and whether the teacher is frozen.
+CALLS = (
+    ("module", True, False),
+    ("module", True, True),
+    ("module", False, False),
+    ("function", True, False),
+    ("function", False, False),
+)
+
+
+def _another_unit(
+    rank: int, how: str, edits: tuple[Callable[[Any], None], ...], strategy: ShardingStrategy, every: int
+) -> None:
+    cases = list(product(edits, (True, False), CALLS))
+    for edit, first, (caller, grad, frozen) in cases[::every]:  # each order and call is met, as no factor is in ten
+        what = f"{edit.__name__}, first {first}, {caller}, grad {grad}, frozen {frozen}"
+        whole, model = _Edited(edit, first), _Edited(edit, first)
+        for each in (whole, model):
+            each.teacher.requires_grad_(not frozen)
+        fully_shard(model.teacher, sharding_strategy=strategy)
+        fully_shard(model.student, sharding_strategy=strategy)
+        if caller == "module":
+            fully_shard(model, sharding_strategy=strategy)
+        run: Any = model if caller == "module" else partial(_Edited.forward, model)
+        torch._dynamo.reset()
+        try:
+            found = _steps(run if how == "eager" else torch.compile(run, backend=how), grad)
+        except Exception as error:
+            # By us, or by autograd of what a graph of Inductor has saved.
+            too_early = re.search("between forward and backward|inplace operation", str(error)) and grad and not first
+            assert too_early, f"{what}: {error}"
+            continue
+        for mine, expected in zip(found, _steps(whole, grad), strict=True):
+            torch.testing.assert_close(mine, expected, msg=what)
+
+
+@pytest.mark.parametrize(
+    ("how", "edits", "strategy", "every"),
+    [
+        ("eager", (*EDITS, *VIEWS, *HANDED_OVER), "FULL_SHARD", 7),
+        ("aot_eager", (*EDITS[:2], VIEWS[0]), "FULL_SHARD", 11),
+        ("aot_eager", HANDED_OVER, "FULL_SHARD", 10),  # of each the call of a module that trains
+        ("aot_eager", (*EDITS, *HANDED_OVER), "NO_SHARD", 27),
+    ],
+)
+def test_of_another_unit(
+    two: Ranks, how: str, edits: tuple[Callable[[Any], None], ...], strategy: str, every: int
+) -> None:
+    """A forward that changes parameters of another unit, before or after that one's forward, has one process's values,
+    whatever operator it uses and wherever the graph breaks; or says that backward needs the old values."""
+    two.run(_another_unit, how, edits, ShardingStrategy[strategy], every)
+
+
+@on_ranks(2)
+def test_a_view_in_one_graph() -> None:
+    """Dynamo says what it cannot trace where a graph may not break at a view of a parameter of another unit."""
+    for edit in VIEWS:
+        torch._dynamo.reset()
+        model = _Edited(edit, first=True)
+        fully_shard(model.teacher)
+        fully_shard(model.student)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="a view of a sharded parameter"):
+            torch.compile(partial(_Edited.forward, model), backend="eager", fullgraph=True)(torch.ones(3, 4))
+
+
+class _Region(nn.Module):
+    """Runs a module in a checkpointed region."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@on_ranks(2)
+def test_in_a_checkpointed_region() -> None:
+    """So do changes in a checkpointed region of a compiled forward, which is a graph within its graph; NO_SHARD too."""
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    places = ((True, "FULL_SHARD"), (True, "NO_SHARD"), (False, "NO_SHARD"))
+    cases = list(product((_write_data, _write_detached, _multiply), places))
+    for edit, (in_region, strategy) in cases if NIGHTLY else cases[::2]:  # by day each edit and each place is met
+        torch._dynamo.reset()
+        whole, model = [_Region(_Edited(edit, True)) if in_region else _Edited(edit, True) for _ in range(2)]
+        for each in (m for m in [*model.modules()][::-1] if isinstance(m, nn.Linear) or m is model):
+            fully_shard(each, sharding_strategy=ShardingStrategy[strategy])
+        run = torch.compile(model, backend="aot_eager")
+        for _ in range(2):  # without backward, which would run the edit again
+            torch.testing.assert_close(run(x), whole(x), msg=edit.__name__)
+    coded = torch.compile(fully_shard(_Region(_Coded(_own_multiply))), backend="aot_eager")
+    with pytest.raises(Exception, match=REFUSED):
+        coded(torch.ones(3, 4))
+
+
+class _Replacing(_Edited):
+    """Replaces a parameter of its teacher in the frame that calls it, and so in one graph with that call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            self.teacher.weight = nn.Parameter(torch.full((4, 4), 0.5))
+        y = self.teacher(x) + self.student(x)
+        if not self.first:
+            self.teacher.weight = nn.Parameter(torch.full((4, 4), 0.5))
+        return y
+
+
+@on_ranks(2)
+def test_replaced_where_it_is_called() -> None:
+    """A new parameter in the place of one of another unit counts from that unit's next forward on."""
+    ways = list(product(("eager", "aot_eager"), (True, False), (True, False)))
+    for how, first, grad in (*ways[:4], *ways[4:7:2]):  # compiled with gradients: without, the graph is a part of it
+        whole, model = _Replacing(_lerp, first), _Replacing(_lerp, first)
+        fully_shard(model.teacher)
+        fully_shard(model.student)
+        torch._dynamo.reset()
+        found = _steps(model if how == "eager" else torch.compile(model, backend=how), grad)
+        for mine, expected in zip(found, _steps(whole, grad), strict=True):
+            torch.testing.assert_close(mine, expected, msg=f"{how}, first {first}, grad {grad}")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how, every", [("eager", 1), ("aot_eager", 3), ("inductor", 17)])
+@pytest.mark.parametrize("strategy", [ShardingStrategy[name] for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")])
+def test_of_another_unit_in_each_call(two: Ranks, how: str, every: int, strategy: ShardingStrategy) -> None:
+    """The same with every edit: eager in every call, compiled in some of its calls, as each takes seconds."""
+    two.run(_another_unit, how, (*EDITS, *VIEWS, *HANDED_OVER), strategy, every)
+
+
+# --- a forward that changes its own unit's parameters -----------------------------------------------------------------
+
+
+def _own_multiply(model: Any) -> None:
+    with torch.no_grad():
+        model.code.mul_(0.9)
+
+
+def _own_data(model: Any) -> None:
+    model.code.data.mul_(0.9)
+
+
+def _own_copy(model: Any) -> None:
+    with torch.no_grad():
+        model.code.copy_(model.code * 0.9)
+
+
+def _own_row(model: Any) -> None:
+    with torch.no_grad():
+        model.code[0] = model.code[0] * 0.9
+
+
+def _own_foreach(model: Any) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_([model.code], 0.9)
+
+
+def _own_new_data(model: Any) -> None:
+    model.code.data = model.code.data * 0.9
+
+
+def _own_new_parameter(model: Any) -> None:
+    model.code = nn.Parameter(model.code.detach() * 0.9)
+
+
+def _own_listed(model: Any) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.9)
+
+
+OWN = (_own_listed, _own_multiply, _own_data, _own_copy, _own_row, _own_foreach, _own_new_data, _own_new_parameter)
+
+
+class _Coded(nn.Module):
+    def __init__(self, edit: Callable[[Any], None]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.code, self.edit = nn.Parameter(torch.randn(4, 4)), edit
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.edit(self)
+        return x @ self.code
+
+
+REFUSED = "|".join(
+    (
+        "forward changed parameter code of its own unit",
+        "view is the output of a function that returns multiple views",  # autograd's own, with the line of the model,
+        "This view was created inside a custom Function",  # and in torch 2.14
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("how", "every"), [("eager", 1), ("aot_eager", 5), pytest.param("aot_eager", 1, marks=pytest.mark.nightly)]
+)
+@on_ranks(2)
+def test_of_its_own_unit(how: str, every: int) -> None:
+    """A forward that changes parameters of its own unit, which it reads as a gathered copy, raises on all ranks."""
+    kept = [_own_data, _own_foreach]  # which autograd does not see: test_own_writes.py
+    if how == "eager":
+        kept.append(_own_new_data)
+    refused = [edit for edit in OWN if edit not in kept]
+    for edit, grad in list(product(refused, (True, False)))[::every]:
+        torch._dynamo.reset()
+        model = fully_shard(_Coded(edit))
+        run = model if how == "eager" else torch.compile(model, backend=how)
+        with torch.set_grad_enabled(grad), pytest.raises(Exception, match=REFUSED):
+            run(torch.ones(3, 4))
+        model.edit = lambda _: None  # the model is usable afterwards
+        code: Any = model.get_parameter("code").detach()
+        expected = code.full_tensor() if hasattr(code, "full_tensor") else code  # a new parameter is the unit's now
+        torch._dynamo.reset()
+        run = model if how == "eager" else torch.compile(model, backend=how)
+        torch.testing.assert_close(run(torch.ones(3, 4)), torch.ones(3, 4) @ expected, msg=edit.__name__)
+
+
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+@on_ranks(2)
+def test_under_no_shard(how: str) -> None:
+    """Under NO_SHARD such a forward has one process's values, or raises."""
+    for edit, grad in product((_own_multiply, _own_data, _own_copy, _own_new_data), (True, False)):
+        torch._dynamo.reset()
+        whole, model = _Coded(edit), fully_shard(_Coded(edit), sharding_strategy=ShardingStrategy.NO_SHARD)
+        run = model if how == "eager" else torch.compile(model, backend=how)
+        try:
+            found = _steps(run, grad)
+        except Exception as error:
+            assert re.search(REFUSED, str(error)), f"{edit.__name__}: {error}"
+            continue
+        for mine, expected in zip(found, _steps(whole, grad), strict=True):
+            torch.testing.assert_close(mine, expected, msg=edit.__name__)
+
+
+class _Renormalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4, max_norm=0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.table(tokens)
+
+
+@on_ranks(2)
+def test_embedding_with_max_norm() -> None:
+    """`nn.Embedding(max_norm=...)`, which changes its weight in forward, is refused by name."""
+    model = fully_shard(_Renormalized())
+    with pytest.raises(RuntimeError, match=r"forward changed parameter .*weight of its own unit"):
+        model(torch.arange(8))
+
+
+# --- between steps, where the call of the model is traced with its caller ---------------------------------------------
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+class _Loss(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).square().sum()
+
+
+def _new_data(net: Any) -> None:
+    net.first.weight.data = torch.full((4, 4), 0.3)
+
+
+def _scaled_data(net: Any) -> None:
+    for param in net.parameters():
+        param.data = param.data * 2
+
+
+def _new_parameter(net: Any) -> None:
+    net.first.weight = nn.Parameter(torch.full((4, 4), 0.3))
+
+
+def _thaw_module(net: Any) -> None:
+    net.requires_grad_(True)
+
+
+def _thaw_weight(net: Any) -> None:
+    net.first.weight.requires_grad = True
+
+
+def _freeze(net: Any) -> None:
+    net.last.requires_grad_(False)
+
+
+def _train(run: Callable[[Tensor], Tensor], net: nn.Module, change: Callable[[Any], None], grad: bool) -> list[Tensor]:
+    losses = []
+    for step in range(5):
+        if step in (2, 4):
+            change(net)
+        with torch.set_grad_enabled(grad):
+            losses.append(run(torch.linspace(-1, step, 12).view(3, 4)))
+        if grad:
+            losses[-1].backward()
+            torch.optim.SGD(net.parameters(), lr=0.1).step()
+            net.zero_grad()
+    return [loss.detach() for loss in losses]
+
+
+def _compiled_caller(rank: int, how: str, strategy: ShardingStrategy) -> None:
+    changes = (_new_data, _scaled_data, _new_parameter, _thaw_module, _thaw_weight, _freeze)
+    for change, caller, grad in product(changes, ("module", "function"), (True, False)):
+        whole, net = _Net(), _Net()
+        for each in (whole, net):
+            each.first.requires_grad_("thaw" not in change.__name__)
+        fully_shard(net.first, sharding_strategy=strategy)
+        fully_shard(net, sharding_strategy=strategy)
+        torch._dynamo.reset()
+        run: Any = _Loss(net) if caller == "module" else partial(_Loss.forward, SimpleNamespace(net=net))
+        found = _train(torch.compile(run, backend=how, fullgraph=True), net, change, grad)
+        for step, pair in enumerate(zip(found, _train(_Loss(whole), whole, change, grad), strict=True)):
+            torch.testing.assert_close(*pair, msg=f"{change.__name__}, {caller}, grad {grad}, step {step}")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+def test_before_a_compiled_caller(two: Ranks, strategy: ShardingStrategy) -> None:
+    """A compiled module or function that calls a sharded model sees data, parameters and `requires_grad` that were
+    changed since the last step, with one graph (E-WB-1)."""
+    two.run(_compiled_caller, "aot_eager", strategy)
+
+
+@pytest.mark.nightly
+def test_before_a_caller_compiled_by_inductor(two: Ranks) -> None:
+    """The same where Inductor compiles."""
+    two.run(_compiled_caller, "inductor", ShardingStrategy.FULL_SHARD)

@@ -1,0 +1,242 @@
+"""Forwards that change parameters of their own unit through `.data`: as unsharded where ranks agree, else refused."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+
+from fsdp_compile import fully_shard
+from fsdp_compile.edits import own_writes
+
+from ..ranks import Ranks, on_ranks
+
+STEPS = 5
+
+
+def _clamps(block: Any, x: Tensor) -> None:
+    if block.training:
+        block.up.weight.data.clamp_(-0.2, 0.2)
+
+
+def _clamps_later(block: Any, x: Tensor) -> None:
+    block.calls += 1
+    limit = 0.1 if block.calls > 3 else 100.0  # which changes nothing at first
+    block.up.weight.data.clamp_(-limit, limit)
+
+
+def _renormalizes(block: Any, x: Tensor) -> None:
+    weight = block.up.weight.data
+    weight.div_(weight.norm(dim=1, keepdim=True))
+
+
+def _moves_a_codebook(block: Any, x: Tensor) -> None:
+    block.codes.data.mul_(0.9).add_(block.up.weight.detach().mean(0), alpha=0.1)
+
+
+def _writes_a_row(block: Any, x: Tensor) -> None:
+    block.up.weight.data[2] = 0.5
+
+
+def _writes_detached(block: Any, x: Tensor) -> None:
+    block.up.bias.data.view(-1)[1:4].fill_(0.25)
+
+
+def _replaces_data(block: Any, x: Tensor) -> None:
+    block.up.weight.data = block.up.weight.data.clamp(-0.2, 0.2)
+
+
+def _changes_nothing(block: Any, x: Tensor) -> None:
+    block.up.weight.data.clamp_(-100, 100)
+
+
+PATTERNS = [
+    _clamps,
+    _clamps_later,
+    _renormalizes,
+    _moves_a_codebook,
+    _writes_a_row,
+    _writes_detached,
+    _replaces_data,
+    _changes_nothing,
+]
+
+
+class _Block(nn.Module):
+    def __init__(self, write: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.up, self.write, self.calls = nn.Linear(8, 8), write, 0
+        self.codes = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(self, x)
+        return x + torch.tanh(self.up(x)) * self.codes
+
+
+def _model(write: Callable[[Any, Tensor], None]) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(_Block(write), nn.Linear(8, 8), _Block(write))
+
+
+def _train(model: Any, rank: int | None) -> list[Tensor]:
+    """The losses of some steps on this rank's part of the data; None: on all of it."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        x = torch.randn(8, 8)
+        loss = model(x if rank is None else x.chunk(2)[rank]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    model.eval()
+    with torch.no_grad():
+        losses.append(model(torch.ones(2, 8)).sum())
+    return losses
+
+
+NOT_AT_FIRST = (_clamps_later, _changes_nothing)
+
+
+def _compile(model: Any, how: str) -> Any:
+    """What runs `model`: eagerly, or "whole" or "blocks", compiled."""
+    torch._dynamo.reset()
+    if how == "whole":
+        return torch.compile(model, backend="aot_eager")
+    for block in model if how == "blocks" else ():
+        block.compile(backend="aot_eager")
+    return model
+
+
+def _as_unsharded(rank: int, options: dict[str, Any], how: str, patterns: list[Any]) -> None:
+    for write in patterns:
+        plain, model = _model(write), _model(write)
+        fully_shard(model, auto_wrap_policy={_Block}, **options)
+        if write in NOT_AT_FIRST and how == "eager":  # a graph shows that it is going to write
+            model.set_writes_own_parameters(True)
+        expected, found = _train(plain, None), _train(_compile(model, how), rank)
+        close = {"rtol": 0.05, "atol": 0.02} if "mixed_precision" in options else {}
+        for name, param in plain.named_parameters():
+            full = model.get_parameter(name).full_tensor()
+            torch.testing.assert_close(full, param, msg=f"{write.__name__}: {name}", **close)
+        torch.testing.assert_close(found[-1], expected[-1], check_dtype=False, **close)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, marks=pytest.mark.nightly),
+        {"mixed_precision": MixedPrecision(torch.bfloat16)},
+    ],
+    ids=["FULL_SHARD", "SHARD_GRAD_OP", "bfloat16"],
+)
+def test_equal_changes_stay(two: Ranks, options: dict[str, Any]) -> None:
+    """What all ranks write in the same way stays, in the first forward and later, as in one process."""
+    two.run(_as_unsharded, options, "eager", PATTERNS)
+
+
+# Before 2.14, Dynamo leaves `.data = ...` in a function to eager code, and autograd counts it: refused below.
+ASSIGNED_IN_A_FUNCTION = (_replaces_data,) if torch.__version__ < "2.14" else ()
+
+
+@pytest.mark.parametrize(
+    ("how", "patterns"),
+    [
+        ("whole", [_clamps_later]),
+        ("blocks", [_moves_a_codebook, _replaces_data]),
+        pytest.param("whole", [p for p in PATTERNS if p not in ASSIGNED_IN_A_FUNCTION], marks=pytest.mark.nightly),
+        pytest.param("blocks", PATTERNS, marks=pytest.mark.nightly),
+    ],
+)
+def test_equal_changes_stay_where_forwards_are_compiled(two: Ranks, how: str, patterns: list[Any]) -> None:
+    """The same where the model is compiled, or each block: the unit whose graph would write runs eagerly."""
+    two.run(_as_unsharded, {}, how, patterns)
+
+
+@on_ranks(2)
+def test_what_a_graph_cannot_keep_is_refused() -> None:
+    """By name: as one graph, and where Dynamo leaves an assignment to `.data` to eager code."""
+    refused = [(_clamps, r"0\.up\.weight of its own unit, so it runs eagerly; leave out fullgraph=True")]
+    refused += [(each, r"forward changed parameter 0\.up\.weight of its own unit") for each in ASSIGNED_IN_A_FUNCTION]
+    for write, match in refused:
+        torch._dynamo.reset()
+        model = fully_shard(_model(write), auto_wrap_policy={_Block})
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=write is _clamps)
+        with pytest.raises(Exception, match=match):
+            compiled(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("how", ["whole", "blocks"])
+def test_different_changes_are_refused_where_forwards_are_compiled(two: Ranks, how: str) -> None:
+    """On all ranks, by name, whenever they begin."""
+    two.run(_differ, 1, how)
+
+
+def _differ(rank: int, first: int, how: str = "eager", alone: bool = False) -> None:
+    def write(block: Any, x: Tensor) -> None:
+        block.calls += 1
+        block.up.weight.data.clamp_(-100, 100)
+        if block.calls > first and (dist.get_rank() or not alone):
+            block.up.weight.data[-1] += 1.0 + dist.get_rank()
+
+    model = fully_shard(_model(write), auto_wrap_policy={_Block}, process_group=dist.new_group())
+    run = _compile(model, how)
+    for _ in range(first):
+        run(torch.ones(2, 8)).sum().backward()
+    writes = r"0 .*writes to parameter 0\.up\.weight of its own unit through \.data"
+    message = (
+        rf"ranks communicate different things.*{writes}" if alone and first
+        else rf"{writes}.*; let .*write the same values to parameters" if how == "eager"
+        else r"forward changed parameter 0\.up\.weight of its own unit.*this one is not"
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match=message):
+        run(torch.ones(2, 8)).sum().backward()
+
+
+@pytest.mark.parametrize(("first", "alone"), [(0, False), (1, False), (3, False), (0, True), (1, True)])
+def test_different_changes_are_refused(two: Ranks, first: int, alone: bool) -> None:
+    """On all ranks, by name, whenever they begin, also those of one rank alone and of what another rank stores."""
+    two.run(_differ, first, "eager", alone)
+
+
+@on_ranks(2)
+def test_different_changes_of_a_unit_that_writes() -> None:
+    """All ranks name the one parameter that differs, also those that store nothing of it."""
+    model = fully_shard(
+        _model(lambda block, x: block.up.bias.data[:1].fill_(dist.get_rank())), auto_wrap_policy={_Block}
+    )
+    model.set_writes_own_parameters(True)
+    with pytest.raises(RuntimeError, match=r"forward changed parameter 0\.up\.bias of its own unit.*this one is not"):
+        model(torch.ones(2, 8))
+
+
+@on_ranks(2)
+def test_late_changes_are_refused() -> None:
+    """A unit that begins to write after its first two forwards raises, before twice as many forwards have run."""
+
+    def write(block: Any, x: Tensor) -> None:
+        block.calls += 1
+        if block.calls > 2:
+            block.up.weight.data.mul_(0.9)
+
+    model = fully_shard(_model(write), auto_wrap_policy={_Block})
+    for _ in range(3):
+        model(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"has begun to write to parameter 0\.up\.weight .* changes were lost since"):
+        model(torch.ones(2, 8))
+
+
+@on_ranks(2)
+def test_others_pay_nothing() -> None:
+    """Where nothing writes, the third forward is not looked at."""
+    plain = fully_shard(_model(lambda block, x: None), auto_wrap_policy={_Block})
+    for _ in range(2):
+        plain(torch.ones(2, 8)).sum().backward()
+    with patch.object(own_writes, "checksums", side_effect=AssertionError):
+        plain(torch.ones(2, 8)).sum().backward()

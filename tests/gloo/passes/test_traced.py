@@ -1,0 +1,222 @@
+"""What compiled models take and return: any size, grad mode and structure, bit for bit what eager does."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from models import MODELS, AnyLength, Case, cross_entropy, mlp, squared_error, text, vectors
+from torch import Tensor, nn
+
+from ..eager.test_outputs import _Outer
+from ..ranks import NIGHTLY, on_ranks
+from ..training import assert_bitwise, build, follow, local, mine, reference_and_model, shard
+
+MLP = MODELS["mlp"]
+
+
+@contextmanager
+def _compiled_already() -> Iterator[None]:
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def _cut(inputs: tuple[Tensor, ...], batch: int, time: int) -> tuple[Tensor, ...]:
+    """The first `batch` rows; of texts, the first `time` tokens."""
+    rows = (each[:batch] if each.is_floating_point() else each[:batch, :time] for each in inputs)
+    return tuple(each.clone(memory_format=torch.contiguous_format) for each in rows)
+
+
+# of a batch and its texts; the second rank begins in the middle
+SIZES = ((2, 9), (3, 7), (4, 5), (3, 8), (5, 9), (2, 2), (4, 3), (5, 6), (3, 4), (2, 6), (4, 9), (5, 3))
+
+
+CASES = {"gpt": Case(AnyLength, text, cross_entropy), "mlp": MLP}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "how", "dynamic"),
+    [
+        ("gpt", "aot_eager", True),
+        ("gpt", "aot_eager", None),
+        ("mlp", "inductor", True),
+    ],
+)
+@on_ranks(2)
+def test_sizes_vary(rank: int, name: str, how: str, dynamic: bool | None) -> None:
+    """Batch and length may change from step to step, and differ between ranks: one graph with the gradients of eager
+    steps, or, by itself, a second one at the first change.
+    """
+    case = CASES[name]
+    eager, model = shard(case), shard(case)
+    run = torch.compile(model, backend=how, fullgraph=True, dynamic=dynamic)
+    first = 1 if dynamic else 2  # sizes that say what varies
+    for number in range(len(SIZES)):
+        batch, time = SIZES[(number + 6 * rank) % len(SIZES)]
+        inputs = _cut(case.batch(10 * rank + number, 5), batch, time)
+        with nullcontext() if number < first else _compiled_already():
+            losses = [case.loss(each, inputs) for each in (run, eager)]
+            for loss in losses:
+                loss.backward()
+        torch.testing.assert_close(losses[0], losses[1])
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
+        torch.testing.assert_close(local(ours.grad), local(theirs.grad), rtol=1e-4, atol=1e-6, msg=name)
+
+
+# --- grad modes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.nightly
+@on_ranks(2)
+def test_grad_and_training_modes() -> None:
+    """Graphs with and without gradients, for training and evaluation, live side by side."""
+    eager, model = shard(MLP), shard(MLP)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for seed in range(3):
+        with nullcontext() if seed == 0 else _compiled_already():
+            for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+                for training in (True, False):
+                    model.train(training), eager.train(training)
+                    with mode():
+                        outputs = [each(mine(MLP, seed)[0]) for each in (run, eager)]
+                    assert torch.equal(*outputs) and outputs[0].requires_grad == outputs[1].requires_grad
+                    if mode is torch.enable_grad:
+                        for output in outputs:
+                            output.square().mean().backward()
+            assert_bitwise(model, eager, f"round {seed}")
+
+
+# --- losses, arguments, outputs ---------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_compiled_function_calls_the_model() -> None:
+    """What is compiled may be a function that takes the model and returns a loss."""
+    case = MODELS["tied"]
+    reference, model = reference_and_model(case)
+    step = torch.compile(case.loss, backend="aot_eager", fullgraph=True)
+    inside = Case(
+        case.build,
+        case.batch,
+        lambda each, inputs: step(each, inputs) if each is model else case.loss(each, inputs),
+    )
+    follow(model, reference, inside, steps=1)
+    with _compiled_already():
+        follow(model, reference, inside, steps=2)
+
+
+ONE = Case(lambda: mlp(1), vectors, squared_error)
+MOMENTUM = 0.9 if NIGHTLY else 0.0  # the step that makes state is traced once more
+
+
+def _train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: tuple[Tensor, ...]) -> Tensor:
+    loss = MLP.loss(model, inputs)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+@on_ranks(2)
+def test_a_compiled_step() -> None:
+    """`torch.compile(train_step)` trains as the loop does, in as many graphs as without sharding, and no more later.
+
+    Dynamo breaks the graph at the call of backward, within which it compiles nothing of this package.
+    """
+    graphs = []
+    for model, eager, backend in ((build(ONE), build(ONE), "eager"), (shard(ONE), shard(ONE), "aot_eager")):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        optimizers = [torch.optim.SGD(each.parameters(), 0.1, momentum=MOMENTUM) for each in (model, eager)]
+        step = torch.compile(_train_step, backend=backend)
+        for seed in range(3):
+            with nullcontext() if seed < 2 else _compiled_already():
+                losses = [
+                    step(model, optimizers[0], mine(MLP, seed)),
+                    _train_step(eager, optimizers[1], mine(MLP, seed)),
+                ]
+            torch.testing.assert_close(*losses)
+            for (name, ours), (_, theirs) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
+                assert ours.grad is None and theirs.grad is None
+                torch.testing.assert_close(local(ours), local(theirs), rtol=1e-5, atol=1e-6, msg=name)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1], graphs
+
+
+@dataclass
+class Answer:
+    """What `_Wide` returns, in part."""
+
+    scaled: Tensor
+    note: str
+
+
+class _Wide(nn.Module):
+    """Takes and returns all sorts of things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = MLP.build().blocks, nn.Linear(11, 5)
+        self.stem = nn.Linear(7, 11)
+
+    def forward(self, x: Tensor, *, extra: dict[str, Any] | None = None, scale: float = 1.0, flag: bool = False) -> Any:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        if extra is not None:
+            x = x + extra["shift"][0]
+        out = self.head(x)
+        return {"out": out, "flag": flag, "rest": (Answer(out * scale, "text"), [None, 3, x.shape[0]])}
+
+
+@on_ranks(2)
+def test_arguments_and_outputs_of_the_root() -> None:
+    """Keywords, nested inputs, outputs in dicts, lists and dataclasses beside what is no tensor."""
+    eager, model = shard(Case(_Wide, vectors, squared_error)), shard(Case(_Wide, vectors, squared_error))
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    calls: list[Callable[[int], dict[str, Any]]] = [
+        lambda seed: {},
+        lambda seed: {"extra": {"shift": [torch.full((11,), 1.0 + seed)]}, "scale": 2.0, "flag": True},
+    ]
+    for seed in range(3):
+        for arguments in calls:
+            with nullcontext() if seed == 0 else _compiled_already():
+                found, expected = (each(mine(MLP, seed)[0], **arguments(seed)) for each in (run, eager))
+                for out in (found, expected):
+                    (out["out"].sum() + out["rest"][0].scaled.square().sum()).backward()
+            answer, rest = found["rest"]
+            assert found["flag"] is expected["flag"] and rest == [None, 3, 3]
+            assert type(answer) is Answer and answer.note == "text"
+            assert torch.equal(answer.scaled, expected["rest"][0].scaled)
+    assert_bitwise(model, eager, "structures")
+
+
+def _assert_same_used(model: nn.Module, eager: nn.Module) -> None:
+    """Gradients that are zero for want of use may be None in one of the two."""
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
+        grads = [local(torch.zeros_like(ours) if param.grad is None else param.grad) for param in (ours, theirs)]
+        assert torch.equal(*grads), name
+
+
+@on_ranks(2)
+def test_outputs_of_units() -> None:
+    """A unit's outputs keep their structure in the graph, and what no loss uses gets no gradient.
+
+    By day two kinds of four, all of which test_outputs.py has, eager.
+    """
+    for kind in ("dict", "namedtuple", "dataclass", "detached") if NIGHTLY else ("dataclass", "detached"):
+        case = Case(lambda kind=kind: _Outer(kind), vectors, squared_error)
+        eager, model = shard(case), shard(case)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True)
+        for seed in range(3):
+            with nullcontext() if seed == 0 else _compiled_already():
+                case.loss(run, mine(case, seed)).backward()
+            case.loss(eager, mine(case, seed)).backward()
+            _assert_same_used(model, eager)
