@@ -251,7 +251,7 @@ def _node(rng: random.Random, gates: tuple[str, ...], depth: int) -> Node:
     if unit or any(each.unit for each in nodes_of(children)):
         gates = tuple(gate for gate in gates if gate != "rank")
     return Node(
-        kind="nest" if nests else rng.choice(LEAVES),
+        kind="nest" if nests else rng.choice([k for k in LEAVES if k != "experts" or "backward" not in gates]),
         children=children,
         size=rng.choice((1, 5, 7, 16)),
         unit=unit,
