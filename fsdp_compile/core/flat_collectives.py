@@ -19,9 +19,8 @@ from fsdp_compile.comm.groups import NamedGroup
 
 def all_gather_flat(shard: Tensor, groups: Sequence[NamedGroup], dtype: torch.dtype | None = None) -> Tensor:
     """All ranks' `shard`, 1-D `[n]`, in the order of the flat buffer: 1-D `[n * ranks]`, in `dtype` or its own."""
-    dtype = dtype or shard.dtype
     for group in groups:
-        shard = hops.gather(shard.to(dtype), group)
+        shard = hops.gather(shard.to(dtype or shard.dtype), group)
     return shard
 
 

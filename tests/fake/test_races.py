@@ -64,8 +64,8 @@ def _races_of_row(row: Row) -> Record:
 
 
 def test_features_do_not_race() -> None:
-    """Each row of the feature table that runs eagerly."""
-    rows = [row for row in ROWS if row.name not in COMPILES]
+    """Each row of the feature table that runs eagerly; rows of whole parameters do not fit on the four ranks here."""
+    rows = [row for row in ROWS if row.name not in {*COMPILES, '`shards="rows"`'}]
     records = {row.name: _races_of_row(row) for row in rows}
     assert {name: record.races for name, record in records.items() if record.races} == {}
     assert all(record.operations > 40 for record in records.values())

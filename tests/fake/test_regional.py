@@ -99,7 +99,7 @@ view_root_1: f32[5] = slice.Tensor(primals_1, 0, 16, 21)  # view root, MUST_RECO
 view_root_2: f32[15] = slice.Tensor(primals_1, 0, 32, 47)  # view root, MUST_RECOMPUTE
 view_root_3: f32[3] = slice.Tensor(primals_1, 0, 48, 51)  # view root, MUST_RECOMPUTE
 view: f32[5, 3] = reshape(view_root, [5, 3])  # MUST_RECOMPUTE
-view_2: f32[3, 5] = reshape(view_root_2, [3, 5])  # MUST_RECOMPUTE
+view_1: f32[3, 5] = reshape(view_root_2, [3, 5])  # MUST_RECOMPUTE
 permute: f32[3, 5] = permute(view, [1, 0])  # MUST_RECOMPUTE
 addmm: f32[4, 5] = addmm(view_root_1, primals_2, permute)
 mul: f32[4, 5] = mul.Tensor(addmm, 0.5)
@@ -107,7 +107,7 @@ mul_1: f32[4, 5] = mul.Tensor(addmm, 0.7071067811865476)
 erf: f32[4, 5] = erf(mul_1)
 add: f32[4, 5] = add.Tensor(erf, 1)
 mul_2: f32[4, 5] = mul.Tensor(mul, add)
-permute_1: f32[5, 3] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
+permute_1: f32[5, 3] = permute(view_1, [1, 0])  # MUST_RECOMPUTE
 addmm_1: f32[4, 3] = addmm(view_root_3, mul_2, permute_1)
 add_1: f32[4, 3] = add.Tensor(primals_2, addmm_1)
 return [add_1, primals_1, primals_2, addmm, mul_2]""",
@@ -125,8 +125,8 @@ addmm: f32[4, 5]
 mul_2: f32[4, 5]
 tangents_1: f32[4, 3]
 view_root_2: f32[15] = slice.Tensor(primals_1, 0, 32, 47)  # view root, MUST_RECOMPUTE
-view_2: f32[3, 5] = reshape(view_root_2, [3, 5])  # MUST_RECOMPUTE
-permute_1: f32[5, 3] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
+view_1: f32[3, 5] = reshape(view_root_2, [3, 5])  # MUST_RECOMPUTE
+permute_1: f32[5, 3] = permute(view_1, [1, 0])  # MUST_RECOMPUTE
 permute_2: f32[3, 5] = permute(permute_1, [1, 0])  # MUST_RECOMPUTE
 mm: f32[4, 5] = mm(tangents_1, permute_2)
 permute_3: f32[3, 4] = permute(tangents_1, [1, 0])
