@@ -190,9 +190,9 @@ def test_what_a_prediction_adds_up_to(small):
     ]  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_what_does_not_fit_and_what_would():
-    """A quarter of 8B's layers without checkpointing do not fit on eight GPUs of 80 GB with batches of 4: alternatives
-    say what does, and what it costs."""
+    """A quarter of 8B's layers, batch 4, does not fit on eight GPUs: alternatives say what does, and at which price."""
     model = LLAMA_8B | {"layers": LLAMA_8B["layers"] // 4}
     (made,) = predict_step(lambda: Llama(**model), [Setting(8, 4, 8192, hardware="h100")])
     assert made.fits is False and made.best is not None and made.best.fits
