@@ -23,8 +23,8 @@ FUNCTION_LINES = 90
 LIMITS = {
     "the story": 10_365,
     "the story and what it imports": 14_928,
-    PACKAGE: 37_675,
-    "tests": 51_194,
+    PACKAGE: 37_666,
+    "tests": 51_189,
     "bench": 4_931,
     "docs, README, change log": 5_196,
 }

@@ -323,7 +323,7 @@ def mesh_of(group: str, size: int, rank: int, device_type: str) -> DeviceMesh:
 _NEW_GROUP = Subject("new process group", "one", "none", "make it on all ranks at the same time")
 
 
-def _group_within(group: dist.ProcessGroup, ranks: list[int], **options: Any) -> NamedGroup:
+def _group_within(group: dist.ProcessGroup, ranks: list[int]) -> NamedGroup:
     """A new group of `ranks`, some or all of those in `group`, which all make one of that size at the same time.
 
     torch names it after its ranks and the number of groups that the process is in, and ranks that differ in that number
@@ -341,7 +341,7 @@ def _group_within(group: dist.ProcessGroup, ranks: list[int], **options: Any) ->
         for _ in range(most - groups_counted()):
             alone = "gloo" if dist.is_gloo_available() else None
             dist.new_group([dist.get_rank()], backend=alone, use_local_synchronization=True)
-    made = dist.new_group(ranks, timeout=timeout_of(group), use_local_synchronization=True, **options)
+    made = dist.new_group(ranks, timeout=timeout_of(group), use_local_synchronization=True)
     return NamedGroup.of(made)
 
 

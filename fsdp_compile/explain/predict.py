@@ -24,7 +24,7 @@ from fsdp_compile.explain.scheduled import Message, Scheduled
 from fsdp_compile.explain.trace import Model
 from fsdp_compile.explain.work import StepWork, UnitWork
 from fsdp_compile.passes.cost.hardware import Hardware, Link, device, link
-from fsdp_compile.passes.cost.roofline import launch_seconds, level_of
+from fsdp_compile.passes.cost.roofline import launch_seconds, level_of, update_seconds
 from fsdp_compile.passes.graph.prices import Prices, work_seconds
 from fsdp_compile.passes.plan.schedule import order_of_blocks
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
@@ -36,7 +36,7 @@ _STATES = {"adamw": 8, "adam": 8, "momentum": 4, "muon": 4, "sgd": 0, "none": 0}
 UPDATE_MOVES = {name: 12 + 2 * states if name != "none" else 0 for name, states in _STATES.items()}
 """Bytes that an update reads and writes for each parameter, in float32: all are read, all but gradients are written."""
 _UPDATE_PASSES = 3  # of an eager optimizer over its tensors, whose kernels are not fused
-CLIP_MOVES = 12  # the norm reads gradients, scaling reads and writes them
+_CLIP_MOVES = 12  # the norm reads gradients, scaling reads and writes them
 
 
 # --- from work to a workload and a plan -------------------------------------------------------------------------------
@@ -125,13 +125,6 @@ class Priced:
         return computing + packing + slower + self.hardware.layer_seconds
 
     @cached_property
-    def _update(self) -> float:
-        """Seconds of clipping and of the optimizer."""
-        passes = 1 if self.setting.compiled else _UPDATE_PASSES
-        moved = UPDATE_MOVES[self.setting.optimizer] * passes + (CLIP_MOVES if self.setting.clip else 0)
-        return self.prices.update(self.work.parameters / self.shards * moved) + self.hardware.step_seconds
-
-    @cached_property
     def scheduled(self) -> Scheduled:
         """The step by its rule: with FSDP2 the reduce of a unit runs beside the backward of the next one."""
         units, (parameters, optimizer) = [*self.work.units], self._stored
@@ -188,7 +181,7 @@ class Priced:
             levels=(level_of(*self._groups["shards"], 1), level_of(*self._groups["replicas"], 1)),
             shards=self.shards,
             passes=self.setting.accumulation,
-            update=self._update,
+            update=update_of(self.work.parameters / self.shards, self.setting, self.hardware),
             parameters=parameters,
             optimizer=optimizer,
             gradients=(*gradients, parameters),
@@ -227,6 +220,13 @@ class Priced:
         memory = self.scheduled.memory(self.hardware.memory)
         step, speed = self.scheduled.step, self.tokens_per_second
         return Alternative(change, self.setting, step, speed, memory.peak, memory.fits)
+
+
+def update_of(parameters: float, setting: Setting, hardware: Hardware) -> float:
+    """Seconds of clipping and of the optimizer, of so many parameters that a rank updates."""
+    passes = 1 if setting.compiled else _UPDATE_PASSES
+    moved = parameters * (UPDATE_MOVES[setting.optimizer] * passes + (_CLIP_MOVES if setting.clip else 0))
+    return max(update_seconds(moved, hardware), hardware.kernel_seconds) + hardware.step_seconds
 
 
 def _divided(task: Task, unit: int, backward: bool) -> Iterator[Task]:

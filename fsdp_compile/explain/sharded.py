@@ -20,7 +20,7 @@ from fsdp_compile.comm.formats import ratio
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.explain.batch import Batch
 from fsdp_compile.explain.matrices import costs_of_matrices, muon_of
-from fsdp_compile.explain.predict import CLIP_MOVES, UPDATE_MOVES
+from fsdp_compile.explain.predict import UPDATE_MOVES, update_of
 from fsdp_compile.explain.prediction import Setting
 from fsdp_compile.explain.ranks import sharded
 from fsdp_compile.explain.report import Report
@@ -28,7 +28,6 @@ from fsdp_compile.explain.scheduled import Message, Scheduled
 from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import reset_dynamo
 from fsdp_compile.passes.cost.hardware import Hardware, link
-from fsdp_compile.passes.cost.roofline import update_seconds
 from fsdp_compile.passes.graph.analyze import GraphInfo, analyze
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
 from fsdp_compile.passes.graph.prices import ALL_REDUCES, group_of, hardware_at, prices_of
@@ -107,6 +106,7 @@ def explain_sharded(
     with sharded(model, shard, world_size) as made:
         workload, setting, flops, links = read_step(made, *batch(made), config)
         parameters = sum(each.numel() for each in made.parameters())
+        trained = sum(each.numel() for each in made.parameters() if each.requires_grad)
         hardware = hardware_at(next(made.parameters()).device, config.device)
         between = link(config.link or "")
         matrices = costs_of_matrices(muon_of(made), between, hardware) if optimizer == MUON else ()
@@ -114,9 +114,7 @@ def explain_sharded(
         workload = replace(workload, can_coalesce=True)
     if optimizer is not None:
         setting = replace(setting, optimizer=optimizer, clip=clip)
-        moves = UPDATE_MOVES[optimizer] + CLIP_MOVES * clip  # of each parameter, in float32
-        moved = parameters / (setting.shard_size or setting.world_size) * moves
-        links["update"] = max(update_seconds(moved, hardware), hardware.kernel_seconds) + hardware.step_seconds
+        links["update"] = update_of(trained / (setting.shard_size or setting.world_size), setting, hardware)
     setting = replace(setting, hardware=hardware.name)
     plan, name = search_plan(workload, budget_of_step(workload, config.budget)).plan, type(made).__name__
     return report(workload, plan, config.budget, setting=setting, hardware=hardware, model=name,
@@ -147,12 +145,11 @@ def read_step(model: nn.Module, inputs: Sequence[object], named: Mapping[str, An
     def read_graph(context: GraphContext) -> None:
         prices = prices_of(context.graph, config)
         info = prices.read(context.graph, "joint") if prices else analyze(context.graph, joint=True)
-        step = info.workload
         gathers = tagged(context.graph, "gather")
         dtypes = {each.meta["val"].dtype for each in gathers}
         tensors = [each for each in inputs if isinstance(each, torch.Tensor) and each.dim()]
         tokens = bool(tensors) and not tensors[0].is_floating_point() and tensors[0].dim() > 1
-        is_hybrid = any(unit.replicate for unit in step.units)
+        is_hybrid = any(unit.replicate for unit in info.workload.units)
         setting = Setting(
             dist.get_world_size(),
             batch=max(1, tensors[0].shape[0]) if tensors else 1,
@@ -171,7 +168,7 @@ def read_step(model: nn.Module, inputs: Sequence[object], named: Mapping[str, An
             replicated = [each for each in starts if each.target in ALL_REDUCES]
             links["levels"] = prices.level(set(starts).difference(replicated)), prices.level(replicated)
             links["sources"] = tuple(prices.sources())
-        found.append(_Read(step, setting, flops, links))
+        found.append(_Read(info.workload, setting, flops, links))
         raise _GraphRead
 
     passes = PASSES[0], Pass("read_graph", "joint", read_graph)  # behind `insert_collectives`

@@ -65,7 +65,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     """Have `_give_closure` called behind the hooks of users. Without `args`, `compile_step` steps by itself."""
     if torch.compiler.is_compiling() or not args or not (type(optimizer) in ELEMENTWISE or takes_matrices(optimizer)):
         return
-    segments = Segments.of(optimizer, found=True)
+    segments = Segments.of(optimizer, known=True)
     if segments.hook is not None:  # another hook has raised
         segments.hook.remove()
         segments.hook = None
@@ -146,7 +146,7 @@ def step_segments(
         for _, grad in ready:
             grad.mul_(factor.to(grad.device))
     try:
-        step_without_hooks(optimizer, lambda: Segments.of(optimizer, found=True).show(optimizer, ready, others, chosen))
+        step_without_hooks(optimizer, lambda: Segments.of(optimizer, known=True).show(optimizer, ready, others, chosen))
     finally:
         vars(optimizer).pop("grad_scale", None)
 

@@ -98,7 +98,7 @@ class JointStep:
             if optimizer not in self.ready:
                 optimizer.step()
                 continue
-            others = Segments.of(optimizer, found=True).others(self.ready[optimizer])
+            others = Segments.of(optimizer, known=True).others(self.ready[optimizer])
             with without_torch_function():
                 others = [[param for param in some if param.grad is not None] for some in others]
             if any(others):
@@ -151,7 +151,7 @@ class JointStep:
         for optimizer, matrices in self._matrices.items():
             matrices.arrive(optimizer, flat)
         for optimizer in self._elementwise:
-            segments = Segments.of(optimizer, found=True)
+            segments = Segments.of(optimizer, known=True)
             if chosen := [segment for segment in segments.all if segment.flat is flat]:
                 ready = segments.ready(optimizer, chosen)
                 if len(ready) < len(chosen):

@@ -258,12 +258,12 @@ class Segments:
         self.hook: RemovableHandle | None = None  # of the step that begins (flat.py)
 
     @classmethod
-    def of(cls, optimizer: Optimizer, found: bool = False) -> "Segments":
-        """The segments of `optimizer`, made again if parameters or shards were replaced; if `found`, if it had none."""
+    def of(cls, optimizer: Optimizer, known: bool = False) -> "Segments":
+        """The segments of `optimizer`, made again if parameters or shards were replaced; `known`: if it has none."""
         segments = cls._of.get(optimizer)
         if segments is None:
             segments = cls._of[optimizer] = cls()
-        elif found and segments.all:
+        elif known and segments.all:
             return segments
         groups = [group["params"] for group in optimizer.param_groups]
         same = len(groups) == len(segments._params) and all(map(are_same, groups, segments._params))

@@ -22,11 +22,10 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflat
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormatEncoding
 from torch.serialization import _get_layout as layout_named
-from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
 __all__ = [
     "ChunkedTensor", "MemoryFormatEncoding", "StorageInfo", "chunked_tensor", "flatten_state_dict", "layout_named",
-    "no_memory", "offset_in_file", "tree_flatten_with_path", "tree_unflatten", "unflatten_state_dict",
+    "no_memory", "offset_in_file", "unflatten_state_dict",
 ]  # fmt: skip
 
 

@@ -272,6 +272,10 @@ def test_explain_plan() -> None:
     assert f"\nlink      {SLOW}: assumed, the caller\ndevice    cpu: " in str(found)  # where seconds come from
     measured = explain_plan(build, (inputs,), link="measured:0=1e-5,1e9", device="h100")
     assert "1e-5,1e9: measured, its ranks\ndevice    h100-80: 4 data sheet, 6 fitted, 8 assumed" in str(measured)
+    layers = [nn.Sequential(*(nn.Linear(512, 512).requires_grad_(not frozen) for frozen in pair))
+              for pair in ((False, False), (False, True))]  # fmt: skip
+    plans = [explain_plan(each, (torch.ones(4, 512),), link=SLOW, optimizer="sgd") for each in layers]
+    assert plans[0].scheduled.update > 1.5 * plans[1].scheduled.update > 0  # of what is frozen there is none
     same = explain_plan(fully_shard(build(), reshard_after_forward="auto"), (inputs,), link=SLOW, world_size=4)
     assert same.plan == found.plan and measured.predictions[0].setting.hardware == "h100-80"
     with pytest.raises(PlanError, match=r"budget: expected at least \d+ bytes"):

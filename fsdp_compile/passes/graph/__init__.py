@@ -5,5 +5,5 @@ work.py               operations and bytes of nodes; what they take relative to 
 lifetimes.py          when values are alive, and how many bytes that is
 analyze.py            a graph as tasks and units, as the planner sees it; choices noted on nodes
 
-prices.py             seconds of nodes, collectives and updates: what they come from, and the graph read with them
+prices.py             seconds of nodes and collectives: what they come from, and the graph read with them
 """

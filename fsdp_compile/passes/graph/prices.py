@@ -29,7 +29,6 @@ from fsdp_compile.passes.cost.roofline import (
     level_of,
     product_seconds,
     transfer_seconds,
-    update_seconds,
 )
 from fsdp_compile.passes.graph.analyze import GraphInfo, analyze
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
@@ -94,10 +93,6 @@ class Prices:
         wire, full = tag_of(start).wire, max(size_of(start), size_of(start.args[0]))  # type: ignore[arg-type]  # fx arguments are untyped
         sent = full * ratio(wire, start.meta["val"].dtype) if wire else None
         return self.message(group_of(start).group_name, full, sent, start.target in ALL_REDUCES)
-
-    def update(self, moved: float) -> float:
-        """Seconds of one kernel of an optimizer that moves so many bytes."""
-        return max(update_seconds(moved, self.device), self.device.kernel_seconds)
 
     def read(self, graph: fx.Graph, direction: str) -> GraphInfo:
         """Return `graph` as tasks and units with their seconds.

@@ -84,8 +84,10 @@ def _figures(rank: int) -> object:
     found = {shared_name(group): measured_link(group, CPU, largest, 60.0) for group in groups}
     seconds = time.monotonic() - begin
     speed = measured_speed(device("cpu"), torch.float32, CPU)
+    first = agreement.agree("a test", f"rank {rank}")
+    assert agreement.agree("a test", "another text") == first
     assert {shared_name(group): measured_link(group, CPU, 1 << 24, 60.0) for group in groups} == found  # as known
-    return found, speed, seconds
+    return found, (speed, first), seconds
 
 
 def _late(rank: int) -> str:
@@ -192,14 +194,3 @@ def test_a_slow_launch(link: Callable[[float, float], dist.ProcessGroup]) -> Non
     """Where a launch alone takes long, bandwidth is measured too: without noise, both figures are those of the link."""
     found = measured_link(link(0.01, 1e8), CPU, 1 << 24, 60.0, LINK.clock)
     assert found == pytest.approx((0.01, 1e8))
-
-
-def _agree(rank: int) -> str:
-    first = agreement.agree("a test", f"rank {rank}")
-    assert agreement.agree("a test", "another text") == first
-    return first
-
-
-def test_first_text_counts(two: Ranks) -> None:
-    """What a rank says first, all ranks hear, and nothing else later."""
-    assert len({*two.run(_agree)}) == 1
