@@ -4,8 +4,6 @@ import pathlib
 
 import pytest
 import torch
-from compiling import printed_graphs, small, step
-from expecttest import assert_expected_inline
 from generated import Program, programs, sent
 from torch import nn
 
@@ -112,29 +110,3 @@ def test_a_plan_by_hand(plans: list[Plan], tmp_path: pathlib.Path) -> None:
     path.write_text(f"forward:\n{together}backward:\n{backward}")
     torch._dynamo.reset()
     assert sizes(compiled(chain(), plan=str(path))[0]) == [("gather", 4)]
-
-
-@pytest.mark.usefixtures("launches_several")
-def test_the_graph() -> None:
-    """Two units, one call; each result keeps its name, and its wait."""
-    model = fully_shard(small(), auto_wrap_policy={nn.Linear}, reshard_after_forward=True)
-    with printed_graphs() as graphs:
-        step(torch.compile(model, backend=fsdp_compile_backend, options={"link": FAR}), torch.randn(2, 3))
-    forward, backward = [graph for graph in graphs if "graph after coalesce_launches" in graph]
-    lines = [*forward.splitlines(), *backward.splitlines()]
-    communicating = [line for line in lines if any(each in line for each in ("_coalesced", "getitem", "wait_tensor"))]
-    assert_expected_inline(
-        "\n".join(communicating),
-        """\
-gather_0_2: list = all_gather_into_tensor_coalesced([primals_1, primals_3], 4, '0')  # gather 0 2
-gather_0: f32[64] = <built-in function getitem>(gather_0_2, 0)
-gather_2: f32[64] = <built-in function getitem>(gather_0_2, 1)
-wait_0: f32[64] = wait_tensor(gather_0)  # wait 0, MUST_RECOMPUTE
-wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
-wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
-reduce_2_0: list = reduce_scatter_tensor_coalesced([pack_2, pack_0], 'avg', 4, '0')  # reduce 2 0
-reduce_2: f32[16] = <built-in function getitem>(reduce_2_0, 0)
-reduce_0: f32[16] = <built-in function getitem>(reduce_2_0, 1)
-wait_reduce_2: f32[16] = wait_tensor(reduce_2)  # wait_reduce 2, MUST_SAVE
-wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0, MUST_SAVE""",
-    )

@@ -67,15 +67,23 @@ def test_gathers_start_one_unit_ahead(name: str, backend: str) -> None:
 
 
 @pairs()
-def test_one_reduce_is_under_way(name: str, backend: str) -> None:
-    """In backward, beside the buffer of the block that computes, the next gather and one reduce are under way."""
-    backward, under_way, most = cached(name, backend)[1], Counter[str](), Counter[str]()
-    gathered = {step.out for step in backward.steps if step.is_gather}
-    for step in backward.steps:
-        kind = "gather" if step.is_gather or (step.is_wait and step.names[0] in gathered) else "reduce"
-        under_way[kind] += step.is_gather + step.is_reduce - step.is_wait
-        most |= under_way
-    assert most == {"gather": 2, "reduce": 2}  # the next one starts before this one is waited for
+def test_what_is_under_way(name: str, backend: str) -> None:
+    """Beside the buffer of the block that computes, the next gather, and in backward one reduce, are under way; a
+    kernel or product is between each start and its wait, but for a graph's first gather and its last reduce."""
+    for number, program in enumerate(cached(name, backend)):
+        started, under_way, most, hidden = dict[str | None, str](), Counter[str](), Counter[str](), list[bool]()
+        for at, step in enumerate(program.steps):
+            if step.is_gather or step.is_reduce:
+                started[step.out] = "gather" if step.is_gather else "reduce"
+                end = next(i for i, each in enumerate(program.steps) if each.is_wait and each.names[0] == step.out)
+                between = program.steps[at:end]
+                hidden.append(any(each.is_product or each.function in program.kernels for each in between))
+                under_way[started[step.out]] += 1
+            elif step.is_wait:
+                under_way[started[step.names[0]]] -= 1
+            most |= under_way
+        assert most == {"gather": 2, **({"reduce": 2} if number else {})}  # the next before this one is waited for
+        assert all(hidden[1 : -1 if number else None])
 
 
 def test_eager_steps_have_the_same_order() -> None:

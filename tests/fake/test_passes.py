@@ -67,8 +67,11 @@ def test_graphs_are_written_where_a_user_asks(
         (folder,) = tmp_path.glob(f"rank0/graph*_{direction}")
         assert f"passes in {folder}" in told
         printed = [graph.partition("\n") for graph in graphs if graph.startswith(f"--- {direction} graph after ")]
-        names = [f"{count:02}_{title.split()[-1]}.txt" for count, (title, _, _) in enumerate(printed)]
-        assert sorted(path.name for path in folder.iterdir()) == names != []
+        ran = [title.split()[-1] for title, _, _ in printed]
+        stage = "joint" if direction == "joint" else "post_grad"
+        assert ran == [each.name for each in PASSES if each.stage == stage]
+        names = [f"{count:02}_{name}.txt" for count, name in enumerate(ran)]
+        assert sorted(path.name for path in folder.iterdir()) == names
         assert [(folder / name).read_text() for name in names] == [f"{text}\n" for _, _, text in printed]
 
 

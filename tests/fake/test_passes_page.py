@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import CompileConfig, compile_step, fully_shard
 from fsdp_compile.passes import PASSES, GraphContext, Pass, Plan, backend, tagged
-from fsdp_compile.passes.hooks import CORE_PASSES, Pipeline
+from fsdp_compile.passes.hooks import Pipeline
 from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.plan_by_rule import plan_log
 
@@ -196,15 +196,6 @@ def test_each_pass_has_its_row() -> None:
         assert shown and all(each.strip() for each in shown), name
 
 
-def test_the_page_begins_with_five_passes() -> None:
-    """They are passes of the story, in its order, and are in the picture; the count of these passes is today's."""
-    text = PAGE.read_text().partition("\n## Five passes\n")[2].partition("\n## ")[0]
-    five, core = re.findall(r"^\d\. \[`(\w+)`\]", text, re.MULTILINE), [each.name for each in CORE_PASSES]
-    assert len(five) == 5 and five == [name for name in core if name in five]
-    assert all(name in text.split("```")[1] for name in five)
-    assert len(core) == 13 and "Thirteen\npasses" in text
-
-
 # --- passes of a user's own -------------------------------------------------------------------------------------------
 
 
@@ -236,22 +227,6 @@ def test_gathering_first() -> None:
     graph = next(text for text in printed if "backward graph after order" in text)
     starts = [line.split(" = ")[1].split("(")[0] for line in graph.split("\n") if "_tensor(" in line]
     assert starts[:2] == ["all_gather_into_tensor"] * 2
-
-
-def test_keys() -> None:
-    """A pass of a file has a key, which its contents and `version` change; closures and defaults have none."""
-
-    def plain(context: GraphContext) -> None: ...
-
-    def default(context: GraphContext, most: int = 3) -> None: ...
-
-    def closure(context: GraphContext) -> None:
-        plain(context)
-
-    exec(compile("def typed(context): ...", "<stdin>", "exec"), names := dict[str, Any]())
-    keys = {run.__name__: Pass("mine", "joint", run).key for run in (plain, default, closure, names["typed"])}
-    assert keys.pop("plain") and set(keys.values()) == {None}
-    assert Pass("mine", "joint", closure, version="1").key == "mine 1"
 
 
 def test_a_changed_pass_is_no_hit(tmp_path: Path) -> None:

@@ -202,12 +202,6 @@ def test_settings_and_failures_do_not_race(cases: list[Case]) -> None:
     assert [(o, t.__name__, record.races[:3]) for o, t, record in records if record.races] == []
 
 
-def test_inputs_of_deferred_reduces_are_not_reused() -> None:
-    """Where the all-reduce over replicas is deferred, compute gets the memory of the gradients back only when it has
-    waited for their reduce-scatter."""
-    assert _watch(HYBRID_SHARD, _defers).races == []
-
-
 # --- seeded faults ----------------------------------------------------------------------------------------------------
 
 

@@ -7,8 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from compiling import Recorder, printed_graphs
-from expecttest import assert_expected_inline
-from generated import kernels_not_built, programs
+from generated import programs
 from models import MODELS, Residual, mlp, squared_error, vectors
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
@@ -77,83 +76,18 @@ def test_a_block_in_the_place_of_the_root_is_one_graph() -> None:
         assert joint.count("= all_gather") == joint.count("= reduce_scatter") == 1
 
 
-@pytest.fixture(scope="module")
-def graphs() -> dict[str, str]:
-    """The last graph of forward and of backward of a block."""
-    torch._dynamo.reset()
-    with printed_graphs() as printed, inductor_config.patch(force_disable_caches=True), kernels_not_built():
-        squared_error(compiled_blocks(mlp(2, width=3, hidden=5)), vectors(1, 4)).backward()
-    last = [graph.split("\n", 1)[1] for graph in printed if "after pack_in_place" in graph]
-    return dict(zip(("forward", "backward"), last, strict=True))
-
-
-def test_forward(graphs: dict[str, str]) -> None:
-    """One input for all parameters, itself what is saved: eager frees it and fills it again."""
-    assert_expected_inline(
-        graphs["forward"],
-        """\
-primals_1: f32[64]
-primals_2: f32[4, 3]
-view_root: f32[15] = slice.Tensor(primals_1, 0, 0, 15)  # view root, MUST_RECOMPUTE
-view_root_1: f32[5] = slice.Tensor(primals_1, 0, 16, 21)  # view root, MUST_RECOMPUTE
-view_root_2: f32[15] = slice.Tensor(primals_1, 0, 32, 47)  # view root, MUST_RECOMPUTE
-view_root_3: f32[3] = slice.Tensor(primals_1, 0, 48, 51)  # view root, MUST_RECOMPUTE
-view: f32[5, 3] = reshape(view_root, [5, 3])  # MUST_RECOMPUTE
-view_1: f32[3, 5] = reshape(view_root_2, [3, 5])  # MUST_RECOMPUTE
-permute: f32[3, 5] = permute(view, [1, 0])  # MUST_RECOMPUTE
-addmm: f32[4, 5] = addmm(view_root_1, primals_2, permute)
-mul: f32[4, 5] = mul.Tensor(addmm, 0.5)
-mul_1: f32[4, 5] = mul.Tensor(addmm, 0.7071067811865476)
-erf: f32[4, 5] = erf(mul_1)
-add: f32[4, 5] = add.Tensor(erf, 1)
-mul_2: f32[4, 5] = mul.Tensor(mul, add)
-permute_1: f32[5, 3] = permute(view_1, [1, 0])  # MUST_RECOMPUTE
-addmm_1: f32[4, 3] = addmm(view_root_3, mul_2, permute_1)
-add_1: f32[4, 3] = add.Tensor(primals_2, addmm_1)
-return [add_1, primals_1, primals_2, addmm, mul_2]""",
-    )
-
-
-def test_backward(graphs: dict[str, str]) -> None:
-    """One gradient for all parameters, packed."""
-    assert_expected_inline(
-        graphs["backward"],
-        """\
-primals_1: f32[64]
-primals_2: f32[4, 3]
-addmm: f32[4, 5]
-mul_2: f32[4, 5]
-tangents_1: f32[4, 3]
-view_root_2: f32[15] = slice.Tensor(primals_1, 0, 32, 47)  # view root, MUST_RECOMPUTE
-view_1: f32[3, 5] = reshape(view_root_2, [3, 5])  # MUST_RECOMPUTE
-permute_1: f32[5, 3] = permute(view_1, [1, 0])  # MUST_RECOMPUTE
-permute_2: f32[3, 5] = permute(permute_1, [1, 0])  # MUST_RECOMPUTE
-mm: f32[4, 5] = mm(tangents_1, permute_2)
-permute_3: f32[3, 4] = permute(tangents_1, [1, 0])
-mm_1: f32[3, 5] = mm(permute_3, mul_2)
-sum_1: f32[1, 3] = sum.dim_IntList(tangents_1, [0], True)
-mul_1: f32[4, 5] = mul.Tensor(addmm, 0.7071067811865476)
-erf: f32[4, 5] = erf(mul_1)
-add: f32[4, 5] = add.Tensor(erf, 1)
-mul_4: f32[4, 5] = mul.Tensor(add, 0.5)
-mul_5: f32[4, 5] = mul.Tensor(addmm, addmm)
-mul_6: f32[4, 5] = mul.Tensor(mul_5, -0.5)
-exp: f32[4, 5] = exp(mul_6)
-mul_7: f32[4, 5] = mul.Tensor(exp, 0.3989422804014327)
-mul_8: f32[4, 5] = mul.Tensor(addmm, mul_7)
-add_3: f32[4, 5] = add.Tensor(mul_4, mul_8)
-mul_9: f32[4, 5] = mul.Tensor(mm, add_3)
-view_root: f32[15] = slice.Tensor(primals_1, 0, 0, 15)  # view root, MUST_RECOMPUTE
-view: f32[5, 3] = reshape(view_root, [5, 3])  # MUST_RECOMPUTE
-permute: f32[3, 5] = permute(view, [1, 0])  # MUST_RECOMPUTE
-permute_6: f32[5, 3] = permute(permute, [1, 0])  # MUST_RECOMPUTE
-permute_7: f32[5, 4] = permute(mul_9, [1, 0])
-mm_3: f32[5, 3] = mm(permute_7, primals_2)
-sum_2: f32[1, 5] = sum.dim_IntList(mul_9, [0], True)
-addmm_default: f32[4, 3] = addmm(tangents_1, mul_9, permute_6)
-pack_root: f32[64] = fsdp_flat.pack_grads([mm_3, sum_2, mm_1, sum_1], '5x3@0,5@16,3x5@32,3@48|64/1%16')  # pack root
-return [pack_root, addmm_default]""",
-    )
+def test_a_block_saves_its_one_input_of_parameters() -> None:
+    """All parameters are one input, itself what is saved, as eager frees it and fills it again, and have one gradient,
+    packed; of the rest, what unsharded blocks save."""
+    saved: list[list[Tensor]] = []
+    with printed_graphs() as graphs:
+        see = Recorder(lambda graph: saved.append([node.meta["val"] for node in saved_for_backward(graph)]))
+        with inductor_config.patch(post_grad_custom_post_pass=see):
+            squared_error(compiled_blocks(mlp(2, width=3, hidden=5)), vectors(1, 4)).backward()
+    assert [tuple(value.shape) for value in saved[0]] == [(64,), (4, 3), (4, 5), (4, 5)]
+    (backward,) = (graph for graph in graphs if graph.startswith("--- backward graph after pack_in_place"))
+    assert backward.count("pack_grads(") == 1 and "\nreturn [pack_root, " in backward
+    assert not re.search("gather|reduce_scatter", backward)
 
 
 def test_products_write_into_the_packed_gradient() -> None:

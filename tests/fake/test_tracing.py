@@ -61,7 +61,7 @@ def _traced(model: nn.Module, inputs: Tensor) -> _Dynamo:
 
 @pytest.mark.parametrize(
     "strategy",
-    # The graphs of FULL_SHARD stand in test_graphs.py.
+    # The graphs of FULL_SHARD stand in docs/passes.md.
     ["SHARD_GRAD_OP", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("FULL_SHARD", "NO_SHARD"))],
 )
 def test_dynamo_sees_one_operator_for_each_unit(strategy: str) -> None:

@@ -5,7 +5,8 @@ Elsewhere, beside what they belong to:
     padding carries NaN into norms, gradients or parameters     test_steps.py: test_padding_is_never_seen
     weights gathered before optimizer.step() are read after it  test_features.py: test_forward_without_backward
     a graph that one rank has cached runs wrongly on another    test_cache.py; test_no_recompile.py: test_all_ranks_*
-    what only generated code shows                              tests/fake/test_traps.py
+    silent ZeRO-2: full parameters kept from forward to backward    fake/test_passes.py: test_forward_saves_only_*
+    waits right behind their starts, gathers at the top, late reduces  fake/test_order.py
 """
 
 import copy
