@@ -34,19 +34,6 @@ def test_what_is_changed(tmp_path: Path) -> None:
         compile(text[: mutant.begin] + mutant.new.encode() + text[mutant.end :], "code", "exec")
 
 
-def test_mutants_are_found_again(tmp_path: Path) -> None:
-    """What was drawn from an earlier state of a file is the same change of the same lines in today's, wherever these
-    have moved to, also of several lines that occur twice; and gone where one of the lines is another."""
-    path, before = tmp_path / "code.py", "a = 1\nif (b\n    and c):\n    f(2)\nif (b\n    and c):\n    f(2)\n"
-    then = TOOL["_Finder"](path, before.encode())
-    now = TOOL["_Finder"](path, ("# new\n" + before.replace("a = 1", "a = 0")).encode())
-    pairs = [(mutant, now.find_again(mutant, then)) for mutant in then.mutants()]
-    gone, found = [m for m, again in pairs if again is None], [(m, again) for m, again in pairs if again is not None]
-    assert [(mutant.line, mutant.old, mutant.new) for mutant in gone] == [(1, "1", "2")]
-    assert len(found) == 8 and {again for _, again in found} <= set(now.mutants())
-    assert all(again.line == mutant.line + 1 and again[4:] == mutant[4:] for mutant, again in found)
-
-
 def test_each_file_of_the_runtime_and_the_passes_has_tests() -> None:
     """Those of core, eager and passes are in the table, and what it names exists."""
     package = Path(fsdp_compile.__file__).parent

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,6 @@ from fsdp_compile.checkpoint.convert import TARGETS
 from fsdp_compile.tools.commands.checkpoint import FORMATS
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(fsdp_compile.__file__).parents[1])}
-
-
-LATE = pytest.mark.nightly  # each starts a Python that imports torch
 
 
 def run(*arguments: str) -> str:
@@ -122,59 +118,12 @@ def test_mistakes_need_no_torch(tmp_path: Path) -> None:
         assert expected in answer.splitlines()[-1]
 
 
-def test_numpy_is_a_dependency() -> None:
-    """numpy is installed with the package: without it torch gathers no objects, so that no checkpoint can be saved."""
-    gather = (
-        "import sys; sys.modules['numpy'] = None; import torch.distributed as dist\n"
-        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "dist.all_gather_object([None], 'object')"
-    )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", gather], capture_output=True, text=True, timeout=120)
-    assert "Numpy is not available" in done.stderr
-    project = tomllib.loads((Path(fsdp_compile.__file__).parents[1] / "pyproject.toml").read_text())
-    assert "numpy" in project["project"]["dependencies"]
-
-
-@pytest.mark.parametrize(
-    "statements",
-    [
-        pytest.param("import fsdp_compile.explain", marks=LATE),
-        pytest.param("from fsdp_compile import fully_shard; import fsdp_compile.explain.report", marks=LATE),
-        # test_passes_are_loaded_by_the_first_trace has this order every day, in a process that it needs anyway.
-        pytest.param("import fsdp_compile; fsdp_compile.explain; from fsdp_compile.explain import report", marks=LATE),
-    ],
-)
-def test_explain_is_the_function(statements: str) -> None:
-    """`fsdp_compile.explain` is the function, whatever has been imported from the package of the same name before."""
-    run("-c", f"{statements}\nimport fsdp_compile\nfrom fsdp_compile import explain\n"
-              "assert explain is fsdp_compile.explain is fsdp_compile.api.explain, explain")  # fmt: skip
-
-
 def test_all_names() -> None:
     """Each public name can be imported and is listed by `dir`; other names are errors as of any module."""
     assert all(getattr(fsdp_compile, name) is not None for name in fsdp_compile.__all__)
     assert set(fsdp_compile.__all__) <= set(dir(fsdp_compile))
     with pytest.raises(AttributeError, match="module 'fsdp_compile' has no attribute 'shard'"):
         fsdp_compile.shard  # noqa: B018  (looking it up raises)
-
-
-def test_package_is_typed() -> None:
-    """The package says that it has types."""
-    assert Path(fsdp_compile.__file__).with_name("py.typed").exists()
-
-
-@pytest.mark.parametrize(
-    "command", [[], ["explain"], ["plan"], ["calibrate"], ["checkpoint"], ["checkpoint", "convert"]]
-)
-def test_help(command: list[str]) -> None:
-    """`--help` has an example for each command, and imports nothing that takes time."""
-    printed = run("-m", "fsdp_compile", *command, "--help")
-    assert "example" in printed and "  fsdp-compile " in printed
-    (loaded,) = loaded_after(
-        "import contextlib, io\nfrom fsdp_compile.tools.cli import main\n"
-        f"with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()): main({[*command, '--help']})"
-    )
-    assert loaded.isdisjoint({"torch", "numpy", "sympy", "safetensors", "multiprocessing", "asyncio"})
 
 
 def test_formats() -> None:

@@ -58,12 +58,3 @@ def test_the_page_has_what_the_reference_has() -> None:
     known = [getattr(import_module(module), name) for module, names in public().items() if "integrations" not in module
              for name in names]  # fmt: skip
     assert beside == sorted(name for name in REFERENCE if not any(named(name) is each for each in known))
-
-
-def test_what_is_experimental_is_public() -> None:
-    """Each name that the page calls experimental is a public one, or a module's or an option's."""
-    names = {name for module in public().values() for name in module}
-    for cell, _ in rows("Experimental"):
-        for name in re.findall(r"`(.+?)`", cell):
-            is_option = re.match(r"fsdp_compile\.[a-z.]+$|update_in|regional$|fsdp-compile|FSDP_", name)
-            assert name in names or is_option, name

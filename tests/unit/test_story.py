@@ -1,7 +1,6 @@
 """The story: the files of the runtime and the passes, which layers build on and which name none of these."""
 
 import ast
-import re
 from pathlib import Path
 from typing import Any
 
@@ -47,29 +46,6 @@ def test_an_arrow_is_found(code: str) -> None:
     assert _arrows(path, ast.parse(f"{(ROOT / path).read_text()}\n{code}")) == {
         ("eager/unsharded.py", "edits/writeback.py")
     }
-
-
-def _defined(path: Path) -> set[str]:
-    """Functions, classes and methods of a file."""
-    tree = ast.parse(path.read_text())
-    kinds = (ast.FunctionDef, ast.ClassDef)
-    methods = {
-        f"{each.name}.{inside.name}"
-        for each in tree.body
-        if isinstance(each, ast.ClassDef)
-        for inside in each.body
-        if isinstance(inside, kinds)
-    }
-    return methods | {each.name for each in tree.body if isinstance(each, kinds)}
-
-
-def test_first_questions_have_one_answer() -> None:
-    """What a newcomer asks is answered by one file each, in which the named function is."""
-    page = (ROOT / "docs/architecture.md").read_text().partition("## Where to look first")[2].partition("\n## ")[0]
-    answers = re.findall(r"^\| [^|]+\? \| `([^`]+)` \| `([^`]+)` \|$", page, re.MULTILINE)
-    assert len(answers) == 4
-    for file, name in answers:
-        assert name in _defined(ROOT / "fsdp_compile" / file), (file, name)
 
 
 def test_the_page_begins_with_the_story() -> None:

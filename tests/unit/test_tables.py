@@ -3,15 +3,13 @@
 import csv
 import json
 import re
-from dataclasses import replace
 
 import pytest
-from predictions import prediction
 
-from bench.runs.__main__ import as_json, as_text, main, totals
+from bench.runs.__main__ import main
 from bench.runs.fit import A100, FREE, cases, fit, fit_to_table, leave_one_out, predicted, summary
 from bench.runs.fit import main as fit_main
-from bench.runs.tables import REPORTED, RunPrediction, predict_runs, read_rows
+from bench.runs.tables import REPORTED, predict_runs, read_rows
 from fsdp_compile.passes.cost.hardware import Source, device, read_hardware
 
 ROW = {"system": "composer FSDP1 eager", "model": "mpt-7b", "params": "6658859008", "layers": "32", "hidden": "4096",
@@ -132,32 +130,3 @@ def test_table_of_runs(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([str(tmp_path / "missing.csv")])
     assert "expected a CSV file of runs, found no regular file" in capsys.readouterr().err
-
-
-def run(reported, predicted, error=None):
-    """A row as if it were predicted so."""
-    row = {
-        "model": "mpt-7b",
-        "device": "h100-80",
-        "gpus": "8",
-        "seq": "2048",
-        "micro_batch": "6",
-        "tok_s_gpu": reported,
-    }
-    return RunPrediction(row, replace(prediction(), tokens_per_second=predicted) if predicted else None, error)
-
-
-def test_only_rows_that_have_both_figures_are_compared():
-    """Rows have their columns and the predicted ones; the summary compares predicted with reported speeds."""
-    rows = [run("10000", 11000.0), run("10000", 9700.0), run("", 5000.0), run("9000", None, "seq: expected more")]
-    assert totals(rows) == pytest.approx(
-        {"rows": 4, "predicted": 3, "compared": 2, "mape": 0.065, "p90": 0.093, "bias": 0.035}
-    )
-    read = json.loads(as_json(rows))
-    assert read["rows"][0]["tok_s_gpu"] == "10000" and read["rows"][0]["predicted_tok_s_gpu"] == 11000.0
-    assert read["rows"][0]["relative_error"] == pytest.approx(0.1) and read["rows"][2]["relative_error"] is None
-    assert "MAPE 6.5%, p90 9.3%, bias +3.5%" in as_text(rows) and "seq: expected more" in as_text(rows)
-    assert list(read["rows"][0])[:7] == [
-        "model", "device", "gpus", "seq", "micro_batch", "tok_s_gpu", "predicted_tok_s_gpu",
-    ]  # fmt: skip
-    assert totals([run("", 5000.0)])["mape"] is None

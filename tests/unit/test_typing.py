@@ -115,33 +115,17 @@ def test_pyright(folder: Path) -> None:
     assert where == WRONG, errors
 
 
-def install_editable(folder: Path) -> list[str]:
-    """Make what `pip install --editable` would install of a copy; return the lines of the path file in it."""
-    project = folder / "project"
+def test_an_editable_install_is_found_by_type_checkers(tmp_path: Path) -> None:
+    """They read paths, not code that finds modules: an editable install is one path, which has the package's marker."""
+    project = tmp_path / "project"
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "fsdp_compile", project / "fsdp_compile", ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, project)
     build = "import setuptools.build_meta as backend; backend.build_editable('..')"
     subprocess.run([sys.executable, "-c", build], cwd=project, check=True, capture_output=True, timeout=120)
-    (wheel,) = folder.glob("*.whl")
+    (wheel,) = tmp_path.glob("*.whl")
     with ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".pth")]
-        return archive.read(name).decode().splitlines()
-
-
-def test_an_editable_install_is_found_by_type_checkers(tmp_path: Path) -> None:
-    """They read paths, not code that finds modules: an editable install is one path, which has the package's marker."""
-    (path,) = map(Path, install_editable(tmp_path))
+        (path,) = map(Path, archive.read(name).decode().splitlines())
     assert path.is_dir() and (path / "fsdp_compile" / "py.typed").exists(), path
-
-
-@pytest.mark.nightly  # without a cache mypy reads all of torch
-def test_mypy_finds_an_editable_install(folder: Path) -> None:
-    """Run for an environment that has an editable install, and no other way to the package."""
-    lines = install_editable(folder)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "env"], cwd=folder, check=True, timeout=60)
-    (packages,) = folder.glob("env/lib/*/site-packages")
-    (packages / "paths.pth").write_text("\n".join([*lines, str(SITE)]))
-    python = str(folder / "env" / "bin" / "python")
-    assert errors_of_mypy(folder, "--python-executable", python, "--cache-dir", str(folder / "cache")) == WRONG

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tool
 
 from fsdp_compile.tested_torch import TESTED_TORCH
 
@@ -35,7 +36,7 @@ def test_versions() -> None:
 
 
 def test_what_they_run_exists() -> None:
-    """Files, folders and targets of make that commands name."""
+    """Files, folders and targets of make that commands name, and the files of tools/gpu_day.py."""
     makefile = (ROOT / "Makefile").read_text()
     for step in steps():
         command = re.sub(r"\$\{\{ matrix\.tier \}\}", "unit", step.get("run", ""))
@@ -43,3 +44,6 @@ def test_what_they_run_exists() -> None:
             for each in target.split():
                 assert (ROOT / each.removesuffix(".tier")).is_dir() or re.search(rf"^{each}:", makefile, re.M), each
         assert all((ROOT / path).exists() for path in re.findall(r"\b(?:tests|tools)/[\w/]+\.py", command))
+    parts = tool.load("gpu_day").parts(seed=3)
+    named = [word for part in parts for word in part.command if word.startswith("tests/")]
+    assert len(named) > 4 and all((ROOT / word).exists() for word in named)
