@@ -23,10 +23,10 @@ FUNCTION_LINES = 90
 LIMITS = {
     "the story": 10_365,
     "the story and what it imports": 14_928,
-    PACKAGE: 37_666,
-    "tests": 50_288,
+    PACKAGE: 37_252,
+    "tests": 50_128,
     "bench": 4_931,
-    "docs, README, change log": 5_196,
+    "docs, README, change log": 5_190,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""
 

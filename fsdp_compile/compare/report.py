@@ -1,4 +1,4 @@
-"""What a comparison has shown: a table, JSON, and a picture of speed."""
+"""What a comparison has shown: a table, and JSON."""
 
 import json
 import statistics
@@ -12,8 +12,6 @@ from fsdp_compile.explain.report import table
 FORMAT = 1
 FAR = 1.2  # by what factor measured seconds may differ from predicted ones before somebody should know
 TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}  # of losses, relative: systems round at different places
-STROKES = ("#fff", 5), ("#1f2328", 2)
-COLORS = ("#1fa187", "#0b7a6c", "#06423c", "#f0a830", "#c8501e", "#8c6d46", "#8a95a1")
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,6 @@ class Row:
         peak: bytes alive at most on a rank.
         losses: of each step from the first one, the mean over ranks.
         predicted: seconds of a step by `explain`; None: nothing is predicted.
-        waits: seconds of a step in which the host waits for collectives; None: that is not seen.
     """
 
     system: str
@@ -48,7 +45,6 @@ class Row:
     peak: int = 0
     losses: tuple[float, ...] = ()
     predicted: float | None = None
-    waits: float | None = None
 
     @classmethod
     def of(cls, system: str, turns: Sequence[Turn], failed: str | None, predicted: float | None, again: bool) -> "Row":
@@ -70,7 +66,6 @@ class Row:
             peak=max(turn.peak or 0 for turn in turns),
             losses=tuple(loss for turn in (turns[:1] if again else turns) for loss in turn.losses),
             predicted=predicted,
-            waits=turns[-1].waits,
         )
 
 
@@ -119,14 +114,14 @@ class Comparison:
 
     def _table(self) -> Iterator[str]:
         unit = self.ran[0].unit if self.ran else "samples"
-        heads = ["~system", f"{unit}/s", "step ms", "10 to 90 %", "predicted", "waits ms", "first step s", "peak MB",
+        heads = ["~system", f"{unit}/s", "step ms", "10 to 90 %", "predicted", "first step s", "peak MB",
                  "first loss", "last loss", "apart"]  # fmt: skip
         cells = []
         for row in self.ran:
             apart = self.apart(row)
-            predicted, waits = ("" if each is None else f"{1e3 * each:,.1f}" for each in (row.predicted, row.waits))
+            predicted = "" if row.predicted is None else f"{1e3 * row.predicted:,.1f}"
             cells.append([row.system, f"{row.speed:,.0f}", f"{1e3 * row.step:,.1f}",
-                          f"{1e3 * row.low:,.1f} to {1e3 * row.high:,.1f}", predicted, waits, f"{row.first:,.1f}",
+                          f"{1e3 * row.low:,.1f} to {1e3 * row.high:,.1f}", predicted, f"{row.first:,.1f}",
                           f"{row.peak / 1e6:,.1f}", f"{row.losses[0]:.4f}", f"{row.losses[-1]:.4f}",
                           "" if apart is None else f"{apart:.0e}"])  # fmt: skip
         return table(heads, cells)
@@ -135,23 +130,3 @@ class Comparison:
         """All figures."""
         rows = [{**asdict(row), "apart": self.apart(row) if row in self.ran else None} for row in self.rows]
         return json.dumps({"format": FORMAT, "where": self.where, "rows": rows, "note": self.note}, indent=1) + "\n"
-
-    def to_svg(self) -> str:
-        """A bar for each row's speed, with a line from the slowest tenth of its steps to the fastest."""
-        rows = self.ran
-        most = max((row.speed * row.step / row.low for row in rows), default=0.0)
-        height = 34 * len(rows) + 30
-        parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" width="720" role="img" '
-                 f'font-family="system-ui,sans-serif" font-size="14" fill="#1f2328">'
-                 f'<rect width="720" height="{height}" fill="#fff"/>']  # fmt: skip
-        for at, row in enumerate(rows):
-            y, width, fill = 34 * at + 4, 430 * row.speed / most, COLORS[[*SYSTEMS].index(row.system)]
-            ends = [140 + 430 * row.speed * row.step / (most * seconds) for seconds in (row.high, row.low)]
-            parts.append(f'<text x="132" y="{y + 17}" text-anchor="end">{row.system}</text>')
-            parts.append(f'<rect x="140" y="{y}" width="{width:.1f}" height="24" fill="{fill}"/>')
-            line = f'<path d="M{ends[0]:.1f} {y + 12}H{ends[1]:.1f}"'
-            parts += [f'{line} stroke="{color}" stroke-width="{wide}"/>' for color, wide in STROKES]
-            parts.append(f'<text x="{ends[1] + 8:.1f}" y="{y + 17}">{row.speed:,.0f}</text>')
-        unit = rows[0].unit if rows else "samples"
-        unit += " a second of the median step; the lines reach from the 10th to the 90th percentile"
-        return "".join([*parts, f'<text x="140" y="{height - 10}" font-size="12">{unit}</text></svg>\n'])

@@ -21,7 +21,7 @@ import fsdp_compile
 from fsdp_compile.compare.case import Load
 from fsdp_compile.compare.pool import Launch, Pool
 from fsdp_compile.compare.report import Comparison, Row
-from fsdp_compile.compare.systems import LOOKS, OURS, SYSTEMS, Task, Turn, begin, train
+from fsdp_compile.compare.systems import OURS, SYSTEMS, Task, Turn, begin, train
 from fsdp_compile.explain.batch import Inputs
 from fsdp_compile.explain.predict import predict_step
 from fsdp_compile.explain.prediction import Prediction, Setting
@@ -106,7 +106,7 @@ class Side:
                     raise ValueError(f"{self._name}: no system can train it: {reasons.pop()}")
             if index == 0 and rounds > 1:
                 medians = [statistics.median(turns[0].seconds) for turns in self.turns.values() if turns]
-                more = sum(medians) * (steps - steps // rounds + rounds + 2 * LOOKS)
+                more = sum(medians) * (steps - steps // rounds + rounds)
                 took = time.monotonic() - self._begin
                 self._show(f"round 1 of {rounds} took {took:.0f} s; the others will take about {more:.0f} s\n")
 

@@ -4,7 +4,6 @@ All have the same weights at first, the same batches, AdamW and, if they shard, 
 the rest.
 """
 
-import statistics
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -19,14 +18,14 @@ from torch.distributed.fsdp import MixedPrecision
 from fsdp_compile.api import shard_module
 from fsdp_compile.comm.hops import Wire
 from fsdp_compile.compare.case import Case, Load
-from fsdp_compile.compare.memory import alive, resident, states_of, waited
+from fsdp_compile.compare.memory import curve, resident, states_of
 from fsdp_compile.compare.pool import device_here
 from fsdp_compile.compare.training import Training, Way
 from fsdp_compile.explain.batch import loss_of
 
 WARM = 3  # steps before the first that counts: the first compiles the model, the second may compile the update
 RATE = 1e-4  # of learning
-LOOKS = 5  # steps whose waits are timed
+TRIES = 4  # steps whose bytes are counted with gloo
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,6 @@ class Turn:
         peak: bytes alive at most, of the rank with the most; None: not looked at.
         unit: what a step trains on: "tokens" or "samples".
         number: how many of them, on all ranks.
-        waits: seconds of a step in which the host waits for collectives, the mean over ranks; None: that is not seen.
     """
 
     seconds: list[float]
@@ -127,7 +125,6 @@ class Turn:
     peak: int | None
     unit: str
     number: int
-    waits: float | None = None
 
 
 def take_turn(training: Training, samples: int, steps: int, looks: bool) -> Turn:
@@ -158,7 +155,6 @@ def take_turn(training: Training, samples: int, steps: int, looks: bool) -> Turn
         peak=_peak_bytes(training) if looks else None,
         unit=unit,
         number=number * ranks,
-        waits=_seconds_waited(training) if looks else None,
     )
 
 
@@ -173,17 +169,6 @@ def _reduced(value: Tensor, by: Any = dist.ReduceOp.SUM) -> Tensor:
     return value
 
 
-def _seconds_waited(training: Training) -> float | None:
-    """Of a step, the median of some."""
-    if training.device.type != "cpu" or dist.get_world_size() == 1:  # on a GPU streams wait, and not the host
-        return None
-    seen = [waited(partial(training.step, training.next_batches())) for _ in range(LOOKS)]
-    seconds = [each for each in seen if each is not None]
-    if len(seconds) < LOOKS:
-        return None
-    return _reduced(torch.tensor(statistics.median(seconds))).item() / dist.get_world_size()
-
-
 def _peak_bytes(training: Training) -> int:
     """Bytes alive at most in a step: by the allocator; on the CPU what stays, and what more steps allocate."""
     model, device = training.model, training.device
@@ -193,7 +178,10 @@ def _peak_bytes(training: Training) -> int:
         stays = resident([*model.parameters(), *model.buffers(), *states_of(training.optimizer)])
         if training.way.how == "ddp":
             stays += resident(training.trained)  # its buckets of gradients, which it never frees
-        most = alive(partial(training.step, training.next_batches()), device, stays).peak
+        # The profiler does not see what threads of gloo free, which now and then are the last to use a buffer.
+        tries = TRIES if dist.get_world_size() > 1 else 1
+        seen = [curve(partial(training.step, training.next_batches()), device) for _ in range(tries)]
+        most = stays + min(max((total for _, total in each), default=0) for each in seen)
     return int(_reduced(torch.tensor(most, device=device), dist.ReduceOp.MAX))
 
 

@@ -11,6 +11,7 @@ the optimizer are compared in each step.
 import os
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -128,10 +129,12 @@ Run = Callable[..., list[Answer]]  # given how many ranks, the device, a functio
 
 def _run_here(count: int, device: str, function: Callable[..., Any], *args: Any) -> list[Answer]:
     """What the function returns or raises, on all ranks of the process group that exists."""
-    try:
-        answer = Answer(function(*args))
-    except Exception as error:  # whatever the user's code raises is an answer
-        answer = Answer(error=one_line(error))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as in processes of their own: aot_eager runs no passes, and the like
+        try:
+            answer = Answer(function(*args))
+        except Exception as error:  # whatever the user's code raises is an answer
+            answer = Answer(error=one_line(error))
     found: list[Any] = [None] * count
     dist.all_gather_object(found, answer)
     return found

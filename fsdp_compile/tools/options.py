@@ -62,6 +62,12 @@ def say(text: str) -> None:
         print(f"fsdp-compile: {text}", file=sys.stderr, flush=True)
 
 
+def say_row(row: object) -> None:
+    """Show what is known already: a way may take minutes, and who stops the command keeps what it has found."""
+    if os.environ.get("RANK", "0") == "0":
+        print(row, file=sys.stderr, flush=True)
+
+
 def printable(text: str) -> str:
     """Escape the characters of `text` that are not printable, which a terminal might take for commands."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

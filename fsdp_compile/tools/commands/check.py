@@ -3,12 +3,11 @@
 import argparse
 import difflib
 import os
-import sys
 from functools import partial
 from pathlib import Path
 
 from fsdp_compile.tools.files import check_factory
-from fsdp_compile.tools.options import Add, check_folders, positive, say, write_files
+from fsdp_compile.tools.options import Add, check_folders, positive, say, say_row, write_files
 from fsdp_compile.tools.server import start_server
 
 CHECKED = ("eager", "blocks", "aot_eager", "inductor", "step")
@@ -71,18 +70,13 @@ def run(args: argparse.Namespace) -> int:
         later = f", then again from a checkpoint on {ranks}" if ranks else ""
         say(f"checking {args.factory} by {', '.join(args.ways)} on {args.ranks} ranks{later}")
     from fsdp_compile.compare.case import case_in_file
-    from fsdp_compile.compare.verdicts import Row
     from fsdp_compile.tools.check import check_loaded
 
     options = {name: getattr(args, name) for name in ("steps", "accumulate", "resume_on")}
     is_first = os.environ.get("RANK", "0") == "0"
 
-    def found(row: Row) -> None:
-        if is_first:  # a way may take minutes, and who stops the command keeps what it has found
-            print(row, file=sys.stderr, flush=True)
-
     load = partial(case_in_file, args.factory, args.batch, args.seq)
-    report = check_loaded(load, args.ways, args.ranks, args.device, found=found, **options)
+    report = check_loaded(load, args.ways, args.ranks, args.device, found=say_row, **options)
     if is_first:
         print(report, end="")
         write_files({args.json: report.to_json})

@@ -29,7 +29,7 @@ model says so in its row.
 Under torchrun the ranks are its own, on one node or several; without it --ranks starts them here.
 
 examples:
-  fsdp-compile compare llama.py:make --ranks 2 --batch 2 --seq 128 --svg speed.svg
+  fsdp-compile compare llama.py:make --ranks 2 --batch 2 --seq 128
   fsdp-compile compare --torchtitan my_titan:debug --systems eager,compiled,fsdp2,fsdp2-compiled
   torchrun --nproc-per-node 8 -m fsdp_compile compare llama.py:make --seq 4096 --systems compiled,fsdp2-compiled"""
 
@@ -53,7 +53,6 @@ def add_options(add: Add) -> None:
     add("--wire-reduce", choices=WIRE_FORMATS, help="likewise gradients")
     add("--hardware", metavar="NAME|FILE", help="of predictions (default: by the device's name)")
     add("--json", type=Path, metavar="OUT", help="write all figures")
-    add("--svg", type=Path, metavar="OUT", help="write the picture of speed alone")
 # fmt: on
 
 
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     """Print and write what each system makes of the model; 1 if none could."""
     if (args.factory is None) == (args.torchtitan is None):
         raise ValueError("expected either FILE.py:FUNCTION or --torchtitan MODULE:CONFIG")
-    check_folders(args.json, args.svg)
+    check_folders(args.json)
     hardware = hardware_of(args.hardware, None) if args.hardware else None
     factory, batch, sequence = args.factory, args.batch or 1, args.seq or 256
     if args.torchtitan is not None:
@@ -98,5 +97,5 @@ def run(args: argparse.Namespace) -> int:
                     rounds=rounds, hardware=hardware)  # fmt: skip
     if os.environ.get("RANK", "0") == "0":
         print(found, end="")
-        write_files({args.json: found.to_json, args.svg: found.to_svg})
+        write_files({args.json: found.to_json})
     return 0 if found.ran else 1

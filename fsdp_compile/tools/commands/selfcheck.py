@@ -4,11 +4,12 @@ import argparse
 import os
 from pathlib import Path
 
-from fsdp_compile.tools.options import Add, check_folders, write_files
+from fsdp_compile.tools.options import Add, check_folders, say, say_row, write_files
+from fsdp_compile.tools.server import start_server
 
-DESCRIPTION = "Check this installation: values, order, memory, streams and speed of a small sharded model."
-EXAMPLE = """It runs on one process or on the ranks of torchrun, on GPUs if there are any. The exit status is
-1 if a row fails; a bug report should have the file that --json writes.
+DESCRIPTION = "Check this installation: values, speed and memory of a small model, as check and compare show them."
+EXAMPLE = """It runs on each GPU here, on two processes if there is none, or on the ranks of torchrun. The exit status
+is 1 if something fails; a bug report should have the file that --json writes.
 
 example:
   torchrun --nproc-per-node 2 -m fsdp_compile selfcheck --json selfcheck.json"""
@@ -23,20 +24,17 @@ def add_options(add: Add) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the rows; 1 if one fails."""
-    import torch
-    import torch.distributed as dist
-
-    from fsdp_compile.selfcheck import process_group, selfcheck
-
+    """Print what came out; 1 if something fails."""
     check_folders(args.json)
+    start_server()
+    say("checking this installation, which takes minutes")
+    import torch
+
+    from fsdp_compile.selfcheck import selfcheck
+
     kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    with process_group(device):
-        report = selfcheck(device)
-        if dist.get_rank() == 0:
-            print(report)
-            write_files({args.json: report.to_json}, says=False)
+    report = selfcheck(kind, torch.cuda.device_count() if kind == "cuda" else 2, say_row)
+    if os.environ.get("RANK", "0") == "0":
+        print(report, end="")
+        write_files({args.json: report.to_json}, says=False)
     return 0 if report.holds else 1

@@ -38,19 +38,16 @@ def write(tmp_path: Path, scale: str = "[1.0]", width: int = 16) -> str:
 
 @pytest.mark.nightly
 def test_two_systems_on_two_ranks(tmp_path: Path) -> None:
-    """Each has a row with its figures, in the JSON and the picture; losses are the same."""
+    """Each has a row with its figures, in the JSON; losses are the same."""
     asked = ["--systems", "eager,fsdp2", "--steps", "3", "--rounds", "2", "--batch", "3"]
-    out = {name: tmp_path / f"out.{name}" for name in ("json", "svg")}
-    written = [text for name, path in out.items() for text in (f"--{name}", str(path))]
+    written = ["--json", str(tmp_path / "out.json")]
     assert main(["compare", write(tmp_path), "--device", "cpu", "--ranks", "2", *asked, *written]) == 0
-    found = json.loads(out["json"].read_text())
+    found = json.loads((tmp_path / "out.json").read_text())
     eager, fsdp2 = found["rows"]
     assert eager["failed"] is fsdp2["failed"] is None and found["where"]["ranks"] == 2
     assert len(eager["losses"]) == 3 + 2 + 1 + 1 and fsdp2["apart"] < 1e-5
     assert all(row[name] > 0 for row in (eager, fsdp2) for name in ("peak", "predicted", "first", "low", "high"))
     assert eager["unit"] == "samples" and eager["speed"] == pytest.approx(6 / eager["step"])
-    assert 0 < eager["waits"] < eager["high"] * 10 and fsdp2["waits"] is None
-    assert out["svg"].read_text().count("<rect") == 1 + 2
 
 
 @pytest.mark.nightly
