@@ -23,7 +23,7 @@ FUNCTION_LINES = 90
 LIMITS = {
     "the story": 10_365,
     "the story and what it imports": 14_928,
-    PACKAGE: 37_252,
+    PACKAGE: 37_198,
     "tests": 50_128,
     "bench": 4_931,
     "docs, README, change log": 5_190,

@@ -2,7 +2,6 @@
 
     python -m bench fit                                   figures: all, by device, H100s by constants of A100s
     python -m bench fit --write                           the fitted constants into the package's hardware files
-    python -m bench fit --plot FILE                       a scatter plot of predicted and reported speeds
     python -m bench fit --runs CSV --hardware NAME OUT    a hardware file with constants fitted to one's own runs
 
 Each constant is a factor on what a hardware file has, of one device or of several alike, with a prior (ridge
@@ -193,31 +192,9 @@ def line(name: str, errors: list[float]) -> str:
     return f"{name:34} {len(errors):3} runs  " + "  ".join(f"{key} {value:+.2%}" for key, value in figures.items())
 
 
-def plot(path: pathlib.Path, made: list[Case], speeds: list[float], errors: list[float]) -> None:
-    """Predicted over reported tokens per second, each by constants that were fitted without it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(5, 5))
-    for name in dict.fromkeys(case.hardware.name for case in made):
-        chosen = [at for at, case in enumerate(made) if case.hardware.name == name]
-        axes.scatter([speeds[at] for at in chosen], [speeds[at] * (1 + errors[at]) for at in chosen], s=18, label=name)
-    ends = [min(speeds) / 1.5, max(speeds) * 1.5]
-    axes.plot(ends, ends, color="gray", linewidth=0.8)
-    axes.fill_between(ends, [0.9 * each for each in ends], [1.1 * each for each in ends], color="gray", alpha=0.15)
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="reported tokens per second and GPU",
-             ylabel="predicted, by constants fitted to the other runs")  # fmt: skip
-    axes.legend(title="band: 10 %", frameon=False)
-    figure.tight_layout()
-    figure.savefig(path)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--plot", type=pathlib.Path)
     parser.add_argument("--runs", type=pathlib.Path, metavar="CSV", help="fit to this table instead")
     parser.add_argument("--hardware", metavar="NAME", help="the hardware of these runs")
     parser.add_argument("out", nargs="?", type=pathlib.Path, metavar="OUT", help="the hardware file to write")
@@ -244,5 +221,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(line("H100s, fitted to A100s alone", [predicted(made[at], FREE, nested) / speeds[at] - 1 for at in new]))
     if args.write:
         write(point)
-    if args.plot:
-        plot(args.plot, made, speeds, errors)

@@ -2,7 +2,7 @@
 
 predict_step       predictions for some settings; alternatives have one thing changed, and the best setting is
                    searched over strategy, checkpointing and batch together
-Priced             work in a setting on hardware as a workload and a plan: FSDP2's rule, or what compiled graphs of
+Priced             work in a setting on hardware as a workload and a plan: FSDP2's, or what compiled graphs of
                    this package do by default, simulated by passes/plan
 """
 
@@ -16,7 +16,6 @@ from torch import nn
 
 from fsdp_compile.comm.formats import ratio
 from fsdp_compile.core.layout import lay_out
-from fsdp_compile.explain.fixed_prefetch import prefetch
 from fsdp_compile.explain.matrices import costs_of_matrices, muon_of
 from fsdp_compile.explain.prediction import Alternative, Prediction, Setting
 from fsdp_compile.explain.ranks import sharded
@@ -126,7 +125,7 @@ class Priced:
 
     @cached_property
     def scheduled(self) -> Scheduled:
-        """The step by its rule: with FSDP2 the reduce of a unit runs beside the backward of the next one."""
+        """The step in the order of blocks: the reduce of a unit runs beside the backward of the next one."""
         units, (parameters, optimizer) = [*self.work.units], self._stored
         begin, end, blocks = units[0], units[-1], units[1:-1]
         outside = self.work.parameters - sum(block.parameters for block in blocks)
@@ -171,13 +170,9 @@ class Priced:
             add(f"blocks.{index - 1}", index, block, True, beneath[index - 1] + block.backward_bytes + beside)
         add(begin.name, 0, begin, True, begin.backward_bytes)
         workload = Workload(tuple(tasks), split, tuple(costs), self.prices.latency, can_coalesce=False)
-        if graph:
-            plan = order_of_blocks(workload)
-        else:
-            plan = prefetch(workload, forward=2, backward=1, before_wait=False, in_flight=1)
         return Scheduled(
             workload,
-            plan,
+            order_of_blocks(workload),
             levels=(level_of(*self._groups["shards"], 1), level_of(*self._groups["replicas"], 1)),
             shards=self.shards,
             passes=self.setting.accumulation,

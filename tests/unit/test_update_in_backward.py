@@ -14,13 +14,13 @@ from workloads import blocks, no_prefetch, random_workload
 
 from bench.emulated import noted
 from bench.link import FREE, start
+from bench.rules import one_ahead
 from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.comm.collectives import WAIT
 from fsdp_compile.compare.memory import curve
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import UPDATE_SHARD
 from fsdp_compile.core.sharding import units_gathered_below
-from fsdp_compile.explain.fixed_prefetch import prefetch
 from fsdp_compile.passes.graph.nodes import Tag, set_tag
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import PlanError, verify
@@ -119,11 +119,11 @@ def test_plans_wait_for_reduces_in_time() -> None:
     for seed in range(20):
         step = random_workload(random.Random(seed), 5, may_keep=False)
         workload = updating_in_backward(step, [unit.name for unit in step.units])
-        plans = [no_prefetch(workload), order_of_blocks(workload), prefetch(workload, 1, 1, True, 3)]
+        plans = [no_prefetch(workload), order_of_blocks(workload), one_ahead(workload)]
         for plan in (*plans, search_plan(workload).plan):
             verify(workload, plan)
     step = blocks(3)
-    late = prefetch(step, 1, 1, True, 3)
+    late = one_ahead(step)
     with pytest.raises(PlanError, match="which needs the gradients"):
         verify(updating_in_backward(step, [unit.name for unit in step.units]), late)
 
