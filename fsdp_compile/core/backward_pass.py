@@ -25,11 +25,13 @@ class BackwardPass:
         begun: the `GradientReduction`s that have reduced in it, all that was accumulated under no_sync included.
         results: for each of them the reduced gradients, `[shard_numel]`, that its flat shard is still to get.
         is_nested: whether it runs within another one, as that of a reentrant checkpoint does.
+        is_over: whether it has ended or failed; not while another one runs within it.
     """
 
     def __init__(self) -> None:
         self.thread = get_ident()
         self.is_nested = any(other.thread == self.thread for other in _running.values())
+        self.is_over = False
         self.begun: set[object] = set()
         self.results: dict[object, list[Tensor]] = {}
         self._asked_once: list[object] = []
@@ -49,7 +51,7 @@ class BackwardPass:
         """Call what was left to the end, and what that leaves to it."""
         while self._last:
             self._last.popleft()[0]()
-        self._forget_results()
+        self._close()
 
     def fail(self) -> None:
         """Undo what was left to an end that does not come."""
@@ -57,9 +59,10 @@ class BackwardPass:
             _, if_failed = self._last.popleft()
             if if_failed is not None:
                 if_failed()
-        self._forget_results()
+        self._close()
 
-    def _forget_results(self) -> None:  # others may keep this object, to compare it
+    def _close(self) -> None:  # others may keep this object, to compare it
+        self.is_over = True
         self.begun.clear()
         self.results.clear()
         self._asked_once.clear()

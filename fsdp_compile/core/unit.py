@@ -244,7 +244,7 @@ class Unit:
     @property
     def phase(self) -> Phase:
         """Who reads the parameters now. A phase left by a backward pass that failed ends with that pass."""
-        if self._phase is Phase.BACKWARD and self.backward is not running_backward():
+        if self._phase is Phase.BACKWARD and (self.backward is None or self.backward.is_over):
             return Phase.SHARDED
         return self._phase
 

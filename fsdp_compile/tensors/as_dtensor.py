@@ -118,7 +118,8 @@ class AsDTensor:
         except TypeError as error:  # of torch.utils.swap_tensors, by which parametrizations take a parameter's place
             raise TypeError(
                 f"a sharded parameter of shape {tuple(self.spec.shape)} cannot be parametrized outside of the forward "
-                f"of its unit; do so before fully_shard, or shard the module whose forward does so"
+                f"of its unit, or behind a backward that this forward runs; do so before fully_shard, or call "
+                f"fully_shard on the module whose forward does so"
             ) from error
 
     @property

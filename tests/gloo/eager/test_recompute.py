@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.fsdp import ShardingStrategy
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_compile import fully_shard
@@ -205,14 +206,23 @@ def test_checkpoints_within_a_unit(strategy: str, around: bool, how: tuple) -> N
 
 
 class _Outer(nn.Module):
-    """A unit that holds one in a checkpoint."""
+    """A unit that holds one in a checkpoint, and in two others a layer that is parametrized while it runs."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
         self.reentrant, self.inner, self.last = reentrant, Residual(9, 5), nn.Linear(9, 9)
 
+    def _parametrized(self, x: Tensor) -> Tensor:
+        parametrize.register_parametrization(self.last, "weight", nn.Tanh())
+        try:
+            return self.last(x)
+        finally:
+            parametrize.remove_parametrizations(self.last, "weight", leave_parametrized=False)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(checkpoint(self.inner, x, use_reentrant=self.reentrant))
+        x = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        again = partial(checkpoint, self._parametrized, use_reentrant=self.reentrant)
+        return checkpoint(again, x, use_reentrant=self.reentrant)
 
 
 class _Nested(nn.Module):
@@ -234,7 +244,8 @@ class _Nested(nn.Module):
 def test_nested_checkpoints_of_units() -> None:
     """A unit in a checkpoint within a checkpoint of the unit around it trains, whichever of the two is reentrant.
 
-    The outer recomputation runs the inner unit's forward without gradients; its own recomputation is another one.
+    The outer recomputation runs the inner unit's forward without gradients; its own recomputation is another one. The
+    outer unit's parameters stay readable, and replaceable, within the backward pass that runs in its own.
     """
     for outer_reentrant, inner_reentrant in product((True, False), repeat=2):
         case = Case(lambda how=(outer_reentrant, inner_reentrant): _Nested(*how), vectors, squared_error)
