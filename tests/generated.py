@@ -127,10 +127,6 @@ class Program:
             name = self.view_of[name]
         return name
 
-    def reused(self) -> set[str]:
-        """The buffers that a gather fills and a reduce reads: gradients took the place of parameters."""
-        return self.gathered() & {name for step in self.steps if step.is_reduce for name in sent(step)}
-
     def gathered(self) -> set[str]:
         """The buffers that all-gathers fill."""
         return {name for step in self.steps if step.is_gather and step.out for name in self.returned(step)}

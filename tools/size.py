@@ -21,12 +21,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 10_365,
-    "the story and what it imports": 14_928,
-    PACKAGE: 37_198,
-    "tests": 50_128,
+    "the story": 10_333,
+    "the story and what it imports": 14_897,
+    PACKAGE: 36_899,
+    "tests": 49_898,
     "bench": 4_931,
-    "docs, README, change log": 5_190,
+    "docs, README, change log": 5_187,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""
 

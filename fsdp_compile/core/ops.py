@@ -12,8 +12,7 @@
                                what has none of the parameters
     update_shard(grad)         a scalar without a meaning                  backward, behind a reduce: the optimizer
                                                                            updates the unit (compile_step)
-    pack_grads(grads)          one buffer laid out like the parameters     graphs: a pass replaces autograd's `cat`;
-                                                                           Inductor may put it `into` a given buffer
+    pack_grads(grads)          one buffer laid out like the parameters     graphs: a pass replaces autograd's `cat`
     wait_collective(full,      `full` once its collective has ended;       Inductor's graphs
       sent)                    `sent` is alive until then
     await_gather(full)         `full` once what gathers it outside of      Inductor's graphs of a block
@@ -73,7 +72,7 @@ _OPAQUE = torch.Tag.cudagraph_unsafe  # a replay would not call it
 UNSHARD = define("unshard", "(Tensor shard, Tensor? flat_param_id, Tensor? deferred, str spec) -> Tensor")
 VIEWS = define("views", "(Tensor(a) full, str layout, int[] frozen=[]) -> Tensor(a)[]")
 REDUCE_GRADS = define("reduce_grads", "(Tensor packed, str spec) -> Tensor")
-PACK_GRADS = define("pack_grads", "(Tensor?[] grads, str layout, Tensor? into=None) -> Tensor")
+PACK_GRADS = define("pack_grads", "(Tensor?[] grads, str layout) -> Tensor")
 ADD_ACCUMULATED = define(
     "add_accumulated", "(Tensor packed, Tensor flat_param_id, bool in_place=False) -> Tensor", _OPAQUE
 )
@@ -226,7 +225,7 @@ def _reduce_grads_fake(packed: Tensor, spec: str) -> Tensor:
 
 
 @torch.library.impl("fsdp_flat::pack_grads", "default")
-def _pack_grads(grads: list[Tensor | None], layout: str, into: Tensor | None = None) -> Tensor:
+def _pack_grads(grads: list[Tensor | None], layout: str) -> Tensor:
     parsed = FlatParamLayout.parse(layout)
     packed = _first(grads).new_empty(parsed.numel)
     for segment in parsed.segments:
@@ -240,7 +239,7 @@ def _pack_grads(grads: list[Tensor | None], layout: str, into: Tensor | None = N
 
 
 @torch.library.register_fake("fsdp_flat::pack_grads")
-def _pack_grads_fake(grads: list[Tensor | None], layout: str, into: Tensor | None = None) -> Tensor:
+def _pack_grads_fake(grads: list[Tensor | None], layout: str) -> Tensor:
     return _first(grads).new_empty(FlatParamLayout.parse(layout).numel)
 
 

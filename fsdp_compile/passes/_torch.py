@@ -24,15 +24,15 @@ their order through Inductor's scheduler. A wrapped matrix product gets a buffer
 products can be pinned); `reorder_for_peak_memory` must leave the pinned order alone.
 
 Lowering: `V.graph`, the graph that is being lowered, must still have `env`, `operations`, `name_to_buffer`,
-`name_to_op`, `additional_buffer_deps`, `additional_star_deps`, `never_reuse_buffers` and `scheduler`, and the wrapper
+`additional_buffer_deps`, `additional_star_deps`, `never_reuse_buffers` and `scheduler`, and the wrapper
 `add_import_once` and `make_buffer_free`. `fallback_handler` makes the call itself; loops compute with `ops`.
 
 Scheduler: see Note [Loops that forget the wait]. If `tests/gloo/passes/test_traps.py` passes without the hook, drop it.
 
 Inductor's IR: `ConcatKernel`, `NonOwningLayout` and `ReinterpretView` let a kernel write into a slice of another
-buffer; `NopKernel`, `FallbackKernel` and `_WaitKernel` are subclassed; an `InputBuffer` of another dtype than the input
-stands for a shard that is cast where its all-gather starts. `tests/fake/test_copies.py`, `test_reuse.py` and
-`test_order.py` read generated code and fail if a gradient is copied or read too late.
+buffer; `FallbackKernel` and `_WaitKernel` are subclassed; an `InputBuffer` of another dtype than the input
+stands for a shard that is cast where its all-gather starts. `tests/fake/test_copies.py` and `test_order.py`
+read generated code and fail if a gradient is copied or read too late.
 """
 
 import math

@@ -18,12 +18,11 @@ from torch import fx
 
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.config import MEASURE, CompileConfig, check_type
-from fsdp_compile.core.ops import MARKERS, PACK_GRADS, UNSHARD, UnshardSpec, set_inductor_settings
+from fsdp_compile.core.ops import MARKERS, UNSHARD, UnshardSpec, set_inductor_settings
 from fsdp_compile.passes._torch import (
     InductorError,
     compile_by_inductor,
     inductor_config,
-    register_lowering,
     switched_off,
     without_dispatch_modes,
 )
@@ -43,7 +42,6 @@ from fsdp_compile.passes.post_grad.check_ranks import check_ranks
 from fsdp_compile.passes.post_grad.coalesce import coalesce_launches
 from fsdp_compile.passes.post_grad.messages import send_messages
 from fsdp_compile.passes.post_grad.plan_by_cost import plans_in_file
-from fsdp_compile.passes.post_grad.reuse_gathered import lower_pack_grads, reuse_gathered
 from fsdp_compile.passes.printed import print_graph
 
 
@@ -69,7 +67,6 @@ EXTRA_PASSES = (
     Pass("smallest_gather", "joint", smallest_gather, needs=("insert_collectives",), after="insert_collectives"),
     Pass("choose_reshard", "joint", reshard_by_cost.choose_reshard),
     Pass("check_saved", "post_grad", check_saved, after="reshard"),
-    Pass("reuse_gathered", "post_grad", reuse_gathered, after="pack_in_place"),
     Pass("read_graph", "post_grad", plan_by_cost.read_graph),
     Pass("choose_plan", "post_grad", plan_by_cost.choose_plan, needs=("read_graph",)),
     Pass("check_order", "post_grad", check_order, needs=("order",), after="order"),
@@ -82,8 +79,6 @@ EXTRA_PASSES = (
 )
 PASSES = placed(CORE_PASSES, EXTRA_PASSES)
 """What is done to a graph, in order, which docs/passes.md explains."""
-
-register_lowering(PACK_GRADS, type_promotion_kind=None)(lower_pack_grads)  # of `reuse_gathered`, in place of the core's
 
 watchers[:] = print_graph, check_settings
 

@@ -95,11 +95,10 @@ def test_the_count_sees_copies() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_products_write_gradients_in_place(name: str) -> None:
-    """As many products write into a slice of a pack as there are linear layers; a block has one buffer."""
+    """As many products write into a slice of a pack as there are linear layers."""
     _, (_, backward) = compiled(name, "rule")
     layers = sum(isinstance(each, nn.Linear) for each in BUILD[name]()[0].modules())
     assert len(backward.products_into_packs()) == layers
-    assert len(backward.reused()) == len(backward.gathered()) > 0
 
 
 @pytest.mark.parametrize("option", ["rule", "slow"])

@@ -69,12 +69,10 @@ class Gather:
 class Reduce:
     """The reduce of a unit: its gradients, and the nodes that pack and start it, wait for it, and finish it.
 
-    With hybrid sharding, or a second stage, `wait` also starts the next stage, and `end` waits for that. If the buffer
-    is `reused`, the gradients are packed into the unit's gathered buffer.
+    With hybrid sharding, or a second stage, `wait` also starts the next stage, and `end` waits for that.
     """
 
     gradients: list[fx.Node]
-    reused: bool
     start: list[fx.Node]
     wait: list[fx.Node]
     end: list[fx.Node]
@@ -135,7 +133,7 @@ def analyze(graph: fx.Graph, costs: Costs = FREE, joint: bool = False) -> GraphI
         from_gradients = (at for at, node in enumerate(computing) if any(map(is_tangent, node.all_input_nodes)))
         backward = next(from_gradients, len(computing))
     reads = {name: _spans(gather.readers, position, backward) for name, gather in gathers.items()}
-    writes = {name: _writes(name, reduce, reads, position) for name, reduce in reduces.items()}
+    writes = {name: _spans(reduce.gradients, position, 0) for name, reduce in reduces.items()}
     cuts = _task_starts(computing, [*reads.values(), *writes.values()], backward)
     tasks = [computing[begin:end] for begin, end in pairwise((*cuts, len(computing)))]
     units = list(dict.fromkeys([*gathers, *reduces]))
@@ -201,7 +199,6 @@ def _make_gather(starts: Sequence[fx.Node], prologue: Sequence[fx.Node]) -> Gath
     both = [readers(wait) for wait in waits]
     views = sorted({view for each, _ in both for view in each})
     others = [reader for _, each in both for reader in each]
-    others = [reader for reader in others if reader.target is not PACK_GRADS]  # which writes there, when all have read
     nodes = with_ancestors(starts, prologue)
     firsts = [index + 1 for index, node in enumerate(nodes) if node.target in STARTS and node not in starts]
     split = max(firsts, default=0)
@@ -221,16 +218,14 @@ def with_ancestors(nodes: Sequence[fx.Node], without: Sequence[fx.Node] = ()) ->
 
 def _make_reduce(start: fx.Node) -> Reduce:
     chain = with_preparation(start)
-    packs = chain[0].target is PACK_GRADS
-    gradients = gradients_of(chain[0]) if packs else chain[0].all_input_nodes
-    reused = packs and len(chain[0].args) > 2  # the pack names the gathered buffer that it lies in
+    gradients = gradients_of(chain[0]) if chain[0].target is PACK_GRADS else chain[0].all_input_nodes
     stages: list[list[fx.Node]] = []  # of each the wait, which may start a further one
     following: fx.Node | None = start
     while following is not None:
         (wait,) = (user for user in following.users if user.target is WAIT)
         following = next((user for user in wait.users if user.target in STARTS), None)
         stages.append([wait, following] if following is not None else [wait, *_nodes_after(wait)])
-    return Reduce(gradients, reused, chain, stages[0], [node for stage in stages[1:] for node in stage])
+    return Reduce(gradients, chain, stages[0], [node for stage in stages[1:] for node in stage])
 
 
 def with_preparation(start: fx.Node) -> list[fx.Node]:
@@ -302,18 +297,6 @@ def _spans(nodes: Iterable[fx.Node], position: Mapping[fx.Node, int], split: int
     positions = [position.get(node, len(position) - 1 if node.op == "output" else 0) for node in nodes]
     sides = [[at for at in positions if at < split], [at for at in positions if at >= split]]
     return [(min(side), max(side)) for side in sides if side]
-
-
-def _writes(name: str, reduce: Reduce, reads: Mapping[str, list[Span]], position: Mapping[fx.Node, int]) -> list[Span]:
-    """From the first to the last gradient; packed into the gathered buffer, from the last read of that one on.
-
-    The last gradient may read the buffer itself, as one factor of a product of two parameters does.
-    """
-    spans = _spans(reduce.gradients, position, 0)
-    if not reduce.reused:
-        return spans
-    free = reads[name][-1][1] + 1
-    return [(min(free, last), last) for _, last in spans]
 
 
 def _task_starts(computing: list[fx.Node], touched: Iterable[list[Span]], backward: int) -> list[int]:

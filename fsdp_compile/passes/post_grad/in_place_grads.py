@@ -12,7 +12,6 @@ In Inductor's IR a pack is a concatenation kernel, and the kernel that computes 
 """
 
 import operator
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,9 +34,6 @@ from fsdp_compile.passes.graph.analyze import gradients_of, with_preparation
 from fsdp_compile.passes.pipeline import GraphContext
 
 aten = torch.ops.aten
-
-Contents = Sequence[tuple[LayoutSegment, Any]]
-"""Segments of a flat parameter, each with the IR of its gradient; None for padding and for unused parameters."""
 
 _OVERWRITING = (ADD_ACCUMULATED, ALL_REDUCE_IN_PLACE, DEFER_REDUCE)  # what they read, where nothing else does
 
@@ -132,22 +128,14 @@ def _bias_of_convolution(graph: fx.Graph, grad: fx.Node) -> fx.Node | None:
 
 @register_lowering(PACK_GRADS, type_promotion_kind=None)
 def _lower_pack_grads(grads: list[Any], layout: str) -> Any:
-    parsed = FlatParamLayout.parse(layout)
-    return pack_into_new_buffer(parsed.numel, contents_of(grads, parsed))
-
-
-def contents_of(grads: list[Any], layout: FlatParamLayout) -> Contents:
-    """The segments of `layout`, each with the IR of its gradient."""
-    return [(each, None if each.parameter is None else grads[each.parameter]) for each in layout.segments]
-
-
-def pack_into_new_buffer(numel: int, contents: Contents) -> Any:
     """Emit a concatenation kernel; its buffer is allocated when the first gradient is computed."""
+    parsed = FlatParamLayout.parse(layout)
+    contents = [(each, None if each.parameter is None else grads[each.parameter]) for each in parsed.segments]
     first = next(grad for _, grad in contents if grad is not None)
-    layout = ir.FixedLayout(first.get_device(), first.get_dtype(), [sympy.Integer(numel)], [sympy.Integer(1)])
+    layout = ir.FixedLayout(first.get_device(), first.get_dtype(), [sympy.Integer(parsed.numel)], [sympy.Integer(1)])
     packed = ir.ConcatKernel(name=None, layout=layout, inputs=[])
     box = ir.StorageBox(packed)
-    written = [write_slice(grad, segment, box) for segment, grad in contents]
+    written = [_write_slice(grad, segment, box) for segment, grad in contents]
     # Zeros depend on nothing: the scheduler could fill them at the start of backward, and all packed buffers would be
     # alive from there on. So they wait for the unit's first gradient.
     computed = {buffer.get_name() for buffer, (_, grad) in zip(written, contents, strict=True) if grad is not None}
@@ -155,18 +143,13 @@ def pack_into_new_buffer(numel: int, contents: Contents) -> Any:
     for buffer, (_, grad) in zip(written, contents, strict=True):
         if grad is None:
             V.graph.additional_buffer_deps[buffer.get_operation_name()].add(first_computed)
-    return register_pack(packed, written, box)
-
-
-def register_pack(packed: Any, written: list[Any], box: Any) -> Any:
-    """Add to the graph that is lowered what the buffers `written`, slices of that in `box`, make together."""
     packed.name = V.graph.register_buffer(packed)
     packed.inputs = ir.ConcatKernel.unwrap_storage(written)
     V.graph.register_operation(packed)
     return ir.TensorBox(box)
 
 
-def write_slice(grad: Any, segment: LayoutSegment, box: Any) -> Any:
+def _write_slice(grad: Any, segment: LayoutSegment, box: Any) -> Any:
     """Compute `grad`, or zeros if it is None, into its slice of the buffer in `box`."""
     size = [sympy.Integer(segment.numel)] if grad is None else list(grad.get_size())
     stride, offset = ir.FlexibleLayout.contiguous_strides(size), sympy.Integer(segment.offset)
