@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fsdp_compile import fully_shard
 from fsdp_compile.core.unit import unit_of
@@ -16,7 +17,7 @@ def units(model: nn.Module) -> list[Any]:
 
 def state(model: nn.Module) -> list[Any]:
     return [(type(m), list(m.__dict__)) for m in model.modules()] + [
-        (id(p), type(p), tuple(p.shape)) for p in model.parameters()
+        (id(p), type(p), None if is_lazy(p) else tuple(p.shape)) for p in model.parameters()
     ]
 
 

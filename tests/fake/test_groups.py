@@ -34,11 +34,6 @@ def ranks(group: NamedGroup | None) -> list[int]:
     return dist.get_process_group_ranks(group.find())
 
 
-def refused(error: type[Exception], message: str, *arguments: Any, **options: Any) -> None:
-    with pytest.raises(error, match=message):
-        resolve(*arguments, **options)
-
-
 @pytest.fixture(scope="module")
 def pair() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Shard group {0, 1}, replica group {1, 3}."""
@@ -49,8 +44,9 @@ def pair() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher has said how many ranks a node has."""
+    """No launcher has said how many ranks a node has, nor are there accelerators to count."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
 
 
 @pytest.mark.parametrize("strategy", PLAIN)
@@ -63,40 +59,56 @@ def test_plain_strategies(strategy: ShardingStrategy, pair: tuple[dist.ProcessGr
     assert resolve(strategy).data_parallel_size == WORLD_SIZE
 
 
-def test_mesh_and_group_exclude_each_other() -> None:
-    """Both: ValueError, for every strategy (E-PG-1, E-ERR-48)."""
-    mesh = init_device_mesh("cpu", (2, 2))
-    for strategy in (*PLAIN, *BOTH_HYBRID):
-        refused(ValueError, "mesh and process_group exclude each other", strategy, mesh, dist.group.WORLD)
-
-
-@pytest.mark.parametrize("strategy", PLAIN)
-def test_plain_strategies_take_neither_two_dimensions_nor_a_pair(
-    strategy: ShardingStrategy, pair: tuple[dist.ProcessGroup, dist.ProcessGroup]
-) -> None:
-    """A 2-D mesh or a tuple of groups: ValueError that says what would take it (E-PG-2, 3)."""
-    refused(ValueError, r"mesh has 2 dimensions, .*hybrid", strategy, init_device_mesh("cpu", (2, 2)))
-    message = f"process_group is a tuple of 2, and {strategy.name} needs one group.*hybrid"
-    refused(ValueError, message, strategy, None, pair)
-
-
 @pytest.mark.parametrize("strategy", BOTH_HYBRID)
-def test_hybrid_mesh(strategy: ShardingStrategy) -> None:
-    """Dimension 0 joins replicas, dimension 1 shards (E-PG-4); the mean is over both (E-PG-10)."""
+def test_hybrid_strategies(strategy: ShardingStrategy, pair: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
+    """Dimension 0 of a mesh joins replicas, dimension 1 shards (E-PG-4); the mean is over both (E-PG-10). A pair is
+    (shard group, replica group) (E-PG-5)."""
+    assert resolve(strategy, group=pair, has_policy=False) == Groups.of(*pair)
     groups = resolve(strategy, init_device_mesh("cpu", (2, 2)), has_policy=False)
     assert ranks(groups.shard) == [0, 1] and ranks(groups.replicate) == [1, 3]
     assert (groups.replicas, groups.data_parallel_size) == (2, 4)
 
 
-@pytest.mark.parametrize(("shape", "found"), [((4,), 1), ((2, 2, 1), 3)])
-def test_hybrid_meshes_of_other_dimensions(shape: tuple[int, ...], found: int) -> None:
-    """Anything but two dimensions: ValueError that names their number (E-PG-4, E-ERR-50)."""
-    refused(
-        ValueError,
-        f"mesh has {found} dimensions, and HYBRID_SHARD needs two",
-        HYBRID,
-        init_device_mesh("cpu", shape),
-    )
+def test_what_gives_no_groups(pair: tuple[dist.ProcessGroup, dist.ProcessGroup], no_launcher: None) -> None:
+    """Two ways to say the same, other dimensions, other things than groups, groups that would average a gradient twice
+    or that this rank is not in, and sizes of nodes that cannot be or say nothing: the error names what was found.
+
+    E-PG-1, 2, 3, 4, 5, 6, 8, E-ERR-48, 49, 50, 51.
+    """
+    mesh, world = init_device_mesh("cpu", (2, 2)), dist.group.WORLD
+    of_others, own = dist.new_group([0, 2]), dist.new_group([1, 3])
+    expected = r"process_group must be a pair \(shard group, replica group\) for HYBRID_SHARD"
+    per_node = "ranks per node do not divide the world's 4 ranks; pass devices_per_node"
+    cases: list[tuple[ShardingStrategy, Any, Any, dict[str, Any], str]] = [
+        *((strategy, mesh, world, {}, "mesh and process_group exclude each other") for strategy in PLAIN + BOTH_HYBRID),
+        *((strategy, mesh, None, {}, r"mesh has 2 dimensions, .*hybrid") for strategy in PLAIN),
+        *((strategy, None, pair, {}, f"is a tuple of 2, and {strategy.name} needs one.*hybrid") for strategy in PLAIN),
+        *((HYBRID, init_device_mesh("cpu", shape), None, {}, f"mesh has {len(shape)} dimensions, and HYBRID_SHARD")
+          for shape in ((4,), (2, 2, 1))),
+        (HYBRID, None, pair[0], {}, f"{expected}, not a ProcessGroup"),
+        (HYBRID, None, [*pair], {}, f"{expected}, not a list"),
+        (HYBRID, None, pair[:1], {}, rf"{expected}, not \(ProcessGroup\)"),
+        (HYBRID, None, (pair[0], "world"), {}, rf"{expected}, not \(ProcessGroup, str\)"),
+        (HYBRID, None, (pair[0], world), {}, r"ranks \[0, 1\] are in both"),
+        (FULL, None, of_others, {}, "process_group: rank 1 is not in this group"),
+        (HYBRID, None, (own, of_others), {}, "process_group: rank 1 is not in this group"),
+        *((strategy, None, None, {"has_policy": False, "devices_per_node": 2},
+           f"{strategy.name} without an auto_wrap_policy needs a 2-D mesh, or a pair") for strategy in BOTH_HYBRID),
+        *((HYBRID, None, None, {"devices_per_node": size}, f"{size} {per_node}") for size in (3, 8, 0, -1)),
+        *((*given, {"devices_per_node": 2}, "devices_per_node=2 has no effect")
+          for given in ((FULL, None, None), (HYBRID, None, pair), (HYBRID, mesh, None))),
+        (HYBRID, None, None, {}, "the number of ranks per node is unknown.*devices_per_node"),
+    ]  # fmt: skip
+    for strategy, given_mesh, group, options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            resolve(strategy, given_mesh, group, **options)
+    for given, message in (
+        ({"mesh": (2, 2)}, "mesh must be a DeviceMesh, not a tuple"),
+        ({"group": "world"}, "process_group must be a ProcessGroup, not 'world'"),
+        ({"strategy": HYBRID, "devices_per_node": "2"}, "devices_per_node must be an int, not a str"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            resolve(**given)
 
 
 def test_dimensions_of_a_mesh_by_name() -> None:
@@ -117,34 +129,6 @@ def test_dimensions_of_a_mesh_by_name() -> None:
         mesh_to_shard(mesh, DataParallelMeshDims(replicate="pods"))
     with pytest.raises(ValueError, match="shard"):
         DataParallelMeshDims()
-
-
-@pytest.mark.parametrize("strategy", BOTH_HYBRID)
-def test_hybrid_pair(strategy: ShardingStrategy, pair: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
-    """A pair is (shard group, replica group) (E-PG-5)."""
-    assert resolve(strategy, group=pair, has_policy=False) == Groups.of(*pair)
-
-
-def test_hybrid_groups_that_are_no_pair(pair: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
-    """One group, a list, three of them, or other things: ValueError that names the types (E-PG-5, E-ERR-50)."""
-    expected = r"process_group must be a pair \(shard group, replica group\) for HYBRID_SHARD"
-    refused(ValueError, f"{expected}, not a ProcessGroup", HYBRID, None, pair[0])
-    refused(ValueError, f"{expected}, not a list", HYBRID, None, [*pair])
-    refused(ValueError, rf"{expected}, not \(ProcessGroup\)", HYBRID, None, pair[:1])
-    refused(ValueError, rf"{expected}, not \(ProcessGroup, str\)", HYBRID, None, (pair[0], "world"))
-
-
-def test_hybrid_groups_that_overlap(pair: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
-    """Groups that share more than this rank would average a gradient twice: ValueError with the ranks."""
-    refused(ValueError, r"ranks \[0, 1\] are in both", HYBRID, None, (pair[0], dist.group.WORLD))
-
-
-def test_groups_of_other_ranks() -> None:
-    """What `new_group` gives to ranks outside: ValueError with this rank, not an error in a collective (E-ERR-51)."""
-    of_others, own = dist.new_group([0, 2]), dist.new_group([1, 3])
-    message = "process_group: rank 1 is not in this group"
-    refused(ValueError, message, FULL, None, of_others)
-    refused(ValueError, message, HYBRID, None, (own, of_others))
 
 
 def test_who_are_replicas_of_a_rank_alone() -> None:
@@ -178,32 +162,14 @@ def test_who_are_replicas_of_a_rank_alone() -> None:
         assert weight.detach()[1:].numpy().shape == (1, 3), options
 
 
-def test_wrong_types() -> None:
-    """TypeError that names argument and type."""
-    refused(TypeError, "mesh must be a DeviceMesh, not a tuple", FULL, (2, 2))
-    refused(TypeError, "process_group must be a ProcessGroup, not 'world'", FULL, None, "world")
-    refused(TypeError, "devices_per_node must be an int, not a str", HYBRID, devices_per_node="2")
-
-
-@pytest.mark.parametrize("strategy", BOTH_HYBRID)
-def test_hybrid_without_groups_needs_a_policy(strategy: ShardingStrategy) -> None:
-    """Neither groups, mesh nor policy: ValueError that names the strategy (E-PG-6, E-ERR-49)."""
-    message = f"{strategy.name} without an auto_wrap_policy needs a 2-D mesh, or a pair of groups"
-    refused(ValueError, message, strategy, has_policy=False, devices_per_node=2)
-
-
 def test_groups_from_nodes(no_launcher: None) -> None:
-    """Runs of consecutive ranks shard, equal places in them replicate (E-PG-7, 8)."""
+    """Runs of consecutive ranks shard, equal places in them replicate (E-PG-7, 8); calls in one world share them
+    (E-PG-9)."""
     for size, shard, replicate in ((1, [1], [0, 1, 2, 3]), (2, [0, 1], [1, 3]), (4, [0, 1, 2, 3], [1])):
         groups = resolve(HYBRID, devices_per_node=size)
+        assert groups == resolve(HYBRID_KEEP, devices_per_node=size)
         assert ranks(groups.shard) == shard and ranks(groups.replicate) == replicate
         assert groups.shard.find().rank() == shard.index(RANK)
-
-
-def test_groups_from_nodes_are_made_once(no_launcher: None) -> None:
-    """Calls in one world share groups, whichever hybrid strategy asks (E-PG-9)."""
-    assert resolve(HYBRID, devices_per_node=2) == resolve(HYBRID_KEEP, devices_per_node=2)
-    assert resolve(HYBRID, devices_per_node=2) != resolve(HYBRID, devices_per_node=4)
 
 
 def test_the_launcher_knows_the_node_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,23 +182,6 @@ def test_the_launcher_knows_the_node_size(monkeypatch: pytest.MonkeyPatch) -> No
     for count, shard in ((2, [0, 1]), (8, [0, 1, 2, 3])):
         monkeypatch.setattr(torch.accelerator, "device_count", lambda count=count: count)
         assert ranks(resolve(HYBRID).shard) == shard
-
-
-def test_node_sizes_that_cannot_be(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unknown, or no divisor of the world's size: ValueError that names devices_per_node (E-PG-8)."""
-    for size in (3, 8, 0, -1):
-        message = f"{size} ranks per node do not divide the world's 4 ranks; pass devices_per_node"
-        refused(ValueError, message, HYBRID, devices_per_node=size)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    refused(ValueError, "the number of ranks per node is unknown.*devices_per_node", HYBRID)
-
-
-def test_node_size_where_it_says_nothing(pair: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
-    """With plain strategies, a mesh or groups: ValueError instead of silence."""
-    message = "devices_per_node=2 has no effect"
-    refused(ValueError, message, FULL, devices_per_node=2)
-    refused(ValueError, message, HYBRID, None, pair, devices_per_node=2)
-    refused(ValueError, message, HYBRID, init_device_mesh("cpu", (2, 2)), devices_per_node=2)
 
 
 def test_places(pair: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:

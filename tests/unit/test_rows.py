@@ -101,7 +101,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 300), max_size=3).map(tuple), min_size
 @given(SHAPES, st.integers(1, 9))
 def test_every_unit_is_laid_out(shapes: tuple[tuple[int, ...], ...], world_size: int) -> None:
     """Any shapes have a layout, also those without elements, in their order, with little more padding than is needed
-    and no more rows that are cut; more than 1/512 only where nothing is. E-FLAT-15, E-FLAT-16.
+    and no more rows that are cut; more than 1/512 only where nothing is. E-FLAT-15, E-FLAT-16, E-COMP-6.
     """
     least = FlatParamLayout.build([(str(i), s) for i, s in enumerate(shapes)], world_size, shard_alignment=16)
     layout = laid_out(shapes, world_size)
