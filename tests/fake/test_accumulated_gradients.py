@@ -20,7 +20,7 @@ def _step(model: nn.Module) -> None:
 
 def test_accumulated_gradients_hide_reduced_ones() -> None:
     """`.grad` is this rank's sum, one tensor as long as that grows, also where it was a reduced gradient before; which
-    returns, the same tensor, when the sum is reduced (E-ACC-3, E-GRAD-6)."""
+    returns, the same tensor, when the sum is reduced (E-ACC-3, E-GRAD-6, E-GRAD-11)."""
     model = fully_shard(nn.Sequential(Residual(7, 9), nn.Linear(7, 2)), auto_wrap_policy={Residual})
     params = list(model.parameters())
     _step(model)

@@ -12,8 +12,7 @@ import torch
 from models import GPT, Residual, mlp
 from refusing import local, units
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
-from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.fsdp import ShardingStrategy
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._foreach_utils import _has_foreach_support
@@ -23,7 +22,7 @@ from fsdp_compile import FullyShardedDataParallel, fully_shard, summon_full_para
 from fsdp_compile.core.flat_param import flat_param_at
 from fsdp_compile.core.unit import unit_of
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
-from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient, UnshardedTensor
+from fsdp_compile.tensors.unsharded_tensor import UnshardedTensor
 from fsdp_compile.wrapper import WRAPPED
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
@@ -245,23 +244,6 @@ def test_a_parameter_that_forward_removes_is_gone(remove: Callable[[nn.Module], 
     assert [name for name, _ in model.named_parameters()] == ["weight"]
 
 
-def test_apply_shows_full_parameters() -> None:
-    """Each module that is visited has all of its elements, also of a unit around what `apply` is called on (E-MOD-1);
-    never are all units gathered."""
-    model = mlp()
-    model.blocks[1].up.bias = model.blocks[2].up.bias  # which is the root's
-    of_model, gathered = units(fully_shard(model)), list[int]()
-
-    def visit(module: nn.Module) -> None:
-        assert {type(param) for param in module.parameters(recurse=False)} <= {UnshardedTensor}
-        gathered.append(sum(unit.summoned is not None for unit in of_model))
-
-    model.apply(visit)
-    model.blocks[1].apply(visit)
-    assert len(gathered) == len(list(model.modules())) + 3 and max(gathered) < len(of_model)
-    assert {type(param) for param in model.parameters()} == {ShardedTensor}
-
-
 def test_all_places_of_a_shared_parameter_see_one_view() -> None:
     """In forward and in backward the same plain tensor; else the same parameter (E-VIEW-5)."""
     model = fully_shard(GPT(tied=True))
@@ -309,31 +291,6 @@ def test_recomputation_reads_the_tensors_of_forward(strategy: str) -> None:
         assert all(param.grad is not None for param in block.parameters())
 
 
-@all_strategies
-def test_hooks_behind_gradients_find_the_parameters(strategy: str) -> None:
-    """What is called when a gradient was accumulated finds it at the parameter that the model lists.
-
-    So an optimizer in such hooks works, also while a unit with frozen parameters is still read.
-    """
-    model = mlp()
-    for block in model.blocks:
-        block.up.weight.requires_grad_(False)
-    originals = dict(model.named_parameters())
-    fully_shard(model, sharding_strategy=ShardingStrategy[strategy], auto_wrap_policy={Residual})
-    seen: list[str] = []
-
-    def look(_param: Tensor) -> None:
-        now = dict(model.named_parameters())
-        assert all(now[name] is param for name, param in originals.items())
-        seen.extend(name for name, param in now.items() if param.grad is not None)
-
-    for param in originals.values():
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(look)
-    model(torch.randn(3, 7, requires_grad=True)).sum().backward()
-    assert set(seen) == {name for name, param in originals.items() if param.requires_grad}
-
-
 def test_a_parameter_deleted_before_backward() -> None:
     """Gradients go to parameters, not to attributes: one that was deleted since forward still gets its own.
 
@@ -352,54 +309,6 @@ def test_a_parameter_deleted_before_backward() -> None:
 # --- dtypes of what is read -------------------------------------------------------------------------------------------
 
 
-class _Notes(Residual):
-    """Notes the dtype of its weight in forward and backward."""
-
-    def __init__(self) -> None:
-        super().__init__(7, 9)
-        self.forward_dtype = self.backward_dtype = torch.int8
-
-    def _note(self, _grad: Tensor) -> None:
-        self.backward_dtype = self.up.weight.dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.forward_dtype = self.up.weight.dtype
-        assert {each.dtype for each in self.parameters()} == {self.forward_dtype}
-        hidden = self.up(x)
-        if hidden.requires_grad:
-            hidden.register_hook(self._note)
-        return self.down(hidden)
-
-
-@pytest.mark.parametrize("by_hand", [False, True])
-@all_strategies
-def test_gathered_parameters_are_not_read_in_another_precision(
-    strategy: str, by_hand: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was gathered in the compute dtype, by hand or kept by no_sync, is not read by evaluation in full precision.
-
-    E-ERR-25. The other way round, a backward reads what its forward has gathered, whatever the mode is by then
-    (E-VIEW-13).
-    """
-    monkeypatch.setenv("FSDP_COMPILE_FULL_PREC_IN_EVAL", "1")
-    low, full = torch.bfloat16, torch.float32
-    model = fully_shard(
-        nn.Sequential(_Notes(), _Notes()), mixed_precision=MixedPrecision(param_dtype=low),
-        sharding_strategy=ShardingStrategy[strategy],
-    )  # fmt: skip
-    for mode, dtype in ((True, low), (False, full), (True, low)):
-        model.train(mode)
-        with model.no_sync():
-            loss = model(torch.randn(3, 7)).sum()
-            model.train(not mode)
-            loss.backward()
-        assert {(block.forward_dtype, block.backward_dtype) for block in model} == {(dtype, dtype)}
-        for block in model if by_hand else ():
-            block.train(mode).unshard()
-    model.eval()(torch.randn(3, 7))
-    assert {block.forward_dtype for block in model} == {full}
-
-
 # --- without original parameters --------------------------------------------------------------------------------------
 
 
@@ -413,31 +322,6 @@ def test_without_original_parameters_a_wrapper_has_them_too() -> None:
         FullyShardedDataParallel(mlp(), use_orig_params=False)
     assert len(warned) == 1 and warned[0].filename == __file__
     assert list(map(id, wrapped.parameters())) == list(map(id, before))
-
-
-def test_what_original_parameters_are_needed_for_needs_no_option() -> None:
-    """With torch's default of `use_orig_params` these are errors: optimizers in backward (E-ERR-4), frozen parameters
-    beside trained ones (E-ERR-21), gradients of the original ones, which no_sync leaves in full shape (E-GRAD-11).
-    """
-    model = mlp()
-    model.blocks[0].up.requires_grad_(False)
-    shape = model.head.weight.shape
-    wrapped = FullyShardedDataParallel(model)
-    with wrapped.no_sync():
-        wrapped(torch.randn(3, 7)).sum().backward()
-        grad = model.head.weight.grad
-        assert type(grad) is UnreducedGradient and grad.to_local().shape == shape
-    wrapped(torch.randn(3, 7)).sum().backward()
-    trained = [param for param in wrapped.parameters() if param.requires_grad]
-    assert {type(param.grad) for param in trained} == {ShardedTensor}
-    assert all(local(param.grad).shape == local(param).shape for param in trained)
-    assert all(param.grad is None for param in model.blocks[0].up.parameters())
-    _apply_optimizer_in_backward(torch.optim.SGD, trained, {"lr": 1.0, "weight_decay": 0.5})
-    wrapped.zero_grad()
-    before = [local(param).detach().clone() for param in trained]
-    wrapped(torch.randn(3, 7)).sum().backward()
-    assert all(param.grad is None for param in trained)
-    assert not all(torch.equal(old, local(new)) for old, new in zip(before, trained, strict=True))
 
 
 def test_a_flat_parameter_is_found_where_its_shard_lies() -> None:

@@ -146,6 +146,13 @@ def _unshards(model: nn.Module) -> None:
         _train(model, 1)
 
 
+def _runs_a_part(model: nn.Module) -> None:
+    _train(model, 1)
+    for _ in range(2):
+        model.blocks[1](torch.randn(3, 11)).square().mean().backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+
+
 def _replaces(model: nn.Module) -> None:
     _train(model, 1)
     for param in model.parameters():
@@ -176,7 +183,7 @@ DAILY: list[Case] = [
     *(({"backward_prefetch": when, "forward_prefetch": forward, "limit_all_gathers": limit}, _train)
       for when in (None, *BackwardPrefetch) for forward, limit in ((True, when is None), (False, when is not None))),
     *product((TWO_STAGES | NO_LIMIT,), COMBINED[1::2]), *product((OFFLOAD | HYBRID_SHARD,), COMBINED[::2]),
-    (OFFLOAD | TWO_STAGES, _train), ({}, _replaces), (HYBRID_SHARD, _defers),
+    (OFFLOAD | TWO_STAGES, _train), ({}, _replaces), ({}, _runs_a_part), (HYBRID_SHARD, _defers),
     (OFFLOAD | HYBRID_SHARD, _defers), ({}, _gives_event), ({}, _hooks),
     ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, _accumulates),
     ({"sharding_strategy": ShardingStrategy.NO_SHARD, "mixed_precision": LOW}, _accumulates),
@@ -197,7 +204,11 @@ def _watch(options: dict[str, Any], trains: Callable[[nn.Module], None]) -> Reco
 
 @pytest.mark.parametrize("cases", [DAILY, pytest.param(LATE, marks=pytest.mark.nightly)], ids=["daily", "late"])
 def test_settings_and_failures_do_not_race(cases: list[Case]) -> None:
-    """Prefetch and limits, offload, hybrid, two stages; with accumulation, evaluation, failures, two forwards alive."""
+    """Prefetch and limits, offload, hybrid, two stages; with accumulation, evaluation, failures, two forwards alive;
+    of units by hand, and where no root's forward has ordered gathers behind the step.
+
+    E-STREAM-3, E-RED-7, E-PRE-7, E-ERR-8.
+    """
     records = [(options, trains, _watch(options, trains)) for options, trains in cases]
     assert [(o, t.__name__, record.races[:3]) for o, t, record in records if record.races] == []
 
@@ -282,6 +293,8 @@ def _finish_without_wait(buffer: UnshardedBuffer) -> None:
 FAULTS: list[Fault] = [
     ("gathers do not wait for the step", {}, _train,
      lambda: on(Streams, "begin_iteration", _nothing), (GATHER, "add_")),
+    ("a unit alone does not wait for the step", {}, _runs_a_part,
+     lambda: on(Streams, "begin_iteration", _nothing), (GATHER, "add_")),
     ("the event of the step is not waited for", {}, _gives_event,
      lambda: on(WatchedDevice, "await_event", _nothing), (GATHER, "add_")),
     ("compute does not wait for gathers", {}, _train,
@@ -328,7 +341,11 @@ FAULTS: list[Fault] = [
 
 
 def test_seeded_faults_are_found() -> None:
-    """Each is reported with both operations."""
+    """Each is reported with both operations.
+
+    E-OFF-5, E-FIN-2: the host waits for a gradient's copy before autograd hands it out; E-WB-9: a gather sees what was
+    written back; E-FWD-6: shards are cast where they are gathered.
+    """
     missed = {}
     for what, options, trains, fault, words in FAULTS:
         _packed.clear()

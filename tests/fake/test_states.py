@@ -20,9 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compile import FSDPModule, ShardingStrategy, fully_shard, summon_full_params
 from fsdp_compile.core.unit import TRANSITIONS, Phase, unit_of
 from fsdp_compile.eager.streams import UnshardedBuffer
-from fsdp_compile.eager.unsharded import UnshardedUnit
-from fsdp_compile.tensors.sharded_tensor import ShardedTensor
-from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient
 
 all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 
@@ -234,28 +231,6 @@ def test_nothing_is_left_gathered_after_backward(strategy: str) -> None:
     assert filled(model) == 0 and {unit.describe_phase() for unit in units(model)} == {"idle"}
 
 
-@pytest.mark.parametrize("sync", [True, False])
-def test_no_hook_outlives_its_backward(sync: bool) -> None:
-    """A tensor that is an input of every step, of frozen units too, collects nothing, and no forward stays alive.
-
-    Gradients stay where they were, reduced or not (E-FIN-5).
-    """
-    model = nn.Sequential(Residual(7, 9).requires_grad_(False), Residual(7, 9), nn.Linear(7, 2))
-    fully_shard(model, auto_wrap_policy={Residual})
-    prompt = torch.zeros(3, 7, requires_grad=True)
-    model.set_requires_gradient_sync(sync)
-    for _ in range(3):
-        out = model(prompt)
-        out.sum().backward()
-        assert len(prompt._backward_hooks) == 1, "that of the graph that `out` holds"
-    del out
-    assert not prompt._backward_hooks
-    assert not [each for each in gc.get_objects() if type(each) is UnshardedUnit and each.unit in units(model)]
-    (unit,) = model[1]._fsdp.units
-    assert {type(param.grad) for param in unit.params} == {ShardedTensor if sync else UnreducedGradient}
-    assert all(param.grad.shape == param.shape for param in unit.params)
-
-
 def test_resharding_is_not_freeing() -> None:
     """Parameters lie in the shard whenever a buffer is freed; a second reshard is harmless; the next forward gathers.
 
@@ -333,20 +308,6 @@ def test_reduces_of_as_many_units_are_in_flight_as_allowed(parts: int) -> None:
     assert found == {1: parts, None: 2 * parts, 3: 3 * parts, 9: 5 * parts}
 
 
-def test_fused_steps_count_versions() -> None:
-    """A fused step changes the version counters of parameters, which its kernels do not, sharded or not split; those of
-    other parameters stay."""
-    for strategy in ("FULL_SHARD", "NO_SHARD"):
-        model, other = fully_shard(mlp(), sharding_strategy=ShardingStrategy[strategy]), nn.Linear(2, 2)
-        step(model)
-        other(torch.ones(1, 2)).sum().backward()
-        optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1, fused=True)
-        before = [param._version for group in optimizer.param_groups for param in group["params"]]
-        optimizer.step()
-        changed = [p._version > v for p, v in zip(optimizer.param_groups[0]["params"], before, strict=True)]
-        assert changed == [*(True for _ in model.parameters()), False, False], strategy
-
-
 class _Checkpointed(nn.Module):
     """Blocks, each a unit, within one checkpoint that is not reentrant."""
 
@@ -398,22 +359,6 @@ def test_backward_inside_a_forward() -> None:
     assert {unit.describe_phase() for unit in units(model)} == {"idle"}
     step(model)
     assert filled(model) == 0
-
-
-def test_backward_inside_full_parameters() -> None:
-    """A backward within summon_full_params is an AssertionError that names the unit and its state; after it, it runs.
-
-    E-ERR-10.
-    """
-    model = fully_shard(mlp())
-    loss = model(torch.randn(3, 7)).sum()
-    refused = pytest.raises(
-        AssertionError, match=r"backward needs sharded parameters, and Unit\(.* inside summon_full_params"
-    )
-    with summon_full_params(model), refused:
-        loss.backward(retain_graph=True)
-    loss.backward()
-    assert any(param.grad is not None for param in model.parameters())
 
 
 def test_the_device_may_not_be_left() -> None:

@@ -78,7 +78,7 @@ def _frozen_blocks(how: str = "none") -> _Chain:
 def test_lora(base: torch.dtype, strategy: str, checkpoints: str) -> None:
     """Adapters on a frozen base train as unsharded; forward gathers all once, backward reduces adapters alone.
 
-    E-FRZ-1, E-LIM-4.
+    E-FRZ-1, E-LIM-4, E-ERR-21.
     """
     case = Case(partial(_lora, base, checkpoints), vectors, squared_error)
     reference, model = reference_and_model(case, strategy)
@@ -155,7 +155,7 @@ def test_frozen_units_without_backward(rank: int, strategy: str) -> None:
 
 @on_ranks(2)
 def test_a_trained_input_collects_no_hooks() -> None:
-    """A leaf that is fed to a frozen model in every step (prompt tuning) is left without hooks (E-FRZ-2)."""
+    """A leaf that is fed to a frozen model in every step (prompt tuning) is left without hooks (E-FRZ-2, E-FIN-5)."""
     model = fully_shard(nn.Sequential(*(Residual(7, 9).requires_grad_(False) for _ in range(2))))
     prompt = torch.zeros(7, requires_grad=True)
     for _step in range(3):

@@ -74,7 +74,7 @@ def test_nesting_is_refused() -> None:
 def test_no_forward_or_backward_inside(how: str, strategy: str) -> None:
     """A forward inside raises, but for an eager one under no_grad, and so does a backward; then all is well.
 
-    E-FWD-12, E-SUM-14, E-LIM-7.
+    E-FWD-12, E-SUM-14, E-LIM-7, E-ERR-10.
     """
     reference, model = reference_and_model(MLP, strategy)
     run = executor(model, how)

@@ -91,7 +91,7 @@ DAILY = ("hooks", False)
 def test_optimizer_in_backward(two: Ranks, attach: str, how: str, strategy: str, first: bool) -> None:
     """Optimizers attached to parameters, before sharding or after it, step with reduced gradients within backward.
 
-    After it parameters are updated and gradients None. E-OIB-1..4.
+    After it parameters are updated and gradients None. E-OIB-1..4, E-ERR-4.
     """
     two.run(_step_inside, attach, how, strategy, first)
 
