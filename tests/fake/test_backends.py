@@ -12,11 +12,10 @@ import pytest
 import torch
 from compiling import small
 from models import mlp
-from refusing import units
 from torch import Tensor, nn
 from torch._dynamo.compiled_autograd import _enable
 from torch.autograd.graph import allow_mutation_on_saved_tensors
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import ShardingStrategy
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -268,29 +267,3 @@ def test_ranks_compare_their_units_once(how: str) -> None:
         for _ in range(3):
             run(torch.ones(2, 3))
     compare.assert_called_once_with(model, mock.ANY, how != "eager")
-
-
-@pytest.mark.parametrize("how", ["eager", "module", "function"])
-def test_replaced_data_is_taken_over_before_a_forward(how: str) -> None:
-    """Eager or compiled, a forward computes with what users have assigned to `.data`, and the shard has it then."""
-    model = fully_shard(small())
-    run = {"eager": model, "module": torch.compile(model, backend="eager")}.get(
-        how, torch.compile(lambda x: model(x), backend="eager")
-    )
-    run(torch.ones(2, 3))
-    for param in model.parameters():
-        param.data = param.data.clone().fill_(2.0)
-    run(torch.ones(2, 3))
-    assert all(unit.is_current() for unit in units(model))
-    stored = {value for unit in units(model) for flat in unit.flats for value in flat.shard.tolist()}
-    assert stored == {0.0, 2.0}  # the former is padding
-
-
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
-def test_gradients_stay_in_low_precision(how: str) -> None:
-    """Where that is asked for, in the first backward pass too, whether a graph reduces or the eager runtime."""
-    precision = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
-    model = fully_shard(small(), mixed_precision=precision)
-    run = model if how == "eager" else torch.compile(model, backend=how)
-    run(torch.ones(2, 3)).float().sum().backward()
-    assert {param.grad.dtype for param in model.parameters()} == {torch.bfloat16}

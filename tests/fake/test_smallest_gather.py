@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import RANK, WORLD_SIZE
 from cuda_code import as_for_cuda
 from generated import Program, programs, sent
 from joint import JointPasses
 from torch import Tensor, nn
-from weights import F8, UNMOVED, Block, D, Float8Block, Float8RowsBlock, OneWeight, ScaledBlock
+from weights import UNMOVED, Block, D, Float8Block, Float8RowsBlock, OneWeight, ScaledBlock
 
 from fsdp_compile import fully_shard
 from fsdp_compile.core.layout import lay_out
@@ -109,42 +108,6 @@ def test_what_is_returned_is_a_copy() -> None:
     assert backend.forward[0][1] == torch.bfloat16
     assert low.untyped_storage().nbytes() == low.nbytes and low._base is None
     (result.sum() + low.float().sum()).backward()
-
-
-TRANSFORMATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "cast": lambda w: w.bfloat16().float(),
-    "largest": lambda w: w / w.detach().abs().amax(),
-    "float8": lambda w: w + ((w.detach() / 2).to(F8).float() * 2 - w.detach()),
-    "range": lambda w: (w - w.detach().min()) / (w.detach().max() - w.detach().min()),
-    "clamped": lambda w: w.clamp(-0.1, 0.1).bfloat16().float(),
-    "masked": lambda w: torch.where(w.detach() > 0, w, w * 0.1).bfloat16().float(),
-    "transposed": lambda w: w.t().bfloat16().contiguous().t().float(),
-    "standardised": lambda w: (w - w.mean()) / w.std(),
-}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("how", TRANSFORMATIONS)
-def test_nothing_of_a_parameter_is_saved(how: str) -> None:
-    """Whatever a weight is transformed into, nothing of its size lives from forward to backward."""
-    saved = trained(*[lambda: OneWeight(TRANSFORMATIONS[how])] * 2).saved
-    assert all(shape.numel() < D * D for shape in saved), saved
-
-
-def test_nothing_of_a_parameter_is_saved_by_inductor() -> None:
-    """So it is under Inductor: what autograd saves of one graph with all eight, each a unit, is smaller."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*map(OneWeight, TRANSFORMATIONS.values()))
-    fully_shard(model, auto_wrap_policy={OneWeight}, reshard_after_forward=True)
-    run = torch.compile(model, fullgraph=True)
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda kept: kept):
-        loss = run(torch.randn(4, D)).square().mean()
-    loss.backward()
-    assert len(saved) >= 2 * len(TRANSFORMATIONS)  # shards, inputs of products
-    assert max(each.untyped_storage().nbytes() // each.element_size() for each in saved) < D * D
-    shard = D * D // dist.get_world_size()
-    assert sum(each.numel() == shard for each in saved) >= len(TRANSFORMATIONS)
 
 
 # --- generated code ---------------------------------------------------------------------------------------------------

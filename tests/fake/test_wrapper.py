@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from models import Residual, Stack, mlp
-from refusing import local
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -22,10 +21,8 @@ from fsdp_compile import (
     FullyShardedDataParallel,
     MixedPrecision,
     ShardingStrategy,
-    StateDictType,
     compile_step,
     fully_shard,
-    set_state_dict_type,
 )
 from fsdp_compile.core.sharding import WRAPPED, clean_name
 
@@ -43,22 +40,6 @@ def test_parameters_keep_identity_and_carry_the_prefix() -> None:
     assert all(one is other for one, other in zip(wrapped.parameters(), originals, strict=True))
     inner = [name.replace("blocks.0.", f"blocks.0.{WRAPPED}.") for name in plain]
     assert names(wrapped) == [f"{WRAPPED}.{name}" for name in inner]
-
-
-def test_state_dict_keys_are_the_plain_module_s() -> None:
-    """Keys of state dicts are clean whatever the nesting, and such a state dict loads (E-MOD-4)."""
-    plain = list(mlp().state_dict())
-    model = mlp()
-    model.blocks[0] = FullyShardedDataParallel(model.blocks[0])
-    wrapped = FullyShardedDataParallel(model)
-    set_state_dict_type(wrapped, StateDictType.LOCAL_STATE_DICT)
-    state = {key: value.clone() for key, value in wrapped.state_dict().items()}
-    assert sorted(state) == sorted(plain)
-    with torch.no_grad():
-        for param in wrapped.parameters():
-            param.add_(1.0)
-    wrapped.load_state_dict(state)
-    assert all(torch.equal(local(value), local(state[key])) for key, value in wrapped.state_dict().items())
 
 
 def test_the_wrapped_module_shows_through() -> None:
@@ -125,18 +106,6 @@ def test_a_policy_shards_what_fully_shard_does() -> None:
     assert scopes(FullyShardedDataParallel(mlp()).module) == ["."]
 
 
-def test_the_wrapper_compiles_as_one_graph() -> None:
-    """`torch.compile(FullyShardedDataParallel(model), fullgraph=True)` runs forward and backward; so does `compile()`.
-
-    No option has to be set for that, as `use_orig_params` has in torch (E-COMP-5).
-    """
-    wrapped = FullyShardedDataParallel(Stack([Residual(11, 13)]), auto_wrap_policy={Residual})
-    torch.compile(wrapped, fullgraph=True, backend="aot_eager")(torch.randn(4, 7)).sum().backward()
-    assert any(param.grad is not None for param in wrapped.parameters())
-    wrapped.compile(fullgraph=True, backend=(counter := CompileCounterWithBackend("aot_eager")))
-    assert wrapped(torch.randn(4, 7)).requires_grad and counter.frame_count == 1
-
-
 @dataclass
 class Batch:
     """Tensors in a dataclass."""
@@ -174,6 +143,7 @@ def test_models_of_one_class_are_compiled_in_one_process(shard: Callable[[nn.Mod
     """Models share no code object, so none reaches Dynamo's limit of recompilations because of the others.
 
     As many models of one class, each in train, in eval and under no_sync: a graph for each, and no other afterwards.
+    No option has to be set for that, as `use_orig_params` has in torch (E-COMP-5).
     """
     for width in range(10, 10 + count):
         model = shard(nn.Sequential(nn.Linear(width, 3), nn.ReLU(), nn.Dropout(0.5)))
