@@ -23,7 +23,7 @@ FUNCTION_LINES = 90
 LIMITS = {
     "the story": 10_333,
     "the story and what it imports": 14_897,
-    PACKAGE: 36_899,
+    PACKAGE: 36_898,
     "tests": 49_274,
     "bench": 4_931,
     "docs, README, change log": 5_187,

@@ -26,7 +26,7 @@ from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists, fol
 from fsdp_compile.comm.groups import NamedGroup
 from fsdp_compile.comm.waits import state_of
 from fsdp_compile.core.backward_pass import BackwardPass, running_backward
-from fsdp_compile.core.flat_collectives import all_gather_flat, dividing, start_average
+from fsdp_compile.core.flat_collectives import all_gather_flat, start_average
 from fsdp_compile.core.flat_param import flat_param_at
 from fsdp_compile.core.ops import UnshardSpec
 from fsdp_compile.core.settings import warn_caller
@@ -267,8 +267,7 @@ def _reduce_grads(packed: Tensor, spec: str) -> Tensor:
     reduced_in = parsed.reduce_groups or parsed.groups
     _follow_in((*reduced_in, parsed.replicas), "reduce", None, packed.numel())
     with collectives.waiting_for("reduce", packed.numel(), "reduce"):
-        how = dividing(packed.dtype, parsed.divisor, parsed.same_bits)
-        groups = (reduced_in, parsed.is_sharded, parsed.replicas, how)
+        groups = (reduced_in, parsed.is_sharded, parsed.replicas, parsed.divisor)
         mean, finish = start_average(packed.clone(), *groups, at_once=False, same_bits=parsed.same_bits)
         finish()
     return mean

@@ -122,7 +122,7 @@ class GradientReduction:
     """
 
     grad_dtype: torch.dtype | None = None  # of `.grad` after backward, if not the parameters'
-    finish: Callable[[], None] | None = None  # waits for the reduce in flight and completes its result
+    running: Any = None  # the reduce in flight (eager.reduce.RunningReduce)
     wait_for_copy: Callable[[], None] | None = None  # lets the host wait for the result's copy into host memory
     full_precision: bool = False  # whether the last one computed in the parameters' own dtype
     # Reduces the gradients that were accumulated under no_sync, zeros if there are none, and returns this rank's slice;
@@ -150,15 +150,20 @@ class GradientReduction:
     def abandon(self) -> None:
         """Drop the reduce in flight, after a backward that failed."""
         with self._lock:
-            self.finish = self.wait_for_copy = None
+            self.running = self.wait_for_copy = None
             self.unused.forget()
 
     def wait(self) -> None:
-        """Order the current stream after the reduce in flight."""
+        """Complete the reduce in flight, and order the current stream after it."""
         with self._lock:
-            if self.finish is not None:
-                finish, self.finish = self.finish, None
-                finish()
+            if self.running is None:
+                return
+            running, self.running = self.running, None
+            self.wait_for_copy = running.finish() or self.wait_for_copy
+            if (update := self.update) is not None and running.update is update:  # else a backward that has failed
+                self.wait_on_host()
+                update(running.gradient)
+                self.unused.forget()
 
     def wait_on_host(self) -> None:
         """As `wait`; a gradient in host memory may be read by the host as well (E-OFF-5)."""

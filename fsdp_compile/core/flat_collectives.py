@@ -29,7 +29,7 @@ def start_average(
     groups: Sequence[NamedGroup],
     is_sharded: bool,
     replicas: NamedGroup | None = None,
-    how: "Averaging | None" = None,
+    divisor: float | None = None,
     before_replicas: Callable[[Tensor], bool] | None = None,
     *,
     at_once: bool,
@@ -42,15 +42,15 @@ def start_average(
         groups: those of a gather, in that order; empty to average over `replicas` alone.
         is_sharded: whether the mean is this rank's slice, 1-D `[n / ranks]`, or all of it.
         replicas: the group whose ranks hold the same slice, or None.
-        how: what to divide by; None: what gives the mean.
+        divisor: what to divide the sum by; None: what gives the mean.
         before_replicas: is called with this rank's slice, reduced over `groups`, which it may change in place; if it
             returns False, the reduce over `replicas` and the division are left out.
         at_once: whether each reduce starts as soon as the one before it is enqueued, and not when the mean is
             completed. For streams: a wait holds back the current one, where it would hold back a CPU.
-        same_bits: whether the sum is a tree over the ranks, if `how` does not say.
+        same_bits: whether the sum is a tree over the ranks.
     """
     ranks = prod(group.size for group in (*groups, *([replicas] if replicas else [])))
-    how = how or averaging(packed.dtype, ranks, same_bits)
+    how = averaging(packed.dtype, ranks, same_bits, divisor)
     if how.before != 1:
         packed.div_(how.before)
     if is_sharded:
@@ -111,17 +111,8 @@ class Averaging(NamedTuple):
     after: float
 
 
-def dividing(dtype: torch.dtype, factor: float | None, same_bits: bool = False) -> Averaging | None:
-    """Sum gradients of `dtype` and divide by `factor`, in two halves if the dtype is narrow; None without a factor."""
-    if factor is None:
-        return None
-    if same_bits:
-        return averaging(dtype, 1, same_bits)._replace(after=float(factor))
-    return Averaging("sum", *(gradient_divide_factors(factor) if dtype == torch.float16 else (1.0, float(factor))))
-
-
-def averaging(dtype: torch.dtype, ranks: int, same_bits: bool = False) -> Averaging:
-    """Average gradients of `dtype` over `ranks` ranks (E-PG-11, E-RED-3).
+def averaging(dtype: torch.dtype, ranks: int, same_bits: bool = False, divisor: float | None = None) -> Averaging:
+    """Average gradients of `dtype` over `ranks` ranks, or divide their sum by `divisor` (E-PG-11, E-RED-3).
 
     float16 ends at 65504 and loses digits below 6e-5: a sum of scaled gradients overflows where their mean would not,
     and dividing by all ranks first loses the small ones. So half of the division (in the exponent) comes before and
@@ -129,13 +120,14 @@ def averaging(dtype: torch.dtype, ranks: int, same_bits: bool = False) -> Averag
     collective's mean, which saves a kernel. With `same_bits` the sum is a tree over the ranks, a power of two by which
     all are divided exactly.
     """
+    by = float(ranks if divisor is None else divisor)
     if same_bits:
         if dtype == torch.float16:
             raise ValueError("reduction_order='tree' cannot add up float16; reduce in bfloat16 or float32")
-        return Averaging("tree", 1.0, float(ranks))
-    if dtype != torch.float16:
-        return Averaging("avg", 1.0, 1.0)
-    return Averaging("sum", *gradient_divide_factors(ranks))
+        return Averaging("tree", 1.0, by)
+    if dtype == torch.float16:
+        return Averaging("sum", *gradient_divide_factors(by))
+    return Averaging("avg", 1.0, 1.0) if divisor is None else Averaging("sum", 1.0, by)
 
 
 def gradient_divide_factors(ranks: float) -> tuple[float, float]:

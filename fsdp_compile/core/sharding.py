@@ -389,7 +389,7 @@ def _readable_params(unit: Unit) -> list[Tensor] | None:
     """
     if torch.compiler.is_compiling():
         return unit.unsharded_params
-    runs = unit.is_unsharded and (not in_backward() or executes_formula())
+    runs = unit.is_shown and (not in_backward() or executes_formula())
     return unit.unsharded_params if runs else None
 
 

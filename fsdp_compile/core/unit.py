@@ -244,7 +244,7 @@ class Unit:
     @property
     def phase(self) -> Phase:
         """Who reads the parameters now. A phase left by a backward pass that failed ends with that pass."""
-        if self._phase is Phase.BACKWARD and (self.backward is None or self.backward.is_over):
+        if self._phase is Phase.BACKWARD and self.backward is not running_backward():
             return Phase.SHARDED
         return self._phase
 
@@ -258,6 +258,12 @@ class Unit:
     def is_unsharded(self) -> bool:
         """Whether module code may read unsharded parameters: in a forward, or in the running backward pass."""
         return self.phase in (Phase.FORWARD, Phase.BACKWARD)
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether module code finds unsharded parameters: also in a pass within the backward pass that reads them."""
+        in_backward = self._phase is Phase.BACKWARD and self.backward is not None and not self.backward.is_over
+        return in_backward or self._phase is Phase.FORWARD
 
     def show_unsharded(self, tensors: list[Tensor], as_flats: bool) -> None:
         """Let a forward or the running backward pass read `tensors`, one per parameter, or per flat parameter."""

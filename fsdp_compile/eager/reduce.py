@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from fsdp_compile.comm.collectives import waiting_for
 from fsdp_compile.comm.hops import hops_of
 from fsdp_compile.core.autograd import check_first_order
 from fsdp_compile.core.backward_pass import at_end_of_backward
-from fsdp_compile.core.flat_collectives import dividing, start_average
+from fsdp_compile.core.flat_collectives import start_average
 from fsdp_compile.core.flat_param import FlatParam, find_flat_param
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager.accumulate import (
@@ -107,6 +107,41 @@ def reduce_packed(
     return shard_grads[::-1]
 
 
+class RunningReduce(NamedTuple):
+    """A reduce that was started: what completes it, and where its results are then.
+
+    An autograd node owns it, so that it owns no flat parameter and no unit, as the options of a unit may.
+
+    Attributes:
+        path: of the unit, for errors.
+        streams: in which the steps run, behind the reduce.
+        mean: the average over the ranks, 1-D `[shard_numel]`, once the first step has run.
+        gradient: that of the shard, in its dtype and on its device: `mean`, or a copy of it. None: the mean waits for a
+            later all-reduce over replicas (Note [Deferred all-reduces]).
+        steps: complete the mean, call the user's hook on it, copy it to where the shard is.
+        update: what then updates the parameters by `gradient`, which autograd does not get; None: nothing does.
+        to_host: whether `gradient` is in host memory, which the host may read later than compute.
+    """
+
+    path: str
+    streams: Streams
+    mean: Tensor
+    gradient: Tensor | None
+    steps: Sequence[Callable[[], object]]
+    update: Callable[[Tensor], None] | None = None
+    to_host: bool = False
+
+    def finish(self) -> Callable[[], None] | None:
+        """Run the steps and let compute read the results; return what lets the host read a gradient in its memory."""
+        with self.streams.finishing(), waiting_for("reduce", self.path):
+            for step in self.steps:
+                step()
+        # Compute allocated a mean that is not read yet, and may be given its memory from here on.
+        self.streams.await_reduce(*([] if self.gradient is None else [self.mean]))
+        event = self.streams.reduce_event() if self.to_host else None
+        return None if event is None else partial(self.streams.device.block, event)
+
+
 def reduce_or_accumulate(
     unit: Unit, flat: FlatParam, packed: Tensor, streams: Streams, full_precision: bool
 ) -> Tensor | None:
@@ -126,60 +161,43 @@ def reduce_or_accumulate(
         wait_for_reduce(unit)
         settle_after_backward(unit)
         return None
+    reduction = flat.reduction
     if unit.reduces_in_flight.order is not None:
         unit.reduces_in_flight.order.next_in_backward("reduce", unit, flat.names[0] if len(unit.flats) > 1 else "")
     if not is_returned:
-        flat.reduction.awaits_reduce = False
+        reduction.awaits_reduce = False
         settle_after_backward(unit)
         packed = join_accumulated(unit, flat, packed)
-    reduction, offload, options = flat.reduction, unit.settings.offload, unit.options
     _begin_reduction(unit, flat)
     reduction.wait()
     reduction.full_precision = full_precision
-    if unit.comm_hook is not None or offload:  # else the collective holds `packed` until compute has waited
+    if unit.comm_hook is not None or unit.settings.offload:  # else the collective holds `packed` until compute waited
         streams.use_in_post_backward(packed)
     with streams.reducing(), waiting_for("reduce", unit.path, "reduce"):
-        reduced, complete = _start_reduce(unit, flat, packed, at_once=streams.device.has_streams)
-    path = unit.path
-    if _defers_all_reduce(unit):
-
-        def finish_alone() -> None:
-            with streams.finishing(), waiting_for("reduce", path):
-                complete()
-            streams.await_reduce()  # compute allocated what was reduced, and may be given its memory from here on
-
-        reduction.finish = finish_alone
+        mean, complete = _start_reduce(unit, flat, packed, at_once=streams.device.has_streams)
+    reduction.running = running = _what_follows(unit, flat, streams, mean, complete)
+    if running.gradient is None or running.update is not None:  # autograd will not wait for it
         at_end_of_backward(reduction.wait)
-        return None
-    hook, hook_stream = options.all_reduce_hook, options.all_reduce_hook_stream
-    as_stored = reduced.dtype == flat.shard.dtype and reduced.device == flat.shard.device
-    result = reduced if as_stored else torch.empty_like(flat.shard, pin_memory=flat.shard.is_pinned())
+    if running.gradient is not None:
+        unit.reduces_in_flight.add(reduction, unit.path, unit.options.reduces_in_flight)
+    return running.gradient if running.update is None else None
 
-    def finish() -> None:  # an autograd node owns it: it must own no flat parameter and no unit, as `options` may
-        with streams.finishing(), waiting_for("reduce", path):
-            complete()
-            _call_all_reduce_hook(hook, hook_stream, streams, reduced)
-            if result is not reduced:
-                result.copy_(reduced, non_blocking=True)
-        streams.await_reduce(reduced)
-        event = streams.reduce_event() if offload else None
-        if event is not None:
-            reduction.wait_for_copy = partial(streams.device.block, event)
 
+def _what_follows(
+    unit: Unit, flat: FlatParam, streams: Streams, mean: Tensor, complete: Callable[[], None]
+) -> RunningReduce:
+    """The reduce that will give `mean` when `complete` has been called, with what is to be done then."""
+    options, shard, reduction = unit.options, flat.shard, flat.reduction
+    if unit.replicas is not None and not options.all_reduces:
+        return RunningReduce(unit.path, streams, mean, None, [complete])
+    hook, stream = options.all_reduce_hook, options.all_reduce_hook_stream
+    steps: list[Callable[[], object]] = [complete, partial(_call_all_reduce_hook, hook, stream, streams, mean)]
+    gradient = mean
+    if mean.dtype != shard.dtype or mean.device != shard.device:
+        gradient = torch.empty_like(shard, pin_memory=shard.is_pinned())
+        steps.append(partial(gradient.copy_, mean, non_blocking=True))
     update = None if reduction.unused.so_far else reduction.update  # what may get no gradient waits for the end
-
-    def finish_and_update() -> None:
-        finish()
-        reduction.wait_on_host()
-        if update is not None and reduction.update is update:  # else that backward has failed, and a later one waits
-            update(result)
-            reduction.unused.forget()
-
-    reduction.finish = finish if update is None else finish_and_update
-    if update is not None:
-        at_end_of_backward(reduction.wait)
-    unit.reduces_in_flight.add(reduction, unit.path, options.reduces_in_flight)
-    return result if update is None else None
+    return RunningReduce(unit.path, streams, mean, gradient, steps, update, to_host=unit.settings.offload)
 
 
 def _begin_reduction(unit: Unit, flat: FlatParam) -> None:
@@ -216,7 +234,7 @@ def _reduce_accumulated(unit_ref: "weakref.ref[Unit]", flat_ref: "weakref.ref[Fl
     with torch.no_grad(), waiting_for("reduce", unit.path):
         reduced, complete = _start_reduce(unit, flat, accumulated)
         complete()
-        if _defers_all_reduce(unit):
+        if unit.replicas is not None and not unit.options.all_reduces:
             return torch.zeros_like(flat.shard)
         _call_all_reduce_hook(unit.options.all_reduce_hook, None, NO_STREAMS, reduced)
     return reduced.to(flat.shard)
@@ -226,21 +244,16 @@ def _start_reduce(
     unit: Unit, flat: FlatParam, packed: Tensor, at_once: bool = False
 ) -> tuple[Tensor, Callable[[], None]]:
     """Start to average `packed`; return where the average will be, and what waits for it (`start_average`)."""
-    options, same_bits = unit.options, unit.settings.same_bits
+    options = unit.options
     groups = options.reduce_groups or unit.stages
     groups, replicas = hops_of(flat.wire, groups, unit.replicas, flat.reduction.full_precision)
-    how = dividing(packed.dtype, unit.divisor, same_bits)
     sums_wait = replicas is not None and options.has_deferred
     before_replicas = partial(_add_deferred, weakref.ref(flat), options.all_reduces) if sums_wait else None
-    start = partial(start_average, at_once=at_once, same_bits=same_bits)
+    start = partial(start_average, at_once=at_once, same_bits=unit.settings.same_bits)
     if unit.comm_hook is not None and unit.reduce_by is not None:
         reduced = unit.reduce_by(unit, flat, *unit.comm_hook, packed)
         return start(reduced, (), False, replicas, None, before_replicas)  # over replicas (E-HOOK-7)
-    return start(packed, groups, unit.is_sharded, replicas, how, before_replicas)
-
-
-def _defers_all_reduce(unit: Unit) -> bool:
-    return unit.replicas is not None and not unit.options.all_reduces
+    return start(packed, groups, unit.is_sharded, replicas, unit.divisor, before_replicas)
 
 
 def _add_deferred(flat_ref: "weakref.ref[FlatParam]", all_reduces: bool, reduced: Tensor) -> bool:
@@ -256,12 +269,10 @@ def _add_deferred(flat_ref: "weakref.ref[FlatParam]", all_reduces: bool, reduced
 
 def _call_all_reduce_hook(hook: Callable[[Tensor], Any] | None, stream: Any, streams: Streams, reduced: Tensor) -> None:
     """Run the user's `hook` on `reduced`, in `stream` if given."""
+    if hook is None or stream is None:
+        hook(reduced) if hook is not None else None
+        return
     device = streams.device
-    if hook is None:
-        return
-    if stream is None:
-        hook(reduced)
-        return
     device.order(device.current_stream(), stream)
     with device.run_in(stream):
         hook(reduced)
@@ -285,12 +296,16 @@ def abandon_gradients(unit: Unit) -> None:
 # counts.
 
 
-def _living_flat(flat_param_id: Tensor) -> tuple[Unit, FlatParam]:
+def _living_flat(flat_param_id: Tensor) -> tuple[Unit, FlatParam] | None:
     flat = find_flat_param(flat_param_id)
     managed = unit_of(flat.params[0]) if flat is not None else None
-    if flat is None or managed is None:
+    return None if flat is None or managed is None else (managed[0], flat)
+
+
+def _needed_flat(flat_param_id: Tensor) -> tuple[Unit, FlatParam]:
+    if (found := _living_flat(flat_param_id)) is None:
         raise RuntimeError("backward: the model of this forward was deleted; keep it until backward has ended")
-    return managed[0], flat
+    return found
 
 
 @torch.library.impl("fsdp_flat::defer_reduce", "default")
@@ -298,7 +313,7 @@ def _defer_reduce(
     packed: Tensor, flat_param_id: Tensor, layout: str, owned: bool = False, *, unused: Sequence[int] = ()
 ) -> Tensor:
     """Accumulate or reduce `packed`; if `owned`, nothing else reads or writes it from now on."""
-    unit, flat = _living_flat(flat_param_id)
+    unit, flat = _needed_flat(flat_param_id)
     full_precision = packed.dtype != unit.sent_dtype(flat)
     mine = packed if owned else packed.clone()
     note_unused(flat, unused)
@@ -310,7 +325,7 @@ def _defer_reduce(
 @torch.library.impl("fsdp_flat::update_shard", "default")
 def _update_shard(grad: Tensor, flat_param_id: Tensor, at_once: bool = False) -> Tensor:
     """Update the parameters now if `at_once`: a pass says that nothing in the graph reads them any more."""
-    reduction = _living_flat(flat_param_id)[1].reduction
+    reduction = _needed_flat(flat_param_id)[1].reduction
     if at_once and reduction.update is not None:
         reduction.update(grad)
     else:
@@ -331,11 +346,9 @@ def _add_accumulated_in_place(packed: Tensor, flat_param_id: Tensor) -> None:
 
 
 def _join_accumulated_by_id(packed: Tensor, flat_param_id: Tensor) -> Tensor:
-    flat = find_flat_param(flat_param_id)
-    managed = None if flat is None else unit_of(flat.params[0])
-    if flat is None or managed is None:  # the model was deleted, and its accumulated gradients with it
+    if (found := _living_flat(flat_param_id)) is None:  # the model was deleted, and its accumulated gradients with it
         return packed
-    unit = managed[0]
+    unit, flat = found
     flat.reduction.awaits_reduce &= not unit.syncs
     settle_after_backward(unit)
     _begin_reduction(unit, flat)

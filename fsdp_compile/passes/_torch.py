@@ -35,15 +35,13 @@ stands for a shard that is cast where its all-gather starts. `tests/fake/test_co
 read generated code and fail if a gradient is copied or read too late.
 """
 
-import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, NamedTuple
 
-from sympy import sympify
 from torch import SymInt, Tensor, fx
 from torch._dynamo import reset as reset_dynamo
 from torch._dynamo.callback import callback_handler
@@ -70,7 +68,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 __all__ = [
@@ -270,9 +267,12 @@ def largest_size(size: Any) -> int:
     if isinstance(size, int):
         return size
     known = {symbol: size_range(symbol) for symbol in size.node.expr.free_symbols}
-    spans = {symbol: (each.least, each.hint if each.most is None else each.most) for symbol, each in known.items()}
-    most = bounds(size.node.expr, spans)[1]
-    return int(most) if most < math.inf else size_hint(size)
+    ranges = {symbol: ValueRanges(each.least, each.most or each.hint) for symbol, each in known.items()}
+    try:
+        most = bound_sympy(size.node.expr, ranges).upper
+    except Exception:  # of anything that torch makes a size of, and cannot bound
+        return size_hint(size)
+    return int(most) if most.is_Integer else size_hint(size)
 
 
 def symbols_of(graph: fx.Graph) -> dict[Any, SizeRange]:
@@ -296,19 +296,3 @@ def size_range(symbol: Any) -> SizeRange:
         return SizeRange(int(least), most, most)
     source = re.sub(r"L\['(\w+)'\]", r"\1", shapes.var_to_sources[symbol][0].name)
     return SizeRange(int(least), int(hint), int(most) if most <= _INDEX else None, source)
-
-
-def bounds(expression: Any, spans: Mapping[Any, tuple[float, float]]) -> tuple[float, float]:
-    """Return the least and the most that `expression` may be, where symbols are within `spans`.
-
-    Sizes that are not in `spans` may be what the guards of the graph allow.
-    """
-    try:
-        ranges = {
-            each: ValueRanges(least, most if most < math.inf else int_oo) for each, (least, most) in spans.items()
-        }
-        found = bound_sympy(sympify(expression), ranges)
-    except Exception:  # of anything that torch puts into an index, and cannot bound
-        return -math.inf, math.inf
-    least, most = found.lower, found.upper
-    return int(least) if least.is_Integer else -math.inf, int(most) if most.is_Integer else math.inf

@@ -275,11 +275,11 @@ def test_a_backward_waits_for_reduces_of_its_own_root_only() -> None:
     model, other = fully_shard(mlp()), fully_shard(mlp())
     _failing_backward(model)
     in_flight = [reduction for of_unit in model._fsdp_runtime.reduces_in_flight for reduction in of_unit]
-    assert in_flight and all(reduction.finish is not None for reduction in in_flight)
+    assert in_flight and all(reduction.running is not None for reduction in in_flight)
     step(other)
-    assert all(reduction.finish is not None for reduction in in_flight)
+    assert all(reduction.running is not None for reduction in in_flight)
     step(model)
-    assert all(reduction.finish is None for reduction in in_flight)
+    assert all(reduction.running is None for reduction in in_flight)
     queues = [each._fsdp_runtime.reduces_in_flight for each in (model, other, copy.deepcopy(model))]
     assert len({id(queue) for queue in queues}) == 3
     copied = copy.deepcopy(model)
@@ -302,7 +302,7 @@ def test_reduces_of_as_many_units_are_in_flight_as_allowed(parts: int) -> None:
             model.set_reduce_scatter_max_input_buffers(limit)
         _failing_backward(model)
         flats = [flat for block in model.blocks[:0:-1] for flat in units(block)[0].flats]  # whose reduces have started
-        waited_for = [flat.reduction.finish is None for flat in flats]
+        waited_for = [flat.reduction.running is None for flat in flats]
         assert waited_for == sorted(waited_for, reverse=True), "the oldest ones"
         found[limit] = waited_for.count(False)
     assert found == {1: parts, None: 2 * parts, 3: 3 * parts, 9: 5 * parts}

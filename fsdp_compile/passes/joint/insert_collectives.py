@@ -25,7 +25,7 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.groups import shared_name
 from fsdp_compile.core import ops
-from fsdp_compile.core.flat_collectives import averaging, dividing
+from fsdp_compile.core.flat_collectives import averaging
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.passes.graph import nodes
 from fsdp_compile.passes.pipeline import GraphContext
@@ -221,7 +221,7 @@ def _expand_reduce(marker: fx.Node, emit: nodes.Emit) -> fx.Node:
     packed, text = marker.args
     spec = ops.UnshardSpec.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
     dtype = packed.meta["val"].dtype
-    how = dividing(dtype, spec.divisor, spec.same_bits) or averaging(dtype, spec.data_parallel_size, spec.same_bits)
+    how = averaging(dtype, spec.data_parallel_size, spec.same_bits, spec.divisor)
     if packed.target is ops.ADD_ACCUMULATED:  # accumulated gradients are divided too
         packed, flat_param_id = packed.args
         packed = emit("add_accumulated", ops.ADD_ACCUMULATED, _pack(packed, spec.layout, 1.0, emit), flat_param_id)
