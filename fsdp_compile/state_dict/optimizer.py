@@ -8,7 +8,7 @@ For full state the ranks first check that they have the same state, then gather 
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
-    OptimStateDictConfig,
     OptimStateKeyType,
     ShardedOptimStateDictConfig,
     StateDictType,
@@ -82,124 +81,83 @@ def _by_name(
     optim: Optimizer,
     state_dict: StateDict | None,
     kind: StateDictType,
-    config: OptimStateDictConfig,
+    config: Any,
     group: dist.ProcessGroup | None,
     shares_memory: bool = False,
 ) -> StateDict:
     watch_state(optim)
     given = optim.state_dict() if state_dict is None else state_dict
-    params, named = named_state(model, optim, given)
-    states = named["state"]
-    if kind is FULL:
-        unit = units_used_below(model)[0]
-        wanted = not getattr(config, "rank0_only", False) or is_first_rank(unit)
+    params, named = _named_state(model, optim, given)
+    states, unit = named["state"], next(iter(units_used_below(model)), None)
+    of_fsdp1 = unit if kind is SHARDED and unit is not None and unit.state_settings is not None else None
+    has_values = kind is not FULL or not config.rank0_only or unit is None or is_first_rank(unit)
+    if unit is not None and (of_fsdp1 or kind is FULL):  # ranks gather one after the other
+        _check_alike(_shared_names(params, model, states), states, group or unit.group.find())
 
-        def gathered(_: str, leaf: Any) -> Any:
-            value = full_tensor(leaf)
-            return _copied_value(config, value) if wanted else None
+    def converted(leaf: Any) -> Any:
+        if kind is FULL:
+            leaf = full_tensor(leaf)
+        elif of_fsdp1 and isinstance(leaf, ShardedTensor):
+            leaf = torch_value(leaf, config._use_dtensor or not of_fsdp1.chunked_values)
+        if not has_values or shares_memory or not isinstance(leaf, Tensor):
+            return leaf if has_values else None
+        return leaf.cpu() if config.offload_to_cpu and leaf.device.type != "cpu" else leaf.clone()
 
-        shared = _shared_names(params, clean_names(model), states)
-        states = _convert_in_order(shared, states, group or unit.group.find(), gathered)
-        if not wanted:
-            return {}
-        states = {name: state for name, state in states.items() if state}
-    else:
-        units = {name: unit_of(param) for name, param in params.items() if managed(param) is not None}
-        was_set = {name: at[0] for name, at in units.items() if at and kind is SHARDED and at[0].state_settings}
-
-        def converted(name: str, leaf: Any) -> Any:
-            if name in was_set and isinstance(leaf, ShardedTensor):  # as FSDP1 has it
-                leaf = torch_value(leaf, config._use_dtensor or not was_set[name].chunked_values)  # type: ignore[attr-defined]  # of SHARDED
-            return leaf if shares_memory else _copied_value(config, leaf)  # training goes on in the optimizer's memory
-
-        ranks = next((group or unit.group.find() for unit in was_set.values()), None)
-        states = _convert_in_order(list(was_set), states, ranks, converted)
-    return {**named, "state": states} if "param_groups" in given else {"state": states}
+    order = {name: index for index, name in enumerate(states)}
+    in_order = sorted(leaves(states), key=lambda item: (order[item[0][0]], dotted(item[0])))
+    made = {path: converted(leaf) for path, leaf in in_order}
+    if not has_values:
+        return {}
+    named["state"] = {name: state for name, state in map_leaves(lambda path, _: made[path], states).items() if state}
+    return named if "param_groups" in given else {"state": named["state"]}
 
 
-def named_state(model: nn.Module, optim: Optimizer, given: StateDict) -> tuple[dict[str, nn.Parameter], StateDict]:
+def _named_state(model: nn.Module, optim: Optimizer, given: StateDict) -> tuple[dict[str, nn.Parameter], StateDict]:
     """The optimizer's parameters by name, and `given` with names in the place of its keys.
 
-    Parameters and states are in the model's order, which ranks share.
+    Parameters and states are in the model's order, which ranks share even where their optimizers have another one.
     """
     names = clean_names(model)
-    keys = itertools.count()
-    own_groups = [{**each, "params": list(itertools.islice(keys, len(each["params"])))} for each in optim.param_groups]
-    given_groups = given.get("param_groups", own_groups)
-    by_name = {name: param for param, name in names.items()}
-    params = {key: (name_of(param, names), param) for key, param in params_by_key(optim, given_groups, by_name)}
-    groups = [{**each, "params": [params[key][0] for key in each["params"]]} for each in given_groups]
-    # In the model's order, so that ranks whose optimizers have another one may gather values one after the other.
-    of_name = {name: (param, key) for key, (name, param) in params.items()}
-    ordered = {name: of_name[name] for name in by_name if name in of_name}
-    named = {name: given["state"][key] for name, (_, key) in ordered.items() if key in given["state"]}
-    return {name: param for name, (param, _) in ordered.items()}, {"state": named, "param_groups": groups}
+    groups = given["param_groups"] if "param_groups" in given else optim.state_dict()["param_groups"]
+    pairs = params_by_key(optim, groups, {name: param for param, name in names.items()})
+    name_by_key = {key: name_of(param, names) for key, param in pairs}
+    key_by_name = {name: key for key, name in name_by_key.items()}
+    params = {name: param for param, name in names.items() if name in key_by_name}
+    named = {name: given["state"][key_by_name[name]] for name in params if key_by_name[name] in given["state"]}
+    groups = [{**each, "params": [name_by_key[key] for key in each["params"]]} for each in groups]
+    return params, {"state": named, "param_groups": groups}
 
 
-def _shared_names(listed: Iterable[str], names: dict[nn.Parameter, str], states: dict[str, State]) -> list[str]:
+def _shared_names(listed: Iterable[str], model: nn.Module, states: dict[str, State]) -> list[str]:
     """Those of `listed` whose state ranks hold together.
 
     The state of a parameter of no unit is this rank's own, and other ranks may lack the parameter, as in a model that
     is parallel in another way too. DTensors are gathered on all of their ranks in one order, so they count as shared.
     """
-    own = {name for param, name in names.items() if unit_of(param) is None}
+    own = {name for param, name in clean_names(model).items() if unit_of(param) is None}
     return [
         name for name in listed if name not in own or any(is_dtensor(leaf) for _, leaf in leaves(states.get(name, {})))
     ]
 
 
-def _convert_in_order(
-    shared: list[str],
-    states: dict[str, State],
-    group: dist.ProcessGroup | None,
-    convert: Callable[[str, Any], Any],
-) -> dict[str, State]:
-    """`states` with `convert(name, leaf)` in the place of each leaf: first of `shared` ones, in the first rank's order.
-
-    RuntimeError on all ranks of `group` if they have different shared state; None: nothing is compared.
-    """
-    found = dict(leaves(states))
-    kinds = {} if group is None else _kinds_of_state(shared, states, group)
-    order = [(name, *path) for name, paths in kinds.items() for path in paths]
-    made = {path: convert(path[0], found[path]) for path in dict.fromkeys([*order, *found])}
-    converted: dict[str, State] = map_leaves(lambda path, _: made[path], states)
-    return converted
-
-
-def _kinds_of_state(names: list[str], states: dict[str, State], group: dist.ProcessGroup) -> dict[str, dict[Path, str]]:
-    """For each leaf of a name's state the dtype or type, in the first rank's order.
-
-    RuntimeError on all ranks if they differ.
-    """
+def _check_alike(names: Iterable[str], states: dict[str, State], group: dist.ProcessGroup) -> None:
+    """Raise RuntimeError on all ranks of `group` if their states of `names` differ in names, paths or dtypes."""
     mine = {
-        name: {path: str(getattr(leaf, "dtype", type(leaf).__name__)) for path, leaf in leaves(states.get(name, {}))}
+        name: {
+            dotted(path): str(getattr(leaf, "dtype", type(leaf).__name__))
+            for path, leaf in leaves(states.get(name, {}))
+        }
         for name in names
     }
-    first: dict[str, dict[Path, str]]
     first, *others = collectives.gather_objects(mine, group)
     for rank, theirs in enumerate(others, 1):
-        if theirs.keys() != first.keys():
-            raise RuntimeError(
-                f"optim_state_dict: the ranks' optimizers have different parameters: {sorted(first.keys() - theirs)} "
-                f"on rank 0 of the group alone and {sorted(theirs.keys() - first)} on rank {rank} alone"
-            )
-        for name in first:
-            if theirs[name] != first[name]:
+        for name in {**first, **theirs}:
+            here, there = (each.get(name, "no such parameter") for each in (first, theirs))
+            if here != there:
                 raise RuntimeError(
-                    f"optimizer state of parameter {name}: expected the same on all ranks, found "
-                    f"{_dotted_paths(first[name])} and on rank {rank} of the group {_dotted_paths(theirs[name])}"
+                    f"optimizer state of parameter {name}: expected the same on all ranks, found {here} on rank 0 of "
+                    f"the group and {there} on rank {rank}"
                 )
-    return first
-
-
-def _dotted_paths(kinds: dict[Path, str]) -> dict[str, str]:
-    return {dotted(path): kind for path, kind in kinds.items()}
-
-
-def _copied_value(config: OptimStateDictConfig, value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.cpu() if config.offload_to_cpu and value.device.type != "cpu" else value.clone()
 
 
 def name_of(param: nn.Parameter, names: dict[nn.Parameter, str]) -> str:
@@ -238,25 +196,19 @@ def optim_state_dict_to_load(
         ValueError: parameters are missing, unexpected, or of another shape, or groups do not fit the optimizer's.
         RuntimeError: on all ranks: ranks have full or gathered state of different parameters.
     """
-    units = units_used_below(model)
+    unit = next(iter(units_used_below(model)), None)
     watch_state(optim)
-    if units and getattr(settings_of(units[0]).optim_state_dict_config, "rank0_only", False):
-        optim_state_dict = _from_first_rank(units[0], model, optim_state_dict)
-    _check_alike(model, optim_state_dict["state"])
+    if unit is not None and getattr(settings_of(unit).optim_state_dict_config, "rank0_only", False):
+        optim_state_dict = _from_first_rank(unit, model, optim_state_dict)
+    states = optim_state_dict["state"]
+    if unit is not None and not any(
+        isinstance(leaf, ShardedTensor) for _, leaf in leaves(states)
+    ):  # else nothing is sent
+        _check_alike(_shared_names(states, model, states), states, unit.group.find())
     loaded = _to_load(model, optim, optim_state_dict, named=is_named_optimizer)
     if load_directly:
         optim.load_state_dict(loaded)
     return loaded
-
-
-def _check_alike(model: nn.Module, states: dict[str, State]) -> None:
-    """Raise RuntimeError on all ranks if they load shared state of different parameters, or of different kinds.
-
-    With a `ShardedTensor`, which is loaded without communication, nothing is compared.
-    """
-    units = units_used_below(model)
-    if units and not any(isinstance(leaf, ShardedTensor) for _, leaf in leaves(states)):
-        _kinds_of_state(_shared_names(states, clean_names(model), states), states, units[0].group.find())
 
 
 def _to_load(
@@ -268,13 +220,12 @@ def _to_load(
 ) -> StateDict:
     """`state_dict`, by names, with the keys and groups of `optim`; ValueError where they do not fit."""
     names, saved = clean_names(model), state_dict.get("param_groups")
-    if saved is None:  # the optimizer's settings stay
-        own_groups = _groups_of(optim, model.parameters() if optim_input is None else optim_input)
-        saved = [{**group, "params": [name_of(param, names) for param in group["params"]]} for group in own_groups]
-    if optim is None and optim_input is None:
+    if saved is not None and optim is None and optim_input is None:
         groups = [{"params": [param for param, name in names.items() if name in group["params"]]} for group in saved]
     else:
-        groups = _groups_of(optim, optim_input)
+        groups = _groups_of(optim, model.parameters() if optim_input is None else optim_input)
+    if saved is None:  # the optimizer's settings stay
+        saved = [{**group, "params": [name_of(param, names) for param in group["params"]]} for group in groups]
     params = [param for group in groups for param in group["params"]]
     keys: dict[nn.Parameter, Any] = {param: index for index, param in enumerate(params)}
     if named and optim is not None:  # its names may have prefixes of wrappers
@@ -282,25 +233,25 @@ def _to_load(
         keys = {param: key for key, param in own}
     saved_group = {name for group in saved for name in group["params"]}
     # Others load the state of parameters that fully_shard left alone, if it is not in this state dict.
-    params = [param for param in params if name_of(param, names) in saved_group or unit_of(param) is not None]
-    expected = {name_of(param, names) for param in params}
+    wanted = {param for param in params if name_of(param, names) in saved_group or unit_of(param) is not None}
+    expected = {names[param] for param in wanted}
     if expected != saved_group or not expected >= state_dict["state"].keys():
         raise ValueError(
             f"optim_state_dict: expected the optimizer's parameters in its param_groups, found missing "
             f"{sorted(expected - saved_group)} and unexpected "
             f"{sorted((saved_group | state_dict['state'].keys()) - expected)}"
         )
-    wanted = set(params)
     matched = [
         {**settings, "params": [keys[param] for param in group["params"] if param in wanted]}
         for group, settings in zip(groups, saved_settings(groups, saved, names), strict=True)
     ]
-    states = {}
-    for param, name in names.items():  # in the same order on all ranks, as some state may have to be gathered
-        state = local_state(param, state_dict["state"].get(name, {})) if param in wanted else {}
-        if state:
-            states[keys[param]] = state
-    return {"state": states, "param_groups": matched}
+    # In the same order on all ranks, as some state may have to be gathered.
+    states = {
+        keys[param]: local_state(param, state_dict["state"].get(name, {}))
+        for param, name in names.items()
+        if param in wanted
+    }
+    return {"state": {key: state for key, state in states.items() if state}, "param_groups": matched}
 
 
 def saved_settings(groups: list[Group], saved: list[Group], names: dict[nn.Parameter, str]) -> list[Group]:
@@ -315,15 +266,12 @@ def saved_settings(groups: list[Group], saved: list[Group], names: dict[nn.Param
     matched = []
     for group in groups:
         listed = [names[param] for param in group["params"] if names[param] in of_name]
-        settings = of_name[listed[0]] if listed else group
-        if empty and not group["params"]:
-            settings = empty.pop(0)
-        for name in listed:
-            if of_name[name] is not settings:
-                raise ValueError(
-                    f"optim_state_dict: {name} and {listed[0]} are in one group of the optimizer and in different ones "
-                    f"of the state dict; make the optimizer with the saved groups"
-                )
+        settings = of_name[listed[0]] if listed else empty.pop(0) if empty and not group["params"] else group
+        if apart := [name for name in listed if of_name[name] is not settings]:
+            raise ValueError(
+                f"optim_state_dict: {apart[0]} and {listed[0]} are in one group of the optimizer and in different ones "
+                f"of the state dict; make the optimizer with the saved groups"
+            )
         matched.append(settings)
     return matched
 
@@ -374,7 +322,7 @@ def state_to_save(model: nn.Module, optim: Optimizer) -> StateDict:
     An optimizer that has not stepped yet has no state, and does not step here.
     """
     watch_state(optim)
-    _, named = named_state(model, optim, optim.state_dict())
+    _, named = _named_state(model, optim, optim.state_dict())
     if getattr(optim, "shards_own_state", False):
         named["state"] = {name: _own_state(state) for name, state in named["state"].items()}
     return named
@@ -406,22 +354,19 @@ def load_saved_state(model: nn.Module, optim: Optimizer, saved: StateDict) -> li
     A parameter that `saved` does not have keeps its group's settings. Names in `saved` that are none of the optimizer's
     are ignored. ValueError: parameters of one group are in several groups of `saved`.
     """
-    names, current = clean_names(model), optim.state
-    ordered = [param for group in optim.param_groups for param in group["params"]]
-    had = [(param, key) for param in ordered for key in current.get(param, {})]
+    names, own = clean_names(model), optim.param_groups
+    ordered = [name_of(param, names) for group in own for param in group["params"]]
+    had = [(names[param], key) for group in own for param in group["params"] for key in optim.state.get(param, {})]
     groups, keys = [], itertools.count()
-    for group, settings in zip(
-        optim.param_groups, saved_settings(optim.param_groups, saved["param_groups"], names), strict=True
-    ):
-        own = {key: group[key] for key in ("param_names",) if key in group}
-        groups.append({**settings, **own, "params": [next(keys) for _ in group["params"]]})
-    found = [saved["state"].get(name_of(param, names), {}) for param in ordered]
-    states = {index: state for index, state in enumerate(found) if state}
+    for group, settings in zip(own, saved_settings(own, saved["param_groups"], names), strict=True):
+        kept = {key: group[key] for key in ("param_names",) if key in group}
+        groups.append({**settings, **kept, "params": [next(keys) for _ in group["params"]]})
+    found = {name: saved["state"].get(name, {}) for name in ordered}
+    states = {index: found[name] for index, name in enumerate(ordered) if found[name]}
     optim.load_state_dict({"state": states, "param_groups": groups})
-    of_param = dict(zip(ordered, found, strict=True))
-    stateless = {param for param in ordered if param.requires_grad and not of_param[param] and saved["state"]}
-    lost = [f"{names[param]}.{key}" for param, key in had if key not in of_param[param] and param not in stateless]
-    return [*(names[param] for param in ordered if param in stateless), *lost]
+    trained = {names[param] for group in own for param in group["params"] if param.requires_grad}
+    stateless = [name for name in ordered if name in trained and not found[name] and saved["state"]]
+    return [*stateless, *(f"{name}.{key}" for name, key in had if key not in found[name] and name not in stateless)]
 
 
 def _own_state(state: State) -> State:
@@ -434,12 +379,9 @@ def _own_state(state: State) -> State:
 
 def _new_like(param: nn.Parameter, key: Any, outline: Tensor) -> Tensor:
     """A tensor for the state `key` of `param`, of the shape and dtype that `outline` has."""
-    sharded = managed(param)
-    alike = outline.shape == param.shape and (outline.dim() > 0 or key not in SCALARS)
-    if alike and sharded is not None:
-        return ShardedTensor(torch.empty_like(sharded.local, dtype=outline.dtype, requires_grad=False), sharded.spec)
-    if alike and is_dtensor(param):
-        return torch.empty_like(param, dtype=outline.dtype, requires_grad=False)
+    is_alike = outline.shape == param.shape and (outline.dim() or key not in SCALARS)
+    if is_alike and (managed(param) is not None or is_dtensor(param)):
+        return torch.empty_like(param.detach(), dtype=outline.dtype)
     return torch.empty(outline.shape, dtype=outline.dtype, device=param.device if outline.dim() else "cpu")
 
 
@@ -473,14 +415,11 @@ def rekey_optim_state_dict(
     of_optim = _groups_of(optim, model.parameters() if optim_input is None else optim_input)
     ordered = [name_of(param, names) for group in of_optim for param in group["params"]]
     new: dict[Any, Any] = {name: index for index, name in enumerate(ordered)} if to_ids else dict(enumerate(ordered))
-    unknown = [key for keys in (states, *(group["params"] for group in groups)) for key in keys if key not in new]
-    if unknown:
+    if unknown := [key for keys in (states, *(group["params"] for group in groups)) for key in keys if key not in new]:
         raise ValueError(f"optim_state_dict: expected keys among {list(new)}, found {unknown}; pass the optimizer or "
                          f"the optim_input that it belongs to")  # fmt: skip
-    new_groups = []
-    for group in groups:
-        keys = [new[key] for key in group["params"]]
-        new_groups.append({**group, "params": sorted(keys) if to_ids else keys})
+    in_order = sorted if to_ids else list
+    new_groups = [{**group, "params": in_order(new[key] for key in group["params"])} for group in groups]
     return {"state": {new[key]: state for key, state in states.items()}, "param_groups": new_groups}
 
 
@@ -534,5 +473,4 @@ def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: StateDict, model: nn.Module, optim: Optimizer
 ) -> StateDict:
     """Turn what `sharded_optim_state_dict` returned into a state dict for `load_state_dict`."""
-    _check_alike(model, sharded_optim_state_dict["state"])
-    return _to_load(model, optim, sharded_optim_state_dict)
+    return optim_state_dict_to_load(model, optim, sharded_optim_state_dict)
