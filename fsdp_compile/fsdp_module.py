@@ -45,7 +45,7 @@ from fsdp_compile.edits.summon import summon_full_params, summoned_for_apply
 from fsdp_compile.parameter_owner import HasShardedParameters
 from fsdp_compile.pipelines import StateForPipelines
 from fsdp_compile.reproducibility import fingerprint_of
-from fsdp_compile.tensors.norms import gradient_norm
+from fsdp_compile.tensors.sharded_reductions import gradient_norm
 from fsdp_compile.tensors.sharded_rules import multiply
 from fsdp_compile.tensors.sharded_tensor import gradients
 

@@ -31,7 +31,7 @@ from fsdp_compile.eager.accumulate import drop_cleared
 from fsdp_compile.fsdp_module import FSDPModule, check_options
 from fsdp_compile.optim.in_backward import UpdateInBackward
 from fsdp_compile.optim.joint import JointStep
-from fsdp_compile.tensors.norms import gradient_norm
+from fsdp_compile.tensors.sharded_reductions import gradient_norm
 from fsdp_compile.wrapper import FullyShardedDataParallel
 
 # Note [Updates begin when backward has ended]

@@ -17,7 +17,7 @@ only the same rank of equally many can load them. The default is SHARDED after `
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -121,14 +121,12 @@ def _checked_config(name: str, config: object, expected: type) -> object:
 
 
 def _common_settings(module: nn.Module, compared: Callable[[StateDictSettings], Any]) -> StateDictSettings | None:
-    first: StateDictSettings | None = None
-    for unit in units_used_below(module):
-        settings = settings_of(unit)
-        first = first or settings
-        if compared(settings) != compared(first):
+    found = [(unit, settings_of(unit)) for unit in units_used_below(module)]
+    for unit, settings in found:
+        if compared(settings) != compared(first := found[0][1]):
             raise AssertionError(f"state_dict_type: expected {first}, as of the first unit, found {settings} of "
                                  f"{unit}; set it on the root")  # fmt: skip
-    return first
+    return found[0][1] if found else None
 
 
 # --- values, module by module -----------------------------------------------------------------------------------------
@@ -156,19 +154,19 @@ class _Saving:
         """The sharded tensor or view `stored` as the kind of `unit` has it; hooks see SHARDED values over memory."""
         unit, index = self.parameters.get(id(getattr(stored, "local", None)), (unit, None))
         settings = self.settings_of(unit)
-        kind = settings.state_dict_type
+        kind, config = settings.state_dict_type, cast(Any, settings.state_dict_config)
         if kind is SHARDED and (settings is DEFAULT or not at_end):
             return in_state(stored)
-        if kind is LOCAL and not isinstance(stored, ShardedView):
-            device = "cpu" if settings.state_dict_config.offload_to_cpu else stored.device
-            return ShardedTensor(stored.local.to(device, copy=True), stored.spec)
-        if kind is SHARDED and not isinstance(stored, ShardedView):
-            config: Any = settings.state_dict_config
+        if isinstance(stored, ShardedView):
+            return stored.full_tensor()
+        if kind is LOCAL:
+            local = stored.local.to("cpu" if config.offload_to_cpu else stored.device, copy=True)
+            return ShardedTensor(local, stored.spec)
+        if kind is SHARDED:
             rows = torch_value(stored.detach(), config._use_dtensor or not unit.chunked_values)
             return rows.cpu() if config.offload_to_cpu else rows
-        if isinstance(stored, ShardedView) or index is None:
-            full: Tensor = stored.full_tensor()
-            return full
+        if index is None:
+            return stored.full_tensor()
         if unit not in self._made:
             self._made[unit] = _full_copies(unit)
         return self._made[unit][index]

@@ -1,4 +1,4 @@
-"""Rules of operators that reduce sharded tensors, or compare them.
+"""Rules of operators that reduce sharded tensors, or compare them; norms of gradients.
 
 Each rank reduces the rows of which it stores some elements, then one all-reduce combines the ranks. A reduction has a
 neutral element, which stands for what other ranks store, and an operation that combines the ranks. Its result is plain
@@ -7,26 +7,31 @@ and equal on all ranks:
     sum, mean      0       sum        any     0     max
     amax, max      -inf    max        all     1     min
     amin, min      inf     min        norm    0     sum of powers; of infinite order max or min
+
+A norm is a root of powers, whose sum over the ranks is that of magnitudes; of order 0 it is a count.
 """
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fsdp_compile.core._torch import without_torch_function
-from fsdp_compile.core.exact_sums import exact_sums
+from fsdp_compile.core._torch import norms, without_torch_function
+from fsdp_compile.core.exact_sums import exact_sums, powers_of_norm
 from fsdp_compile.tensors.averaging import average_gradients
-from fsdp_compile.tensors.norms import combined, power, powers, root
+from fsdp_compile.tensors.shard_spec import ShardSpec
 from fsdp_compile.tensors.sharded_rules import gather, is_sharded, operand, plain
-from fsdp_compile.tensors.sharded_tensor import RULES, FlatGradient, Rule, ShardedTensor, bump_version
+from fsdp_compile.tensors.sharded_tensor import RULES, FlatGradient, Rule, ShardedTensor, bump_version, gradients
 
 aten = torch.ops.aten
 
 _tensor_parallel_of, _dtype_of, _requires_grad = map(attrgetter, ("spec.tensor_parallel", "dtype", "requires_grad"))
+_SPECS, _TENSOR_PARALLEL = map(attrgetter, ("specs", "tensor_parallel"))
 
 Reduction = Callable[[Tensor, list[int], bool], Tensor]  # of a plain tensor, over dims, with keepdim
 
@@ -46,24 +51,19 @@ def _of_sharded(rule: Rule) -> Rule:
 def _reduce_over_ranks(x: ShardedTensor, dims: Any, keepdim: bool, fill: Any, op: str, reduce: Reduction) -> Tensor:
     """Reduce over all ranks, plain. `fill` is the neutral element of `reduce`, `op` combines the ranks."""
     spec, ndim = x.spec, x.dim()
-    if spec.ranks.same_bits and op == "sum" and x.dtype.is_floating_point and not _is_total(x, dims):
-        return reduce(x.elements(), [dim % ndim for dim in dims], keepdim)
     if _is_total(x, dims):
-        values = x.local if x.local.numel() else x.local.new_full((1,), fill)
-        total = spec.all_reduce(reduce(values, [0], False), op)
+        total = spec.all_reduce(reduce(x.local if spec.numel else x.local.new_full((1,), fill), [0], False), op)
         return total.view([1] * ndim) if keepdim else total
     dims = sorted({dim % ndim for dim in dims})
-    if spec.tensor_parallel is not None:
+    is_exact = spec.ranks.same_bits and op == "sum" and x.dtype.is_floating_point
+    if is_exact or spec.tensor_parallel is not None:
         return reduce(x.elements(), dims, keepdim)
     low, high = spec.rows
-    here = reduce(spec.rows_of(x.local, fill), dims, True) if high > low else None
     neutral = reduce(x.local.new_full((1, *x.shape[1:]), fill), dims, True)
-    if 0 in dims:
-        mine = neutral if here is None else here
-    else:
+    mine = here = reduce(spec.rows_of(x.local, fill), dims, True) if high > low else neutral
+    if 0 not in dims:
         mine = neutral.expand(x.shape[0], *neutral.shape[1:]).clone()
-        if here is not None:
-            mine[low:high] = here
+        mine[low:high] = here[: high - low]
     total = spec.all_reduce(mine.contiguous(), op)
     return total if keepdim else total.squeeze(dims)
 
@@ -84,8 +84,7 @@ def _dims_and_keepdim(args: Any, kwargs: Any, at: int = 1) -> tuple[Any, bool]:
 def _sum(func: Any, args: Any, kwargs: Any) -> Any:
     """Half-precision sums too are rounded once, as on one process."""
     x = args[0]
-    continuous = x.dtype.is_floating_point or x.dtype.is_complex
-    wanted = kwargs.get("dtype") or (x.dtype if continuous else torch.int64)
+    wanted = kwargs.get("dtype") or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
     precise = torch.promote_types(wanted, torch.float32) if wanted.is_floating_point else wanted
     dims, keepdim = _dims_and_keepdim(args, kwargs)
     if x.spec.ranks.same_bits and x.dtype.is_floating_point and wanted.is_floating_point and _is_total(x, dims):
@@ -100,8 +99,7 @@ def _mean(func: Any, args: Any, kwargs: Any) -> Any:
     wanted = kwargs.get("dtype") or x.dtype
     if not wanted.is_floating_point:
         return gather(func, args, kwargs)
-    precise = torch.promote_types(wanted, torch.float32)
-    total = _sum(func, args, {**kwargs, "dtype": precise})
+    total = _sum(func, args, {**kwargs, "dtype": torch.promote_types(wanted, torch.float32)})
     return total.div_(x.numel() / total.numel() if total.numel() else 1).to(wanted)
 
 
@@ -109,15 +107,12 @@ def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     if not x.numel():
         return gather(func, args, kwargs)
-    is_max = func in (aten.amax.default, aten.max.default)
-    if x.dtype.is_floating_point:
-        fill: Any = -math.inf if is_max else math.inf
-    elif x.dtype is torch.bool:
-        fill = not is_max
-    else:
-        fill = torch.iinfo(x.dtype).min if is_max else torch.iinfo(x.dtype).max
+    is_max = func.overloadpacket in (aten.amax, aten.max)
     op, reduce = ("max", torch.amax) if is_max else ("min", torch.amin)
-    return _reduce_over_ranks(x, *_dims_and_keepdim(args, kwargs), fill, op, reduce)
+    least, most = (0, 1) if x.dtype is torch.bool else (-math.inf, math.inf)
+    if not (x.dtype.is_floating_point or x.dtype is torch.bool):
+        least, most = torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max
+    return _reduce_over_ranks(x, *_dims_and_keepdim(args, kwargs), least if is_max else most, op, reduce)
 
 
 def _any_or_all(func: Any, args: Any, kwargs: Any) -> Any:
@@ -127,6 +122,55 @@ def _any_or_all(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
+
+
+def _power(norm: Tensor, order: float) -> Tensor:
+    """What is added up for a norm of `order`."""
+    return norm if math.isinf(order) or order == 0 else norm**order
+
+
+def _root(total: Tensor, order: float) -> Tensor:
+    """The norm, whose powers add up to `total`."""
+    return total if math.isinf(order) or order == 0 else total ** (1 / order)
+
+
+def _combined(order: float) -> tuple[str, float]:
+    """How powers of several ranks are combined, "sum", "max" or "min"; and those of nothing."""
+    if math.isinf(order):
+        return ("max", 0.0) if order > 0 else ("min", math.inf)
+    return "sum", 0.0 if order >= 0 else math.inf
+
+
+def _powers(
+    stored: Sequence[Tensor | None],
+    spec: ShardSpec | None,
+    order: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    together: bool = False,
+) -> Tensor:
+    """The powers over all ranks that norms of `order` are roots of, in `dtype`; in float64 where sums are exact.
+
+    Args:
+        stored: what this rank stores of each tensor, all of one dtype; None: nothing.
+        spec: how one of them is sharded, and all over the same ranks; None: every rank has all of them.
+        together: whether all tensors are one.
+
+    Returns:
+        Those of each tensor, `[len(stored)]`; `together`, of all of them, `()`.
+    """
+    op, neutral = _combined(order)
+    parts = [each for each in stored if each is not None]
+    if spec is not None and spec.ranks.same_bits and op == "sum" and order >= 0:
+        sets = [parts] if together else [[] if each is None else [each] for each in stored]
+        sums = exact_sums(sets, functools.partial(powers_of_norm, order=order), device, spec.all_reduce)
+        return sums[0] if together else sums
+    found = iter(norms(parts, order, dtype) if parts else ())
+    none = torch.full((), neutral, dtype=dtype, device=device)
+    of_each = _power(torch.stack([none if each is None else next(found) for each in stored] or [none]), order)
+    if together:
+        of_each = of_each.sum() if op == "sum" else of_each.amax() if op == "max" else of_each.amin()
+    return of_each if spec is None else spec.all_reduce(of_each, op)
 
 
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
@@ -145,7 +189,7 @@ def _foreach_norm(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         kinds = {(flat.specs[0].ranks.group, flat.grad.device, flat.grad.dtype) for flat in FlatGradient.of(tensors)}
         if len(kinds) == 1 and not any(map(_tensor_parallel_of, tensors)):  # the work for each runs in C
             return list(_norms(tensors, order).to(dtype or tensors[0].dtype).unbind())
-    norms: list[Any] = [None] * len(tensors)
+    found: list[Any] = [None] * len(tensors)
     groups: dict[Any, list[int]] = {}
     for i, each in enumerate(tensors):
         groups.setdefault((each.spec.reducing_groups, each.device) if is_sharded(each) else None, []).append(i)
@@ -153,26 +197,71 @@ def _foreach_norm(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         alike = [tensors[i] for i in chosen]
         of_group = _norms(alike, order) if group else aten._foreach_norm.Scalar([*map(plain, alike)], order, dtype)
         for i, norm in zip(chosen, of_group, strict=True):
-            norms[i] = norm.to(dtype or tensors[i].dtype)
-    return norms
+            found[i] = norm.to(dtype or tensors[i].dtype)
+    return found
 
 
 def _norms(tensors: Sequence[ShardedTensor], order: float, dims: Any = None, keepdim: bool = False) -> Tensor:
     """Norms of sharded tensors of one group, `[len(tensors), ...]`, in at least float32."""
     first = tensors[0]
-    precise = torch.float32
-    for dtype in set(map(_dtype_of, tensors)):
-        precise = torch.promote_types(precise, dtype)
+    precise = functools.reduce(torch.promote_types, set(map(_dtype_of, tensors)), torch.float32)
 
     def of_rows(x: Tensor, dims: list[int], keep: bool) -> Tensor:
-        return power(torch.linalg.vector_norm(x, order, dims, keep, dtype=precise), order)
+        return _power(torch.linalg.vector_norm(x, order, dims, keep, dtype=precise), order)
 
     if dims and len(dims) < first.dim():
-        op, neutral = combined(order)
-        return root(_reduce_over_ranks(first, dims, keepdim, neutral, op, of_rows), order).unsqueeze(0)
+        op, neutral = _combined(order)
+        return _root(_reduce_over_ranks(first, dims, keepdim, neutral, op, of_rows), order).unsqueeze(0)
     stored = [each.local if each.spec.numel else None for each in tensors]
-    total = root(powers(stored, first.spec, order, precise, first.device), order).to(precise)
+    total = _root(_powers(stored, first.spec, order, precise, first.device), order).to(precise)
     return total.view([-1, *[1] * first.dim()]) if keepdim else total
+
+
+# Note [Where the norm is computed]
+# Clipping needs the norm of all gradients before it changes the first one, so no update can begin before the last
+# reduce has ended. At the end the norm costs one read of each gradient shard, in one kernel on a GPU, which takes less
+# than the all-reduce that follows. In the backward graph the sums of squares would be further outputs, also for loops
+# that do not clip.
+#
+# Each rank sees for itself which gradients lie side by side in a flat shard. What it sends does not depend on that: one
+# number for each group of ranks, device and dtype, in the order of their names.
+
+
+def gradient_norm(
+    params: Iterable[nn.Parameter], whole: Sequence[tuple[Tensor, ShardSpec]] = (), order: float = 2.0
+) -> Tensor:
+    """The norm of the gradients of all `params` together, over all ranks; equal on all of them, with shape `()`.
+
+    Equals `torch.nn.utils.get_total_norm` up to rounding, in float32 or wider, as it sums over flat shards, whose
+    padding is zero. Takes one all-reduce for each group of ranks, device and dtype, two where sums are exact; the host
+    does not wait.
+
+    Args:
+        params: those that are clipped.
+        whole: parts of flat shards' gradients, 1-D, of other parameters, and how one of these is sharded.
+        order: above 0, or infinity.
+    """
+    grads = gradients(params)
+    flats = FlatGradient.all_of([grad for grad in grads if type(grad) is ShardedTensor])
+    if any(map(_TENSOR_PARALLEL, chain.from_iterable(map(_SPECS, flats)))):
+        flats = []  # its parameters are reduced over groups of their own
+    found: list[tuple[Tensor, ShardSpec | None]] = [*whole, *((flat.grad, flat.specs[0]) for flat in flats)]
+    found += [(plain(grad), None) for grad in grads if type(grad) is not ShardedTensor]
+    found += [(grad.local, grad.spec) for grad in grads if type(grad) is ShardedTensor and not flats]
+    groups: dict[Any, tuple[ShardSpec | None, list[Tensor | None]]] = {}
+    for tensor, spec in found:
+        key = (spec and spec.reducing_groups, str(tensor.device), tensor.dtype)
+        groups.setdefault(key, (spec, []))[1].append(tensor if tensor.numel() else None)
+    totals: list[Tensor] = []
+    for key in sorted(groups, key=str):
+        (spec, stored), (_, device, dtype) = groups[key], key
+        wide = torch.promote_types(dtype, torch.float32)
+        totals.append(_powers(stored, spec, order, wide, torch.device(device), together=True).to(wide))
+    if not totals:
+        return torch.zeros(())
+    widest = functools.reduce(torch.promote_types, {total.dtype for total in totals})
+    joined = torch.stack([total.to(totals[0].device, widest) for total in totals])
+    return _root(joined.amax() if math.isinf(order) else joined.sum(), order)
 
 
 # --- what all ranks must find alike -----------------------------------------------------------------------------------

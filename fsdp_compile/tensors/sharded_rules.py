@@ -127,7 +127,6 @@ def _log_once(name: str) -> None:
 
 def gather(func: Any, args: Any, kwargs: Any) -> Any:
     """Compute on full tensors, on every rank, and write back what was written."""
-    _log_once(func._schema.name)
     average_gradients(args)
     full: dict[int, Tensor] = {}
 
@@ -137,7 +136,9 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(value, (ShardedTensor, ShardedView)) and not is_dtensor(value):
             return value
         if id(value) not in full:
-            full[id(value)] = plain(value)
+            if not isinstance(value, UnshardedTensor):
+                _log_once(func._schema.name)
+            full[id(value)] = value.elements() if isinstance(value, UnshardedTensor) else plain(value)
         return full[id(value)]
 
     _refuse_other_dtensors(func, args, kwargs)
@@ -150,18 +151,22 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
                 each.wait()  # type: ignore[attr-defined]  # methods of such objects are not declared
     originals: dict[int, Any] = {}
     for position in written_arguments(func):
-        name = func._schema.arguments[position].name
-        for each in leaves_of(args[position] if position < len(args) else kwargs.get(name)):
-            if isinstance(each, (ShardedTensor, ShardedView)):
-                value = full[id(each)]
-                if value.shape != each.shape:
-                    raise NotImplementedError(
-                        f"{func._schema.name} changes the shape of a sharded tensor in place: use it out of place, or "
-                        f"edit the parameter within summon_full_params"
-                    )
-                if not isinstance(each, UnshardedTensor):  # whose memory was written
-                    each.write(value)
-                originals[id(value)] = each
+        for each in leaves_of(
+            args[position] if position < len(args) else kwargs.get(func._schema.arguments[position].name)
+        ):
+            if not isinstance(each, (ShardedTensor, ShardedView)):
+                continue
+            value = full[id(each)]
+            if isinstance(each, UnshardedTensor):
+                bump_version(each.local)  # whose memory was written
+            elif value.shape == each.shape:
+                each.write(value)
+            else:
+                raise NotImplementedError(
+                    f"{func._schema.name} changes the shape of a sharded tensor in place: use it out of place, or "
+                    f"edit the parameter within summon_full_params"
+                )
+            originals[id(value)] = each
     if isinstance(result, (list, tuple)):
         return type(result)(originals.get(id(each), each) for each in result)
     return originals.get(id(result), result)
@@ -281,21 +286,44 @@ def _foreach(func: Any, args: Any, kwargs: Any) -> Any:
         tensors = [each for arg in args if isinstance(arg, (list, tuple)) for each in arg if isinstance(each, Tensor)]
         if meets_data(tensors):
             return gather(func, args, kwargs)
-    if set(map(type, targets)) != {ShardedTensor}:
-        return _foreach_mixed(func, args, kwargs, targets)
-    if func in _SCALING and (flats := FlatGradient.all_of(targets)):
-        _scale_flats(func, flats, targets, *args[1:], **kwargs)
-        return None
-    specs = list(map(_spec_of, targets))
+    if set(map(type, targets)) == {ShardedTensor}:
+        if func in _SCALING and (flats := FlatGradient.all_of(targets)):
+            _scale_flats(func, flats, targets, *args[1:], **kwargs)
+            return None
+        return _foreach_local(func, args, kwargs, list(map(_spec_of, targets)))
+    # Lists that mix sharded and plain tensors are split in two; plain targets take full operands. A new tensor is
+    # sharded if an operand of its shape is.
+    lists = [i for i, arg in enumerate(args) if isinstance(arg, (list, tuple)) and len(arg) == len(targets)]
+    specs: dict[int, ShardSpec] = {}
+    for i, target in enumerate(targets):
+        for each in (target,) if mutable else (args[j][i] for j in lists):
+            if is_sharded(each) and each.shape == target.shape:
+                specs[i] = each.spec
+    results: list[Any] = [None] * len(targets)
+    for chosen in (list(specs), [i for i in range(len(targets)) if i not in specs]):
+        some = [[arg[i] for i in chosen] if j in lists else arg for j, arg in enumerate(args)]
+        if not chosen:
+            continue
+        if chosen[0] in specs:
+            made = _foreach(func, some, kwargs) if mutable else _foreach_local(func, some, kwargs, list(specs.values()))
+        else:
+            made = func(*[[*map(plain, arg)] if isinstance(arg, list) else arg for arg in some], **kwargs)
+        for i, each in zip(chosen, made or (), strict=False):
+            results[i] = each
+    return None if mutable else results
+
+
+def _foreach_local(func: Any, args: Any, kwargs: Any, specs: list[ShardSpec]) -> Any:
+    """On local data of tensors that are sharded by `specs`."""
     local = [_local_operands(arg, specs) for arg in args]
     result = func(*local, **{key: _local_operands(value, specs) for key, value in kwargs.items()})
-    if mutable:
-        for position in written_arguments(func):
-            if position < len(args) and args[position]:
-                bump_version(local[position])
-                bump_version(args[position])
-        return result
-    return list(map(ShardedTensor, result, specs))
+    if not func._schema.is_mutable:
+        return list(map(ShardedTensor, result, specs))
+    for position in written_arguments(func):
+        if position < len(args) and args[position]:
+            bump_version(local[position])
+            bump_version(args[position])
+    return result
 
 
 def _scale_flats(func: Any, flats: Sequence[FlatGradient], grads: Any, *args: Any, **kwargs: Any) -> None:
@@ -322,57 +350,20 @@ def _local_operands(arg: Any, specs: list[ShardSpec]) -> Any:
     return [operand(spec, value) for spec, value in zip(specs, arg, strict=True)]
 
 
-def _foreach_mixed(func: Any, args: Any, kwargs: Any, targets: Any) -> Any:
-    """Split lists that mix sharded and plain tensors in two; plain targets take full operands.
-    A new tensor is sharded if an operand of its shape is.
-    """
-    lists = [i for i, arg in enumerate(args) if isinstance(arg, (list, tuple)) and len(arg) == len(targets)]
-    mutable = func._schema.is_mutable
-    specs: dict[int, ShardSpec] = {}
-    for i, target in enumerate(targets):
-        for each in (target,) if mutable else (args[j][i] for j in lists):
-            if is_sharded(each) and each.shape == target.shape:
-                specs[i] = each.spec
-    results: list[Any] = [None] * len(targets)
-    for chosen in (list(specs), [i for i in range(len(targets)) if i not in specs]):
-        if not chosen:
-            continue
-        some = [[arg[i] for i in chosen] if j in lists else arg for j, arg in enumerate(args)]
-        if chosen[0] in specs:
-            if mutable:
-                _foreach(func, some, kwargs)
-                continue
-            of_chosen = [specs[i] for i in chosen]
-            made: Any = map(
-                ShardedTensor, func(*[_local_operands(arg, of_chosen) for arg in some], **kwargs), of_chosen
-            )
-        else:
-            made = func(*[[*map(plain, arg)] if isinstance(arg, list) else arg for arg in some], **kwargs) or ()
-        for i, each in zip(chosen, made, strict=False):
-            results[i] = each
-    return None if mutable else results
-
-
 # --- random fills -----------------------------------------------------------------------------------------------------
 
 
 def _random(func: Any, args: Any, kwargs: Any) -> Any:
     """Draw all elements on every rank, so that generators and results are those of one process."""
-    target = args[0]
-    if type(target) is not ShardedTensor or func not in _FILLS:
+    target, *rest = args
+    is_fill = func._schema.is_mutable or func._schema.name.endswith("_like")  # the values there do not matter
+    if type(target) is not ShardedTensor or not is_fill or any(isinstance(each, Tensor) for each in rest):
         return gather(func, args, kwargs)
-    drawn = func(target.local.new_empty(target.spec.shape), *args[1:], **kwargs)
+    drawn = func(target.local.new_empty(target.spec.shape), *rest, **kwargs)
     if not func._schema.is_mutable:
         return ShardedTensor(target.spec.local_of(drawn).clone(), target.spec)
     target.write(drawn)
     return target
-
-
-_FILLS = {
-    *(aten.normal_.default, aten.uniform_.default, aten.exponential_.default, aten.geometric_.default),
-    *(aten.log_normal_.default, aten.cauchy_.default, aten.bernoulli_.float, aten.random_.default, aten.random_.to),
-    *(aten.random_.__getattr__("from"), aten.randn_like.default, aten.rand_like.default),
-}  # the values there do not matter
 
 
 # --- views and copies -------------------------------------------------------------------------------------------------
@@ -430,33 +421,27 @@ def _like(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _new(func: Any, args: Any, kwargs: Any) -> Any:
     like, size, *rest = args
-    if type(like) is ShardedView and like.is_dtensor and torch.Size(size) == like.shape:  # in a state dict
+    is_alike, is_strided = torch.Size(size) == like.shape, func is aten.new_empty_strided.default
+    if is_strided:  # into which autograd copies a gradient, if a hook holds on to it
+        is_alike = is_alike and tuple(rest[0]) == like.stride() and is_sharded(like)
+    if is_alike and type(like) is ShardedView and like.is_dtensor:  # in a state dict
         return like.over(_new(func, (like.base, like.base.shape, *rest), kwargs))
-    local = like.local if is_sharded(like) else torch.empty(0, dtype=like.dtype, device=like.device)
-    if is_sharded(like) and torch.Size(size) == like.shape:
-        return ShardedTensor(func(local, [like.spec.numel], *rest, **kwargs), like.spec)
-    return func(local, size, *rest, **kwargs)
-
-
-def _new_strided(func: Any, args: Any, kwargs: Any) -> Any:
-    """Autograd copies a gradient into one of these, if a hook holds on to it."""
-    like, size, stride = args
-    if is_sharded(like) and torch.Size(size) == like.shape and tuple(stride) == like.stride():
-        return _new(aten.new_empty.default, (like, size), kwargs)
-    return func(torch.empty(0, dtype=like.dtype, device=like.device), size, stride, **kwargs)
+    if is_alike and is_sharded(like):
+        return ShardedTensor(func(like.local, [like.spec.numel], *[[1]] if is_strided else rest, **kwargs), like.spec)
+    return func(torch.empty(0, dtype=like.dtype, device=like.device), size, *rest, **kwargs)
 
 
 def _local_only(func: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0].local, *args[1:], **kwargs) if is_sharded(args[0]) else gather(func, args, kwargs)
 
 
-RULES.choose = _choose_rule
+RULES.choose, RULES.gather = _choose_rule, gather
 for _rule, _operators in (
     (_same, (aten.detach.default, aten.lift_fresh.default, aten.alias.default)),
     (_like, (aten.clone.default, aten._to_copy.default, aten._pin_memory.default)),
     (_like, (aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)),
     (_new, (aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default)),
-    (_new_strided, (aten.new_empty_strided.default,)),
+    (_new, (aten.new_empty_strided.default,)),
     (_local_only, (aten.is_pinned.default, aten.record_stream.default)),
     (lambda func, args, kwargs: args[0].shape == args[1].shape, (aten.is_same_size.default,)),
     (lambda func, args, kwargs: type(args[0]) is type(args[1]), (aten._has_compatible_shallow_copy_type.default,)),

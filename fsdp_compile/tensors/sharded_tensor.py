@@ -60,6 +60,7 @@ class Rules(dict[Any, Rule]):
     """The rule of each operator with sharded operands, filled by sharded_rules.py; `choose` finds a missing one."""
 
     choose: Callable[[Any], Rule]
+    gather: Rule  # that which holds for any operator
 
     def __missing__(self, func: Any) -> Rule:
         rule = self[func] = self.choose(func)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compile.core._torch import never_compile
-from fsdp_compile.tensors.averaging import average_gradients
-from fsdp_compile.tensors.sharded_tensor import ShardedTensor, bump_version, check_full_shape, set_local
+from fsdp_compile.tensors.sharded_tensor import RULES, ShardedTensor, check_full_shape, set_local
 
 aten = torch.ops.aten
+_UPDATES = ("aten::_fused_", "aten::_amp_")
 
 
 class UnshardedTensor(ShardedTensor):
@@ -29,7 +29,16 @@ class UnshardedTensor(ShardedTensor):
     @classmethod
     @never_compile
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's has no types
-        return _call_on_all_elements(func, args, kwargs or {})
+        name = func._schema.name
+        if func is aten.add_.Tensor and isinstance(args[0], UnreducedGradient) and type(args[1]) is ShardedTensor:
+            # A use of the parameter outside of its unit's forward, or a penalty. It is reduced already, so each rank
+            # adds what it stores, times what the reduce will divide by: a gather would need one order on all ranks.
+            spec, added = args[1].spec, torch.zeros_like(args[0].local)
+            added[spec.first : spec.first + spec.numel] = args[1].local * (spec.ranks.size * args[0].divided_by)
+            args = (args[0], added.view(spec.split_shape), *args[2:])
+        elif UnreducedGradient in types and (ShardedTensor in types or "norm" in name or name.startswith(_UPDATES)):
+            refuse_unreduced(name)
+        return RULES.gather(func, args, kwargs or {})
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """All elements, 1-D; it shares memory with this tensor."""
@@ -93,35 +102,3 @@ def refuse_unreduced(name: str) -> NoReturn:
         f"{name.removeprefix('aten::')}: a gradient was accumulated under no_sync and not reduced; run a backward pass "
         f"outside no_sync before clipping or optimizer.step()"
     )
-
-
-_UPDATES = ("aten::_fused_", "aten::_amp_")
-
-
-def _call_on_all_elements(func: Any, args: Any, kwargs: Any) -> Any:
-    average_gradients(args)
-    if func is aten.add_.Tensor and isinstance(args[0], UnreducedGradient) and type(args[1]) is ShardedTensor:
-        # A use of the parameter outside of its unit's forward, or a penalty. It is reduced already, so each rank adds
-        # what it stores, times what the reduce will divide by: an all-gather would need one order on all ranks.
-        spec, added = args[1].spec, torch.zeros_like(args[0].local)
-        added[spec.first : spec.first + spec.numel] = args[1].local * (spec.ranks.size * args[0].divided_by)
-        args = (args[0], added.view(spec.split_shape), *args[2:])
-    plain: dict[int, Any] = {}
-    met = set()
-
-    def unwrap(value: Any) -> Any:
-        met.add(type(value))
-        if isinstance(value, UnshardedTensor):
-            full = value.elements()
-            plain[id(full)] = value
-            return full
-        return type(value)(map(unwrap, value)) if isinstance(value, (list, tuple)) else value
-
-    args, kwargs = unwrap(args), {key: unwrap(value) for key, value in kwargs.items()}
-    name = func._schema.name
-    if UnreducedGradient in met and (ShardedTensor in met or "norm" in name or name.startswith(_UPDATES)):
-        refuse_unreduced(name)
-    result = func(*args, **kwargs)
-    if func._schema.is_mutable:
-        bump_version([tensor.local for tensor in plain.values()])
-    return plain.get(id(result), result)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.comm import collectives
-from fsdp_compile.tensors.norms import gradient_norm
+from fsdp_compile.tensors.sharded_reductions import gradient_norm
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 CASE = MODELS["mlp"]

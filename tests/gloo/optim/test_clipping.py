@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from fsdp_compile import fully_shard
 from fsdp_compile.optim.segments import Segments
-from fsdp_compile.tensors.norms import gradient_norm
+from fsdp_compile.tensors.sharded_reductions import gradient_norm
 
 from ..comm.test_communication import _spied
 from ..ranks import on_ranks
