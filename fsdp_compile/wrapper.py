@@ -144,7 +144,6 @@ class FullyShardedDataParallel(nn.Module):
         self._put_around(module)
         for unit in units_used_below(module):
             unit.state_settings = unit.state_settings or default_settings(StateDictType.FULL_STATE_DICT)
-            unit.chunked_values = True
 
     def _put_around(self, module: nn.Module) -> None:
         """Become the wrapper of `module`, which is sharded."""

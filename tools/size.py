@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 10_333,
-    "the story and what it imports": 14_897,
-    PACKAGE: 36_898,
+    "the story": 10_332,
+    "the story and what it imports": 14_847,
+    PACKAGE: 36_684,
     "tests": 49_274,
     "bench": 4_931,
     "docs, README, change log": 5_187,

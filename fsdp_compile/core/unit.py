@@ -188,7 +188,6 @@ class Unit:
         self.path = self.flats[0].path  # for errors; from the first forward on the path of the unit's module
         self.tensor_parallel = found if any(found := tuple(map(in_forward, self.params))) else ()  # if unsharded
         self.state_settings: StateDictSettings | None = None  # the kind of state dicts (state_dict/model.py)
-        self.chunked_values = False  # whether sharded ones have torch's ShardedTensors where no mesh was given
         self.locations = ParameterLocations(len(self.params))  # which modules hold the parameters
         # A state and the user's function that reduces gradients, and what calls it: see `set_comm_hook`.
         self.comm_hook: tuple[Any, Callable[..., Any]] | None = None

@@ -5,9 +5,8 @@ SHARDED    for each parameter a `ShardedTensor`, to users a DTensor, over memory
 LOCAL      the same with a copy of what the rank stores
 
 Where the kind was set, as `FullyShardedDataParallel` does, values of a unit's parameters are copies, and SHARDED ones
-are as FSDP1 gives them: rows of dimension 0 in a DTensor; of a `FullyShardedDataParallel` without a mesh in torch's own
-ShardedTensor. Each is gathered in turn. Buffers and ignored parameters are never copied.
-In FULL tensor subclasses stay whole; the other kinds have their inner tensors (Note [Inner tensors]).
+are as FSDP1 gives them: rows of dimension 0 in a DTensor (sharded_value.py). Buffers and ignored parameters are never
+copied. In FULL tensor subclasses stay whole; the other kinds have their inner tensors (Note [Inner tensors]).
 
 Every kind can be loaded, whichever is set. SHARDED and LOCAL values in a file of `torch.save` are what one rank stores;
 only the same rank of equally many can load them. The default is SHARDED after `fully_shard` and FULL after
@@ -163,7 +162,7 @@ class _Saving:
             local = stored.local.to("cpu" if config.offload_to_cpu else stored.device, copy=True)
             return ShardedTensor(local, stored.spec)
         if kind is SHARDED:
-            rows = torch_value(stored.detach(), config._use_dtensor or not unit.chunked_values)
+            rows = torch_value(stored.detach())
             return rows.cpu() if config.offload_to_cpu else rows
         if index is None:
             return stored.full_tensor()

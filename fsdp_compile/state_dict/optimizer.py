@@ -55,8 +55,8 @@ def optim_state_dict(
     """The optimizer's state by parameter names, in original shapes, of the kind that is set for `model`.
 
     FULL: plain tensors, gathered; all ranks must call it, and with `rank0_only` all but the first get {}. SHARDED: a
-    `ShardedTensor` for each tensor, without communication; if it was set, DTensors or torch's ShardedTensors as FSDP1
-    has them, for which all ranks exchange rows. LOCAL: what this rank has. Scalars, such as step counts, stay
+    `ShardedTensor` for each tensor, without communication; if it was set, DTensors with rows as FSDP1 has them, for
+    which all ranks gather. LOCAL: what this rank has. Scalars, such as step counts, stay
     0-d. Values are copies, by default on the CPU, except for LOCAL.
 
     Args:
@@ -89,16 +89,16 @@ def _by_name(
     given = optim.state_dict() if state_dict is None else state_dict
     params, named = _named_state(model, optim, given)
     states, unit = named["state"], next(iter(units_used_below(model)), None)
-    of_fsdp1 = unit if kind is SHARDED and unit is not None and unit.state_settings is not None else None
+    as_rows = kind is SHARDED and unit is not None and unit.state_settings is not None  # as FSDP1 has them
     has_values = kind is not FULL or not config.rank0_only or unit is None or is_first_rank(unit)
-    if unit is not None and (of_fsdp1 or kind is FULL):  # ranks gather one after the other
+    if unit is not None and (as_rows or kind is FULL):  # ranks gather one after the other
         _check_alike(_shared_names(params, model, states), states, group or unit.group.find())
 
     def converted(leaf: Any) -> Any:
         if kind is FULL:
             leaf = full_tensor(leaf)
-        elif of_fsdp1 and isinstance(leaf, ShardedTensor):
-            leaf = torch_value(leaf, config._use_dtensor or not of_fsdp1.chunked_values)
+        elif as_rows and isinstance(leaf, ShardedTensor):
+            leaf = torch_value(leaf)
         if not has_values or shares_memory or not isinstance(leaf, Tensor):
             return leaf if has_values else None
         return leaf.cpu() if config.offload_to_cpu and leaf.device.type != "cpu" else leaf.clone()

@@ -10,11 +10,10 @@ torch.distributed.checkpoint.load(state, ...)    every rank reads its chunks, st
 # parameter, and saving it copies nothing and communicates nothing. To torch it is a DTensor, so that code which stages,
 # offloads or gathers DTensors does so here too.
 #
-# Where the kind was set, as FSDP1 does, scripts expect what FSDP1 gives: rows of dimension 0 on each rank, in a DTensor
-# or in torch's own ShardedTensor. Other ranks store a part of these rows, so `state_dict()` gathers one after the
-# other, as FSDP1 does (`torch_value`). A value that did so when `to_local()` is first called would wait for ever in a
-# script that looks at one rank alone, which FSDP1's values allow. DCP's functions and `fsdp_compile.checkpoint` ask for
-# the state themselves, and get the parameters whatever is set.
+# Where the kind was set, as FSDP1 does, scripts expect what FSDP1 gives: a DTensor with rows of dimension 0 on each
+# rank. Other ranks store a part of these rows, so `state_dict()` gathers one value after the other, as FSDP1 does. One
+# that did so when `to_local()` is first called would wait for ever in a script that looks at one rank alone, which
+# FSDP1's values allow. DCP's functions and `fsdp_compile.checkpoint` get the parameters whatever is set.
 
 import math
 from typing import Any, TypeGuard
@@ -22,13 +21,11 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.comm._torch import group_named
 from fsdp_compile.core._torch import StridedShard
 from fsdp_compile.core.unit import unit_of
-from fsdp_compile.state_dict._torch import ChunkedTensor, chunked_tensor
+from fsdp_compile.state_dict._torch import ChunkedTensor
 from fsdp_compile.tensors.shard_spec import ShardSpec
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from fsdp_compile.tensors.sharded_view import ShardedView, in_state
@@ -48,37 +45,25 @@ torch.serialization.add_safe_globals([ShardedValue])
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def torch_value(value: ShardedTensor, as_dtensor: bool) -> Tensor:
-    """A copy of a value of which each rank has the rows that `torch.chunk` gives to it; all ranks gather it.
+def torch_value(value: ShardedTensor) -> Tensor:
+    """A copy of a value, a DTensor of which each rank has the rows that `torch.chunk` gives to it; all ranks gather it.
 
-    Args:
-        as_dtensor: whether it is a DTensor where no mesh was given either; otherwise torch's ShardedTensor.
-
-    Returns:
-        A DTensor on the mesh that was given, or torch's ShardedTensor. A plain tensor of shape () or without elements;
-        a copy of a parameter that tensor parallelism has distributed over a mesh which is no part of that one.
+    A plain tensor of shape () or without elements; a `ShardedTensor` where tensor parallelism has distributed it over a
+    mesh that is no part of the one that was given.
     """
-    spec = value.spec
+    spec, parallel = value.spec, value.spec.tensor_parallel
     if not math.prod(spec.shape):
         return value.local.new_empty(spec.shape)
-    parallel, mesh = spec.tensor_parallel, spec.mesh(value.device.type)
-    if parallel is not None and spec.ranks.mesh_with(parallel.mesh) is None:
+    if parallel is not None and spec.joined_mesh is None:
         return ShardedTensor(value.local.clone(), spec)
     full = spec.gather_split(value.local)
     if not spec.shape:
         return full
-    rows = full[spec.torch_rows].clone()
-    if spec.ranks.given is None and not as_dtensor:
-        return rows if spec.ranks.size == 1 else chunked_tensor(rows, spec.shape, group_named(spec.ranks.group))
-    placements = spec.placements(_placement_of_rows(spec), mesh)
+    rows, mesh, parts = full[spec.torch_rows].clone(), spec.mesh(value.device.type), 1
+    for dim, before in enumerate(parallel.placements if parallel else ()):  # by which it was split before
+        parts *= parallel.mesh.size(dim) if parallel and before.is_shard(0) else 1
+    placements = spec.placements(Shard(0) if parts == 1 else StridedShard(0, split_factor=parts), mesh)
     return DTensor.from_local(rows, mesh, placements, run_check=False, shape=spec.shape, stride=value.stride())
-
-
-def _placement_of_rows(spec: ShardSpec) -> Placement:
-    parallel = spec.tensor_parallel
-    before = () if parallel is None else parallel.placements  # which have split the tensor before it is sharded
-    parts = math.prod(parallel.mesh.size(dim) for dim, each in enumerate(before) if each.is_shard(0)) if parallel else 1
-    return Shard(0) if parts == 1 else StridedShard(0, split_factor=parts)
 
 
 # --- a parameter and the values that belong to it ---------------------------------------------------------------------
@@ -90,34 +75,29 @@ def managed(param: nn.Parameter) -> Any:
     return None if unit is None or unit.summoned is not None else param
 
 
-def local_of(param: Any, value: Tensor, what: str) -> Tensor | None:
+def local_of(param: Any, value: Any, what: str) -> Tensor | None:
     """The elements that this rank stores, 1-D `[n]`, of a value of a sharded parameter's shape; None for another shape.
 
     Shares memory with the value if possible. All ranks gather a value that is distributed in another way.
     RuntimeError, which calls it `what`, if it is what another rank has stored of this parameter.
     """
-    if is_alike(value, param.spec):
+    spec: ShardSpec = param.spec
+    if is_alike(value, spec):
         return value.local
-    if value.shape != param.spec.shape:
+    if value.shape != spec.shape:
         return None
-    check_own_part(what, value, param.spec)
-    local: Tensor = param.spec.local_of(full_tensor(value))
-    return local
-
-
-def is_alike(value: Any, spec: ShardSpec) -> TypeGuard[ShardedTensor]:
-    """Whether `value` is sharded by `spec`, so that no rank needs what other ranks store of it."""
-    return isinstance(value, ShardedTensor) and spec.same_ranges(value.spec)
-
-
-def check_own_part(what: str, value: Any, spec: ShardSpec) -> None:
-    """Raise RuntimeError if `value` has the elements of another rank, as one from that rank's file."""
     if isinstance(value, (ShardedTensor, ShardedView)):
         mine, its = spec.ranks, value.spec.ranks
         if (mine.size, mine.rank) != (its.size, its.rank):
             raise RuntimeError(f"{what}: expected what rank {mine.rank} of {mine.size} stores, found what rank "
                                f"{its.rank} of {its.size} has saved; save and load with torch.distributed.checkpoint, "
                                f"or save full_tensor() of each value")  # fmt: skip
+    return spec.local_of(full_tensor(value))
+
+
+def is_alike(value: Any, spec: ShardSpec) -> TypeGuard[ShardedTensor]:
+    """Whether `value` is sharded by `spec`, so that no rank needs what other ranks store of it."""
+    return isinstance(value, ShardedTensor) and spec.same_ranges(value.spec)
 
 
 def full_tensor(value: Any) -> Any:

@@ -182,20 +182,14 @@ class AsDTensor:
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Any] | None = None, **_: Any
     ) -> Any:
-        """The full tensor as a replicated DTensor; this tensor for its own placements.
+        """This tensor for its own placements; otherwise a DTensor on the same mesh, by way of the full tensor.
 
         Raises:
-            ValueError: another mesh or another placement was asked for.
+            ValueError: ranges of elements were asked for, which no DTensor can have.
         """
         everywhere = [Replicate()] * self.device_mesh.ndim
-        is_here = device_mesh in (None, self.device_mesh)
         wanted = everywhere if placements is None else list(placements)
-        if is_here and wanted != everywhere and tuple(wanted) == self.placements:
+        if wanted != everywhere and device_mesh in (None, self.device_mesh) and tuple(wanted) == self.placements:
             return self
-        if not is_here or wanted != everywhere:
-            raise ValueError(
-                f"redistribute {self.spec.named()}, to {placements} on {device_mesh} is not supported, only to "
-                f"{everywhere} on the same mesh; call full_tensor(), then distribute_tensor"
-            )
-        full: Tensor = self.full_tensor()  # type: ignore[attr-defined]  # a ShardedTensor
-        return DTensor.from_local(full, self.device_mesh, everywhere, run_check=False)
+        full: Any = self.full_tensor()  # type: ignore[attr-defined]  # a ShardedTensor
+        return DTensor.from_local(full, self.device_mesh, everywhere, run_check=False).redistribute(device_mesh, wanted)

@@ -122,12 +122,8 @@ class FlatSharding:
 
 
 class Wait:  # a generator would be slower, and traced code may have no `try`
-    """Context of a collective of sharded tensors: a RuntimeError gets a note that says of what, and of which ranks.
-
-    Args:
-        ranks: that take part.
-        kind: the collective, such as "all-gather".
-        what: the parameter, or a function that returns its name.
+    """Context of a collective, such as an "all-gather", of `what`, a parameter or a function that returns its name: a
+    RuntimeError gets a note that says so, and which `ranks` take part.
     """
 
     __slots__ = ("_kind", "_ranks", "_what")
@@ -184,11 +180,6 @@ class ShardRanks:
         if self.given is not None:
             return self.given
         return self.once(device_type, lambda: mesh_of(self.group, self.size, self.rank, device_type))
-
-    def mesh_with(self, inner: DeviceMesh) -> DeviceMesh | None:
-        """The mesh that was given and `inner` as one; None if none was given, or the two are not parts of one mesh."""
-        given = self.given
-        return None if given is None else self.once(inner, lambda: joined_mesh(given, inner))
 
     def once(self, key: object, make: Callable[[], Any]) -> Any:
         """What `make` returns, made once."""
@@ -298,9 +289,8 @@ class ShardSpec:
     def row(self) -> int:
         """The same, where rows of what the ranks split are rows of the full tensor on their mesh; else 0."""
         parallel = self.tensor_parallel
-        if parallel is not None and self.ranks.mesh_with(parallel.mesh) is None:
-            return 0
-        return 0 if parallel is not None and any(each.is_shard(0) for each in parallel.placements) else self.row_numel
+        split = parallel and (self.joined_mesh is None or any(each.is_shard(0) for each in parallel.placements))
+        return 0 if split else self.row_numel
 
     @cached_property
     def is_one_chunk_on_all_ranks(self) -> bool:
@@ -323,16 +313,24 @@ class ShardSpec:
         _, start = self.tensor_parallel.local_box
         return tuple(replace(chunk, offsets=tuple(map(operator.add, start, chunk.offsets))) for chunk in chunks)
 
+    @property
+    def joined_mesh(self) -> DeviceMesh | None:
+        """The mesh that was given and that of tensor parallelism as one; None if there are no two parts of one mesh."""
+        given, parallel = self.ranks.given, self.tensor_parallel
+        if given is None or parallel is None:
+            return None
+        joined: DeviceMesh | None = self.ranks.once(parallel.mesh, lambda: joined_mesh(given, parallel.mesh))
+        return joined
+
     def mesh(self, device_type: str) -> DeviceMesh:
         """That of the ranks, followed by the dimensions of tensor parallelism if both are parts of one mesh."""
-        parallel = self.tensor_parallel
-        joined = None if parallel is None else self.ranks.mesh_with(parallel.mesh)
+        joined = self.joined_mesh
         return self.ranks.mesh(device_type) if joined is None else joined
 
     def placements(self, of_shards: Placement, mesh: DeviceMesh) -> tuple[Placement, ...]:
         """A placement for each dimension of `mesh`: replicas, `of_shards` for the ranks, then tensor parallelism."""
         parallel = self.tensor_parallel
-        inner = () if parallel is None or self.ranks.mesh_with(parallel.mesh) is None else parallel.placements
+        inner = () if parallel is None or self.joined_mesh is None else parallel.placements
         outer = mesh.ndim - len(inner)
         shards = of_shards if mesh.size(outer - 1) == self.ranks.size else Replicate()  # under NO_SHARD
         return (*[Replicate()] * (outer - 1), shards, *inner)

@@ -43,8 +43,7 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.comm.groups import shared_name
 from fsdp_compile.core._torch import local_shape_and_offset, never_compile
 
-_MARK = "_fsdp_tensor_parallel"  # on a parameter that was a DTensor: how other ranks than data-parallel ones have it
-_IN_FORWARD = "_fsdp_in_forward"  # and how it is distributed where module code finds it
+_MARK = "_fsdp_tensor_parallel"  # on a parameter that was a DTensor: how it is distributed where module code finds it
 
 
 @dataclass(frozen=True)
@@ -57,17 +56,11 @@ class TensorParallel:
     stride: tuple[int, ...]  # of it, contiguous. A field, because Dynamo reads it and traces no cached property
     summed: tuple[int, ...] = ()  # dimensions of the mesh over which gradients are addends of a sum: Note [One mesh]
 
-    @staticmethod
-    def of(tensor: DTensor, summed: tuple[int, ...] = ()) -> "TensorParallel":
-        """How `tensor` is distributed."""
-        contiguous = torch.empty(tensor.shape, device="meta").stride()
-        return TensorParallel(tensor.device_mesh, tuple(tensor.placements), tensor.shape, contiguous, summed)
-
-    def without(self, dims: tuple[int, ...]) -> "TensorParallel | None":
-        """How it is distributed over the other dimensions of the mesh; None if there are no others."""
-        others = [dim for dim in range(self.mesh.ndim) if dim not in dims]
-        if not dims or not others:
-            return None if dims else self
+    def over_others(self) -> "TensorParallel | None":
+        """How it is distributed over the dimensions of the mesh that are not `summed`; None if there are no others."""
+        others = [dim for dim in range(self.mesh.ndim) if dim not in self.summed]
+        if not self.summed or not others:
+            return None if self.summed else self
         mesh = self.mesh[tuple((self.mesh.mesh_dim_names or ())[dim] for dim in others)]
         return TensorParallel(mesh, tuple(self.placements[dim] for dim in others), self.shape, self.stride)
 
@@ -150,13 +143,13 @@ def is_dtensor(value: Any) -> TypeGuard[DTensor]:
 
 def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
     """How other ranks than its data-parallel peers have a parameter made by `with_local_parameters`; else None."""
-    parallel: TensorParallel | None = vars(param).get(_MARK)
-    return parallel
+    found = in_forward(param)
+    return None if found is None else found.over_others()
 
 
 def in_forward(param: Tensor) -> TensorParallel | None:
     """How a parameter made by `with_local_parameters` is distributed where module code finds it; else None."""
-    parallel: TensorParallel | None = vars(param).get(_IN_FORWARD)
+    parallel: TensorParallel | None = vars(param).get(_MARK)
     return parallel
 
 
@@ -180,9 +173,9 @@ def with_local_parameters(
         if isinstance(each, DTensor):  # none is sharded
             local[each] = plain = nn.Parameter(each.to_local().detach(), each.requires_grad)
             vars(plain).update(vars(each))  # a DTensor keeps its own fields elsewhere, in slots
-            dims = _dimensions_of_peers(each, set(peers))
-            found = TensorParallel.of(each, tuple(dim for dim in dims if each.device_mesh.size(dim) > 1))
-            vars(plain).update({_IN_FORWARD: found, _MARK: found.without(dims)})
+            stride, summed = torch.empty(each.shape, device="meta").stride(), _dimensions_of_peers(each, set(peers))
+            found = TensorParallel(each.device_mesh, tuple(each.placements), each.shape, stride, summed)
+            vars(plain)[_MARK] = found
     for module in model.modules() if local else ():
         for name, param in module._parameters.items():
             if param is not None and param in local:

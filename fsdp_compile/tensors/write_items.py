@@ -13,7 +13,6 @@ other writers                                     the rows that `torch.chunk` gi
 
 import threading
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,26 +33,19 @@ _ROWS = "_rows_to_write"  # an attribute of a tensor between planning and writin
 def write_items(value: Any, name: str, _: Any) -> list[WriteItem]:
     """What DCP writes of `value`, of which this rank has `chunks`; RuntimeError if its writer would lose some of it."""
     spec: ShardSpec = value.spec
-    save = locals_of(save_state_dict)  # its arguments
-    chunks: Sequence[ChunkStorageMetadata] = chunks_of(value)
-    if save:
+    chunks = chunks_of(value)
+    if save := locals_of(save_state_dict):  # its arguments
         _warn_of_shared_group(save, value.local.device)
-    if save and not _keeps_chunks(save["storage_writer"]):
-        _check_writer(name, value, save)
-        if not spec.is_one_chunk_on_all_ranks:
-            rows = spec.gather_split(value.local.detach())[spec.torch_rows].clone()
-            setattr(value, _ROWS, rows)
-            offsets = [spec.torch_rows.start, *[0] * (rows.dim() - 1)]
-            chunks = [ChunkStorageMetadata(torch.Size(offsets), rows.shape)] if rows.numel() else []
-    properties = TensorProperties.create_from_tensor(value.local)
-    return [
-        WriteItem(
-            index=MetadataIndex(name, chunk.offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=value.shape),
-        )
-        for chunk in chunks
-    ]
+        if not _keeps_chunks(save["storage_writer"]):
+            _check_writer(name, value, save)
+            if not spec.is_one_chunk_on_all_ranks:
+                rows = spec.gather_split(value.local.detach())[spec.torch_rows].clone()
+                setattr(value, _ROWS, rows)
+                offsets = [spec.torch_rows.start, *[0] * (rows.dim() - 1)]
+                chunks = [ChunkStorageMetadata(torch.Size(offsets), rows.shape)] if rows.numel() else []
+    properties, kind = TensorProperties.create_from_tensor(value.local), WriteItemType.SHARD
+    described = [(chunk, TensorWriteData(chunk, properties, value.shape)) for chunk in chunks]
+    return [WriteItem(MetadataIndex(name, chunk.offsets), kind, tensor_data=data) for chunk, data in described]
 
 
 def with_own_storage(tensor: Tensor) -> Tensor:
@@ -79,9 +71,9 @@ def tensor_of(value: Any, index: MetadataIndex) -> Any:
     for chunk in value.chunks:
         if chunk.offsets == index.offset:
             return value.view_of(chunk)
-    expected = [chunk.offsets for chunk in value.chunks]
     raise ValueError(
-        f"{index.fqn}: expected the offsets of one of this rank's chunks, {expected}, found {index.offset}"
+        f"{index.fqn}: expected the offsets of one of this rank's chunks, {[chunk.offsets for chunk in value.chunks]}, "
+        f"found {index.offset}"
     )
 
 
@@ -93,14 +85,10 @@ def _keeps_chunks(writer: Any) -> bool:
     return type(writer).write_data is getattr(FileSystemWriter, "write_data", None) and is_torch_save
 
 
-def _is_in_background() -> bool:
-    return threading.current_thread() is not threading.main_thread()
-
-
 def _warn_of_shared_group(save: dict[str, Any], device: torch.device) -> None:
     """Warn once of a save in the background through the process group that training communicates by, too."""
-    writer = save["storage_writer"]
-    if _is_in_background() and save["process_group"] is None and device.type == "cpu" and writer not in _warned:
+    writer, is_shared = save["storage_writer"], save["process_group"] is None and device.type == "cpu"
+    if is_shared and writer not in _warned and threading.current_thread() is not threading.main_thread():
         _warned.add(writer)
         warn_caller(
             "async_save plans in the background through the default process group; on a CPU collectives of training go "
@@ -114,7 +102,7 @@ def _check_writer(name: str, value: Any, save: dict[str, Any]) -> None:
     what, spec, writer = None, value.spec, save["storage_writer"]
     if save["no_dist"] or not getattr(writer, "save_distributed", True):
         what = "writes what one rank has, which is a part of it"
-    elif not spec.is_one_chunk_on_all_ranks and _is_in_background():
+    elif not spec.is_one_chunk_on_all_ranks and threading.current_thread() is not threading.main_thread():
         what = "keeps one item of each name, for which ranks gather each tensor, and cannot in the background"
     elif getattr(value, "geometry", None) or not (spec.is_one_chunk_on_all_ranks or spec.tensor_parallel is None):
         what = "keeps one item of each name, and of a view, or with tensor parallelism, this rank has several"

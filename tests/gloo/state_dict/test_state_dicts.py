@@ -15,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 from models import MODELS, Residual, Stack
 from states import OPTIMIZERS, assert_known, fill, start
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor as ChunkedTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -219,7 +218,7 @@ def test_wrapper() -> None:
     found = FullyShardedDataParallel.optim_state_dict(wrapped, optimizer)
     assert list(found["state"]) == names and found["param_groups"][0]["params"] == names
     with FullyShardedDataParallel.state_dict_type(wrapped, SHARDED):
-        assert isinstance(wrapped.state_dict()["stem.weight"], ChunkedTensor)
+        assert type(wrapped.state_dict()["stem.weight"]) is DTensor
     assert type(wrapped.state_dict()["stem.weight"]) is Tensor
     model, _ = get_state_dict(wrapped.module, optimizer)
     assert isinstance(model["stem.weight"], ShardedTensor)
@@ -687,8 +686,7 @@ class _OfBytes(nn.Module):
 
 @on_ranks(2)
 def test_bytes_in_sharded_values() -> None:
-    """float8 and int8 parameters come back from sharded state dicts, DTensors or torch's ShardedTensors, bit for bit:
-    gloo knows no float8."""
+    """float8 and int8 parameters come back from sharded state dicts bit for bit: gloo knows no float8."""
     expected = _OfBytes().state_dict()
     mesh = init_device_mesh("cpu", (2,))
     for shard_it in (FullyShardedDataParallel, partial(FullyShardedDataParallel, device_mesh=mesh), fully_shard):

@@ -374,8 +374,6 @@ REFUSED = {
     ("own state_dict", "the wrapper's FULL"): 'Unexpected key.* "turned"',
     ("own state_dict", "the wrapper's SHARDED"): 'Unexpected key.* "turned"',
     ("own state_dict", "get_model_state_dict"): "unexpected keyword argument 'state_dict'",
-    # Such values are torch's ShardedTensors, which compute nothing.
-    ("own _save_to_state_dict", "the wrapper's SHARDED"): "torch function 'log'",
     ("extra state", "safetensors"): "0._extra_state of the model's state_dict.. is a dict",
 }
 

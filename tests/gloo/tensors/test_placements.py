@@ -18,7 +18,7 @@ import torch.distributed.tensor as dtensor
 from torch import Tensor, nn
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_from_dtensor, _create_write_items_for_dtensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import CommDebugMode, visualize_sharding
 from torch.distributed.tensor.experimental import local_map
@@ -54,7 +54,8 @@ def by_placement(p: Any, _: Any) -> bool:
 
 def mapped(p: Any, placements: Any, redistribute: bool) -> bool:
     options: Any = {"redistribute_inputs": redistribute, "device_mesh": p.device_mesh}
-    return same(local_map(lambda local: 2 * local, [Replicate()], (placements,), **options)(p.detach()), 2 * values(p))
+    summed: Any = ELSEWHERE if placements is ELSEWHERE else [Partial()]
+    return same(local_map(torch.sum, summed, (placements,), **options)(p.detach()), values(p).sum())
 
 
 def copied(p: Any, _: Any) -> bool:
