@@ -10,7 +10,6 @@ from gloo.ranks import Ranks, RanksFailed
 
 from .cases import Case, draw
 from .shrink import shrink
-from .write import write_test
 
 LIMITS = {"eager": 25.0, "aot_eager": 90.0, "joint": 120.0, "inductor": 240.0}  # seconds of one case
 START = 120.0  # seconds in which ranks start
@@ -78,8 +77,6 @@ def main() -> int:
                         "of one rank are expected")  # fmt: skip
     parser.add_argument("--wires", action="store_true", help="parameters and gradients are sent in formats")
     parser.add_argument("--no-shrink", action="store_true")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="also write the first failure as a test; later ones "
-                        "go to files of the same name with their seeds")  # fmt: skip
     asked = parser.parse_args()
     failures, begin = 0, time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -95,11 +92,6 @@ def main() -> int:
                     failure = fuzzer.failure(case) or failure
                     print(f"smaller:\n    {case}\n{failure}", flush=True)
                     print(f"FSDP2: {fuzzer.failure(case, True)}", flush=True)
-                if asked.write is not None:
-                    path = asked.write if failures == 1 else asked.write.with_stem(f"{asked.write.stem}_{seed}")
-                    limit = START + LIMITS[asked.how]
-                    write_test(path, case, failure, seed=seed, world_size=asked.world, how=asked.how, limit=limit)
-                    print(f"wrote {path}", flush=True)
                 fuzzer.ranks.stop()
         fuzzer.ranks.stop()
     seconds = time.monotonic() - begin

@@ -103,15 +103,6 @@ class Attention(nn.Module):
         return x + self.attention(y, y, y, need_weights=False)[0][0].to(x.dtype)
 
 
-class _Plus(nn.Module):
-    def __init__(self, change: Tensor) -> None:
-        super().__init__()
-        self.change = change
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight + self.change
-
-
 class Conv(nn.Module):
     """With a larger `size` its weight is parametrized while it runs, as by peft's `target_parameters`."""
 
@@ -314,21 +305,6 @@ class Bits(nn.Module):
         return x + torch.tanh(y @ computed.to(y.dtype) * self.gain / computed.shape[0]).to(x.dtype)
 
 
-KINDS: dict[str, Callable[[int, int], nn.Module]] = {
-    "linear": Linear,
-    "mlp": MLP,
-    "scale": Scale,
-    "norm": Norm,
-    "inplace": InPlace,
-    "recurrent": Recurrent,
-    "experts": Experts,
-    "attention": Attention,
-    "conv": Conv,
-    "table": Table,
-    "listed": Listed,
-    "custom": Custom,
-    "quantized": Quantized,
-    "computed": Computed,
-    "bits": Bits,
-    "stored": Stored,
-}
+_MODULES = (Linear, MLP, Scale, Norm, InPlace, Recurrent, Experts, Attention, Conv, Table, Listed, Custom, Quantized,
+            Computed, Bits, Stored)  # fmt: skip
+KINDS: dict[str, Callable[[int, int], nn.Module]] = {kind.__name__.lower(): kind for kind in _MODULES}

@@ -1,8 +1,5 @@
 """Random cases against one process that plays all ranks, and those that failed once; `make fuzz` runs more of them."""
 
-import subprocess
-import sys
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +8,6 @@ from fuzz.cases import OWN_PASSES, Case, Node, Step, draw
 from fuzz.corpus import CORPUS
 from fuzz.run import INVALID, compare
 from fuzz.shrink import shrink
-from fuzz.write import write_test
 
 from fsdp_compile.comm.formats import encode
 
@@ -73,34 +69,6 @@ def test_a_planted_defect_is_found_and_shrunk(two: Ranks) -> None:
     case = Case(nodes=(Node(kind="norm"), Node(kind="mlp", unit=True)), width=5, optimizer="adamw", steps=steps)
     found = shrink(case, lambda smaller: any(two.run(_compare, [("planted", smaller)])))
     assert found == Case(steps=(Step(before="planted"),))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("steps", [(Step(before="planted"),), (Step(),)])
-def test_a_written_test(tmp_path: Path, steps: tuple[Step, ...]) -> None:
-    """A case that fails is written as a test that pytest runs as it is, wherever it lies, and that fails while the
-    defect is there.
-    """
-    path = tmp_path / "test_found.py"
-    case = Case(nodes=(Node(kind="mlp", unit=True, then="in place"),), wrap="policy", width=5, steps=steps)
-    failure = "rank 0: step 0: loss or gradient of inputs: differs by 2e-05, expected [0.5]"
-    write_test(path, case, failure, seed=7, world_size=2, how="eager", limit=100.0)
-    assert len(path.read_text().splitlines()) < 40 and failure in path.read_text()
-    run = subprocess.run([sys.executable, "-m", "pytest", str(path)], cwd=tmp_path, capture_output=True, text=True)
-    fails = bool(steps[0].before)
-    says = "differs by" in run.stdout.replace(failure, "")
-    assert (run.returncode == 1, says) == (fails, fails), run.stdout + run.stderr
-
-
-def test_the_largest_cases_are_written_in_few_lines(tmp_path: Path) -> None:
-    """Cases that nothing has shrunk are read back as they were, from fewer than 40 lines of at most 120 characters."""
-    for seed in range(300):
-        path, case = tmp_path / "test_found.py", draw(seed)
-        write_test(path, case, "rank 0: hangs", seed=seed, world_size=2, how="eager", limit=100.0)
-        names: dict[str, object] = {}
-        exec(path.read_text(), names)
-        lines = path.read_text().splitlines()
-        assert names["CASE"] == case and len(lines) < 40 and max(map(len, lines)) <= 120, "\n".join(lines)
 
 
 def test_shrinking_keeps_what_is_needed() -> None:
