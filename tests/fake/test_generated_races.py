@@ -40,7 +40,7 @@ CASES = [
 def _codes(name: str) -> list[str]:
     """The modules of forward and backward: of accumulation those under no_sync, then those after it."""
     if name in ("rule", "slow", "far"):
-        return [program.code for program in compiled("mlp", name)[1]]
+        return [program.code for program in compiled(name)[1]]
     options, accumulates = next((o, a) for case in CASES for n, o, a in [getattr(case, "values", case)] if n == name)
     torch.manual_seed(0)
     model = fully_shard(mlp(blocks=2), **options)
