@@ -2,7 +2,6 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
-from time import process_time
 
 import pytest
 from every_plan import shortest
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import blocks, no_prefetch, random_workload
 
-from fsdp_compile.passes.plan.plan import PlanError, simulate, verify
+from fsdp_compile.passes.plan.plan import simulate, verify
 from fsdp_compile.passes.plan.schedule import limits_of, search_plan
 from fsdp_compile.passes.plan.workload import Task, Workload, lower_bound, smallest_budget
 
@@ -72,28 +71,6 @@ def test_near_the_bound(count, keep):
     assert found.gap <= 0.01
 
 
-def test_more_memory_is_never_slower():
-    """From the smallest budget up, seconds fall or stay; the smallest has a plan and one byte less is refused."""
-    for seed in range(8):
-        workload = random_workload(random.Random(seed), 4)
-        least = smallest_budget(workload)
-        seconds = [search_plan(workload, least + more).seconds for more in (0, 1, 2, 3, 5, 8)]
-        assert seconds == sorted(seconds, reverse=True)
-        with pytest.raises(PlanError, match=rf"expected at least {least} bytes.*found {least - 1}"):
-            search_plan(workload, least - 1)
-
-
-@pytest.mark.parametrize("latency", [0.02, 0.3])
-def test_more_memory_is_never_slower_for_many(latency):
-    """Also for uneven models of more units than can be searched exactly; and most of the way to the bound helps."""
-    workload = blocks(9, rng=random.Random(0), keep=None, latency=latency)
-    least = smallest_budget(workload)
-    budgets = [int(least * part) for part in (1, 1.2, 1.4, 1.7, 2.2, 3)]
-    seconds = [search_plan(workload, budget).seconds for budget in (*budgets, None)]
-    assert seconds == sorted(seconds, reverse=True)
-    assert seconds[-1] < 0.8 * seconds[0]
-
-
 @given(
     count=st.integers(8, 20),
     forward=st.floats(0.2, 2),
@@ -108,35 +85,17 @@ def test_more_memory_is_never_slower_by_construction(count, forward, latency, ke
     workload = blocks(count, forward, latency, keep, random.Random(seed))
     budgets = [int(smallest_budget(workload) * part) for part in sorted(parts)]
     tight, roomy = (search_plan(workload, budget) for budget in budgets)
+    verify(workload, tight.plan, budgets[0])
+    assert tight.peak == simulate(workload, tight.plan).peak
     assert tight.bound <= tight.seconds * (1 + 1e-9) and tight.peak <= budgets[0]
     assert roomy.bound <= roomy.seconds * (1 + 1e-9) and roomy.peak <= budgets[1]
     assert roomy.seconds <= tight.seconds
-
-
-def test_one_large_unit():
-    """Many small units beside a large one: few limits on memory are tried, and the plan is as near to the bound."""
-    workload = blocks(40, keep=None)
-    units = (replace(workload.units[0], gathered=10**9), *workload.units[1:])
-    start = process_time()
-    assert search_plan(replace(workload, units=units)).gap <= 0.01
-    assert process_time() - start < 20  # hundreds of limits would take minutes
 
 
 def test_uneven():
     """128 uneven units within four times the smallest budget: 2 % from the bound."""
     workload = blocks(127, rng=random.Random(1), keep=None)
     assert search_plan(workload, 4 * smallest_budget(workload)).gap <= 0.02
-
-
-def test_budget_of_many():
-    """A deep model fits into any budget that is not refused, and the plan's memory is what the simulator counts."""
-    for rng in (None, random.Random(1)):
-        workload = blocks(31, rng=rng, keep=None)
-        for part in (1.0, 1.5):
-            budget = int(smallest_budget(workload) * part)
-            found = search_plan(workload, budget)
-            verify(workload, found.plan, budget)
-            assert found.peak == simulate(workload, found.plan).peak <= budget
 
 
 def test_memory_without_a_budget():
