@@ -46,8 +46,3 @@ def test_an_arrow_is_found(code: str) -> None:
     assert _arrows(path, ast.parse(f"{(ROOT / path).read_text()}\n{code}")) == {
         ("eager/unsharded.py", "edits/writeback.py")
     }
-
-
-def test_the_page_begins_with_the_story() -> None:
-    """docs/architecture.md lists its files, as `python tools/size.py --contents` prints them."""
-    assert SIZE.contents(SIZE.today()) in (ROOT / "docs/architecture.md").read_text()
