@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from fsdp_compile import ModuleWrapPolicy, Wire, fully_shard
+from fsdp_compile import FSDPModule, ModuleWrapPolicy, Wire, fully_shard
+from fsdp_compile.core.sharding import units_gathered_below
 
 from .cases import Case, Step, nodes_of
 from .edits import EDITS, is_quantized
@@ -179,7 +180,16 @@ class Comparison:
         """Run all steps."""
         for number, step in enumerate(self.case.steps):
             self._step(step, number)
+        self._check_freed()
         return self.mismatch
+
+    def _check_freed(self) -> None:
+        """After the last backward nothing is gathered."""
+        for unit in units_gathered_below(self.model) if isinstance(self.model, FSDPModule) else ():
+            buffers = [buffer for gathered in unit.awaiting_backward for buffer in gathered.buffers]
+            is_left = unit.unsharded_params is not None or not all(each.is_free or each.is_shard for each in buffers)
+            if is_left or unit.kept or unit.prefetched:
+                self.mismatch = self.mismatch or f"at the end: {unit.path} is gathered"
 
     def _step(self, step: Step, number: int) -> None:
         for each in (self.reference, self.model):

@@ -251,7 +251,7 @@ def _write(row: Row, green: dict[str, bool]) -> None:
 def test_row(request: pytest.FixtureRequest, name: str) -> None:
     """Eager trains as one process that plays all ranks and aot_eager as eager, bit for bit, Inductor within rounding.
 
-    Compiled as one full graph, once; also as a part of a module or a function of the user's.
+    Compiled as one full graph, once; also as a part of a module or a function of the user's (E-GEN-8).
     """
     row = BY_NAME[name]
     ranks: Ranks = request.getfixturevalue({2: "two", 4: "four"}[row.ranks])

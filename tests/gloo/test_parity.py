@@ -66,7 +66,7 @@ def _check(ranks: Ranks, name: str, how: str, strategy: str = "FULL_SHARD") -> N
 def test_eager_on_two(two: Ranks, name: str) -> None:
     """Two eager ranks end where one unsharded process does, with SGD and with AdamW.
 
-    E-TEST-2, E-ERR-1, E-ERR-56, E-LIM-17.
+    E-TEST-2, E-ERR-1, E-ERR-56, E-GRAD-3, E-LIM-17.
     """
     _check(two, name, "eager")
 

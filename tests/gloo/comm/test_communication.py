@@ -162,36 +162,6 @@ def _assert_freed(calls: list[_Call], when: str) -> None:
     assert _soon(lambda: _gathered_bytes(calls).total() == 0), f"kept {when}: {_gathered_bytes(calls)} bytes"
 
 
-@sharded
-@compiled_late
-@on_ranks(2)
-def test_gathered_memory(how: str, strategy: str) -> None:
-    """Full parameters live as long as the strategy says between forward and backward, and never longer than these.
-
-    E-STRAT-4, E-TEST-5.
-    """
-    model = shard(MLP, strategy)
-    run = executor(model, how)
-    root, block = (module._fsdp.units[0].flats[0].layout.numel for module in (model, model.blocks[0]))
-    for step in range(2):
-        with _spied() as calls:
-            loss = MLP.loss(run, mine(MLP, step))
-        assert set(_gathered_bytes(calls)) == {root, block}
-        if how == "eager":
-            blocks = 3 * 4 * block if strategy == "SHARD_GRAD_OP" else 0
-            nbytes = _gathered_bytes(calls)
-            assert nbytes == {root: 4 * root, block: blocks}, f"kept after forward: {nbytes} bytes"
-        loss.backward()
-        assert all(unit.unsharded_params is None for unit in units(model)), "views are left"
-        if how == "eager":
-            _assert_freed(calls, "after backward while the loss is alive")
-        del loss
-        _assert_freed(calls, "after backward")
-    with _spied() as calls, torch.no_grad():
-        run(mine(MLP, 9)[0])
-    _assert_freed(calls, "after a forward without gradients")
-
-
 class _Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()

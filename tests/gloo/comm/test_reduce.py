@@ -20,7 +20,7 @@ from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.reduce import reduce_gradients
 
 from ..ranks import Ranks, on_ranks
-from ..training import assert_same_gradients, backward, build, executor, follow, local, mine, shard, whole
+from ..training import assert_same_gradients, backward, build, executor, local, mine, shard, whole
 from .test_communication import _spied
 
 MLP = MODELS["mlp"]
@@ -135,15 +135,6 @@ def test_hybrid_reduces_shards_over_replicas(rank: int, dtype: torch.dtype) -> N
         torch.testing.assert_close(part, expected, rtol=1e-3 if dtype == torch.float16 else 1e-6, atol=0)
 
 
-@on_ranks(4)
-def test_hybrid_training() -> None:
-    """Gradients are means over all ranks of all copies (E-PG-13)."""
-    with _two_by_two() as (group, replicas):
-        options = {"process_group": (group, replicas), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-        reference, model = build(MLP), fully_shard(build(MLP), **options)
-        follow(model, reference, MLP)
-
-
 # --- dtypes -----------------------------------------------------------------------------------------------------------
 
 
@@ -194,12 +185,3 @@ def test_full_precision_in_eval() -> None:
         backward(reference, MLP, whole(MLP, 1))
         backward(model, MLP, mine(MLP, 1))
         assert_same_gradients(model, reference)
-
-
-@on_ranks(2)
-def test_no_shard_adds_to_what_was_reduced(rank: int) -> None:
-    """Gradients r+1 and then 2(r+1) of two ranks make 4.5 (E-RED-5)."""
-    model = fully_shard(nn.Linear(2, 2, bias=False), sharding_strategy=ShardingStrategy.NO_SHARD)
-    for factor in (1, 2):
-        model(torch.full((1, 2), float(factor * (rank + 1)))).sum().backward()
-    torch.testing.assert_close(model.weight.grad, torch.full((2, 2), 4.5))

@@ -27,24 +27,6 @@ SMALL = Case(lambda: mlp(2), vectors, squared_error)
 BOTH = Wire(gather="fp8", reduce="bf16")
 
 
-@on_ranks(2)
-def test_use(rank: int) -> None:
-    """A model learns; one argument is all that is needed."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)) for _ in range(2)))
-    model = fully_shard(model, wire=Wire(gather="fp8", reduce="bf16"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for seed in range(60):
-        x = torch.randn(32, 16, generator=torch.Generator().manual_seed(2 * seed + rank))
-        loss = (model(x) - x.flip(1)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] / 2, losses
-
-
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
@@ -200,9 +182,6 @@ def _sent_bytes() -> Iterator[dict[str, int]]:
         mock.patch.object(direct, "start_exchange", exchange),
     ):
         yield sent
-
-
-WIDE = Case(lambda: mlp(2), vectors, squared_error)
 
 
 def _wide() -> nn.Module:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS, Case, squared_error, vectors
+from models import MODELS, vectors
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
@@ -139,20 +139,6 @@ def test_backward_of_some_parameters(strategy: str, how: str) -> None:
     for each, batch in ((reference, whole), (model, mine)):
         backward(run if each is model else each, MLP, batch(MLP, 5))
     backward(reference, MLP, whole(MLP, 4))
-    assert_same_gradients(model, reference)
-
-
-@on_ranks(2)
-def test_a_part_of_the_model() -> None:
-    """set_requires_gradient_sync holds for the module it is called on and those below (E-ACC-2)."""
-    reference, model = reference_and_model(MLP)
-    model.blocks[0].set_requires_gradient_sync(False)
-    backward(model, MLP, mine(MLP, 1))
-    assert [unit.flats[0].accumulated is None for unit in units(model)].count(False) == 1
-    model.blocks[0].set_requires_gradient_sync(True)
-    backward(model, MLP, mine(MLP, 2))
-    for seed in (1, 2):
-        backward(reference, MLP, whole(MLP, seed))
     assert_same_gradients(model, reference)
 
 
@@ -295,57 +281,6 @@ def test_two_heads(rank: int, strategy: str, together: bool) -> None:
             left.backward(retain_graph=True)
             right.backward()
     assert_same_gradients(model, reference)
-
-
-@all_strategies
-@on_ranks(2)
-def test_unused_output(rank: int, strategy: str) -> None:
-    """A unit whose output feeds no loss ends closed and without gradients (E-FIN-4, E-NONE-3)."""
-    torch.manual_seed(0)
-    reference = _TwoHeads()
-    torch.manual_seed(0)
-    model = fully_shard(
-        _TwoHeads(), sharding_strategy=ShardingStrategy[strategy], auto_wrap_policy=lambda module, **_: True
-    )
-    batch = vectors(1, 3 * dist.get_world_size())[0]
-    for step in range(2):
-        for net, x in ((reference, batch), (model, batch.chunk(dist.get_world_size())[rank])):
-            left, right = net(x)
-            (left.square().mean() + 0 * right.detach().sum()).backward()
-            net.zero_grad() if step == 0 else None
-    assert all(param.grad is None for param in model.right.parameters())
-    assert_same_gradients(model, reference)
-    assert all(unit.unsharded_params is None for unit in units(model)), "a unit is still open"
-
-
-class _Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = MLP.build()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.net.stem(x)
-        for block in (*self.net.blocks, *self.net.blocks):
-            x = block(x)
-        return self.net.head(x)
-
-
-@pytest.mark.parametrize("syncs", [True, False])
-@all_strategies
-@on_ranks(2)
-def test_units_called_twice(strategy: str, syncs: bool) -> None:
-    """A unit that runs twice in one forward gets the sum of both gradients once (E-BWD-7)."""
-    case = Case(_Twice, vectors, squared_error)
-    reference, model = reference_and_model(case, strategy)
-    if not syncs:
-        with model.no_sync():
-            backward(model, case, mine(case, 5))
-        backward(reference, case, whole(case, 5))
-    backward(model, case, mine(case, 6))
-    backward(reference, case, whole(case, 6))
-    assert_same_gradients(model, reference)
-    model.zero_grad()
-    follow(model, reference, case)
 
 
 @on_ranks(2)

@@ -10,13 +10,12 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import MODELS, Case, Residual, seeded, squared_error, vectors
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from torch.distributed.optim import _apply_optimizer_in_backward
 
-from fsdp_compile import FSDPModule, FullyShardedDataParallel, fully_shard, summon_full_params
+from fsdp_compile import FSDPModule, fully_shard, summon_full_params
 from fsdp_compile.tensors import sharded_tensor
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient
@@ -24,7 +23,6 @@ from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient
 from ..ranks import Ranks, on_ranks
 from ..training import (
     OPTIMIZERS,
-    assert_bitwise,
     assert_same_gradients,
     assert_same_parameters,
     backward,
@@ -35,7 +33,6 @@ from ..training import (
     reference_and_model,
     shard,
     stored_here,
-    units,
     whole,
 )
 
@@ -261,7 +258,8 @@ def test_gradients_add_up(strategy: str, offload: bool) -> None:
     """Backward adds to what the user has put into `.grad`, to reduced and to local gradients; nothing is lost.
 
     `.grad` is the reduced gradient after a backward that reduces, and the local one in full shape after one that does
-    not, also once another forward has run. E-BWD-6, E-WB-10, E-GRAD-4, E-GRAD-7.
+    not, also once another forward has run. E-BWD-6, E-WB-10, E-GRAD-4, E-GRAD-7, E-OFF-6, E-OFF-7,
+    E-LIM-1, E-RED-5.
     """
     reference, model = build(MLP), shard(MLP, strategy, cpu_offload=CPUOffload(offload))
     for ours, theirs in _pairs(model, reference):
@@ -436,23 +434,6 @@ def test_optimizers_in_backward_may_come_after_the_first_step() -> None:
     backward(model, MLP, mine(MLP, 7))
     assert all(param.grad is None for param in model.parameters())
     assert_same_parameters(model, reference)
-
-
-@on_ranks(2)
-def test_both_entry_styles_are_one_runtime() -> None:
-    """A wrapper class beside a call in place: equal units, and gradients and parameters equal to the bit (E-GEN-8)."""
-    policy = {Residual}
-    plain, wrapped = build(MLP), build(MLP)
-    fully_shard(plain, auto_wrap_policy=policy)
-    wrapper = FullyShardedDataParallel(wrapped, auto_wrap_policy=policy)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, wrapper)]
-    for seed in range(2):
-        for each, optimizer in zip((plain, wrapper), optimizers, strict=True):
-            optimizer.zero_grad()
-            backward(each, MLP, mine(MLP, seed))
-            optimizer.step()
-        assert_bitwise(wrapper.module, plain, f"step {seed}")
-    assert len(units(plain)) == len(units(wrapper.module)) == 4 and dist.get_world_size() == 2
 
 
 class _Looks(nn.Module):

@@ -16,7 +16,7 @@ from fsdp_compile import fully_shard
 
 from ..comm.test_communication import _spied
 from ..ranks import on_ranks
-from ..training import assert_same_gradients, executor, follow, mine, reference_and_model, shard, units, whole
+from ..training import executor, mine, shard, units
 
 MLP = MODELS["mlp"]
 every_way = pytest.mark.parametrize(
@@ -55,78 +55,6 @@ def test_a_constant_gradient_is_not_taken_for_none(rank: int, how: str) -> None:
     assert record and torch.equal(model.weight.grad.to_local(), torch.ones(record.numel))
 
 
-def _copy_of(reference: nn.Module) -> nn.Module:
-    model = MLP.build()
-    model.load_state_dict(reference.state_dict())
-    for mine_, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        mine_.requires_grad_(theirs.requires_grad)
-    return model
-
-
-@every_way
-@on_ranks(2)
-def test_parameters_frozen_at_first_can_be_thawed(how: str) -> None:
-    """Parameters that were frozen in fully_shard, some of a unit or all, train once requires_grad is set (E-NONE-5)."""
-    reference, model = reference_and_model(MLP)
-    for each in (reference, model):
-        each.stem.requires_grad_(False)
-        each.blocks[0].requires_grad_(False)
-    sharded = fully_shard(_copy_of(reference))
-    run = executor(sharded, how)
-    follow(run, reference, MLP, steps=1)
-    for each in (reference, sharded):
-        each.requires_grad_(True)
-    follow(run, reference, MLP)
-
-
-@on_ranks(4)
-def test_data_replaced_before_a_compiled_function_is_taken_over() -> None:
-    """A compiled function that calls the model trains the data that parameters were given since (E-WB-1)."""
-    reference, model = reference_and_model(MLP)
-    run = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
-    for step in range(3):
-        with torch._dynamo.config.patch(error_on_recompile=step > 0):
-            squared_error(run, mine(MLP, step)).backward()
-        squared_error(reference, whole(MLP, step)).backward()
-        assert_same_gradients(model, reference)
-        for each in (model, reference):
-            each.zero_grad()
-            for param in each.parameters():
-                param.data = param.data * 0.5
-
-
-class _ReturnsWeight(Residual):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return super().forward(x), self.up.weight.t()
-
-
-class _Penalised(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_ReturnsWeight(7, 9) for _ in range(2))
-        self.head = nn.Linear(7, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x, weight = block(x)
-            x = x + weight.square().mean()
-        return self.head(x)
-
-
-@every_way
-@on_ranks(2)
-def test_a_unit_may_return_its_parameter(how: str) -> None:
-    """A view of a parameter among a unit's outputs stays readable: the unit is not freed beneath it."""
-    torch.manual_seed(0)
-    reference = _Penalised()
-    torch.manual_seed(0)
-    model = fully_shard(_Penalised())
-    batch = vectors(3, 4)
-    for each in (reference, executor(model, how)):
-        squared_error(each, batch).backward()
-    assert_same_gradients(model, reference)
-
-
 class _Passes(Residual):
     def forward(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         x, prompt = both
@@ -144,28 +72,6 @@ def test_a_leaf_passed_through_keeps_no_forward_alive() -> None:
             model((vectors(seed, 4)[0], prompt))[0].sum().backward()
         counts.append(sum(call.kind == "gather" for call in calls))
     assert counts == [4, 4, 4], counts
-
-
-class _EmptyFirst(Residual):
-    def __init__(self) -> None:
-        super().__init__(11, 9)
-        up, down = self.up, self.down
-        del self.up, self.down
-        self.nothing, self.up, self.down = nn.Parameter(torch.empty(0, 3)), up, down
-
-
-@on_ranks(2)
-def test_a_parameter_without_elements_may_come_first(rank: int) -> None:
-    """The storage that is freed is the gathered one, whichever parameter is first (E-FLAT-12)."""
-    model = fully_shard(Stack([_EmptyFirst(), _EmptyFirst()]))
-    loss = squared_error(model, vectors(rank, 4))
-    for block in model.blocks:
-        (unit,) = units(block)
-        (gathered,) = unit.awaiting_backward
-        (buffer,) = gathered.buffers
-        assert buffer.nbytes >= unit.flats[0].layout.numel * 4 and buffer.storage.nbytes() == 0
-    loss.backward()
-    assert model.blocks[0].nothing.grad is None and model.blocks[0].up.weight.grad is not None
 
 
 class _FailsInBackward(torch.autograd.Function):
@@ -295,16 +201,3 @@ def test_failures_of_compiled_backward_in_a_row_leak_nothing(how: str, failures:
     _armed = False
     assert alive[1] <= alive[0] and in_registry[1] <= in_registry[0], (alive, in_registry)
     _assert_equal_steps(model, other, how)
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@on_ranks(2)
-def test_backward_with_other_values_than_forward_is_refused(strategy: str) -> None:
-    """Parameters that are stepped between forward and backward give an error, as unsharded, not wrong gradients."""
-    model = shard(MLP, strategy)
-    loss = squared_error(model, mine(MLP, 1))
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(2.0)
-    with pytest.raises(RuntimeError, match="run backward before the optimizer's step"):
-        loss.backward()

@@ -21,18 +21,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fsdp_compile import fully_shard
 
-from ..comm.test_communication import _assert_freed, _gathered_bytes, _spied
+from ..comm.test_communication import _gathered_bytes, _spied
 from ..ranks import on_ranks
 from ..training import (
     assert_same_gradients,
-    backward,
     build,
     executor,
     follow,
-    mine,
-    shard,
     units,
-    whole,
 )
 
 MLP = MODELS["mlp"]
@@ -79,127 +75,6 @@ def test_retained_graphs_with_checkpoints() -> None:
         at = f"{strategy}, {reentrant}, {frozen}"
         torch.testing.assert_close(found[:half], found[half:], msg=lambda text, at=at: f"{at}: {text}")
         assert_same_gradients(model, reference)
-
-
-class _Deep(nn.Module):
-    """A unit that runs `times` times within checkpoints, each within the next."""
-
-    def __init__(self, reentrant: tuple[bool, ...], times: int) -> None:
-        super().__init__()
-        self.unit, self.head = nn.Sequential(nn.Linear(7, 7), nn.Tanh()), nn.Linear(7, 7)
-        self.reentrant, self.times = reentrant, times
-
-    def _run(self, depth: int, x: Tensor) -> Tensor:
-        if depth < len(self.reentrant):
-            return self.head(checkpoint(self._run, depth + 1, x, use_reentrant=self.reentrant[depth]))
-        for _ in range(self.times):
-            x = self.unit(x)
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._run(0, x)
-
-
-_BACKWARDS = {"in order": (0, 1), "reversed": (1, 0), "retained": (1, 0, 1), "three": (0, 2, 1)}
-
-
-@on_ranks(2)
-def test_nested_checkpoints_and_several_forwards() -> None:
-    """Forwards of a unit that runs in checkpoints within checkpoints have their backwards in any order."""
-    nests = ((False, False), (False, False, False), (False, True), (True, False))
-    for reentrant, strategy in product(nests, ("FULL_SHARD", "SHARD_GRAD_OP")):
-        if strategy == "SHARD_GRAD_OP" and reentrant != (False, False):
-            continue
-        torch.manual_seed(0)
-        reference = _Deep(reentrant, 3)
-        model = copy.deepcopy(reference)
-        for unit in (model.unit, model):
-            fully_shard(unit, sharding_strategy=ShardingStrategy[strategy], auto_wrap_policy=None)
-        for name, order in _BACKWARDS.items():
-            for each in (reference, model):
-                each.zero_grad()
-                losses = [
-                    each(torch.full((2, 7), 1.0 + i, requires_grad=True)).square().sum() for i in range(max(order) + 1)
-                ]
-                for at, i in enumerate(order):
-                    losses[i].backward(retain_graph=i in order[at + 1 :])
-            try:
-                assert_same_gradients(model, reference)
-            except AssertionError as error:
-                raise AssertionError(f"{reentrant}, {strategy}, {name}") from error
-
-
-# --- checkpoints within a unit ----------------------------------------------------------------------------------------
-
-
-class _Layers(nn.Module):
-    """One unit of four layers, of which `inside` are recomputed, reentrant or not, together or each for itself."""
-
-    def __init__(self, inside: tuple[int, ...], reentrant: bool, nested: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(11, 11) for _ in range(4))
-        self.inside, self.reentrant, self.nested = inside, reentrant, nested
-
-    def _layer(self, index: int, x: Tensor) -> Tensor:
-        return torch.tanh(self.layers[index](x)) + x
-
-    def _pair(self, x: Tensor) -> Tensor:
-        x = self._layer(1, x)
-        return checkpoint(self._layer, 2, x, use_reentrant=self.reentrant)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.nested:
-            x = checkpoint(self._pair, self._layer(0, x), use_reentrant=self.reentrant)
-            return self._layer(3, x)
-        for index in range(4):
-            if index in self.inside:
-                x = checkpoint(self._layer, index, x, use_reentrant=self.reentrant)
-            else:
-                x = self._layer(index, x)
-        return x
-
-
-class _Around(nn.Module):
-    """Two units of layers, each in a reentrant checkpoint of its own if `around`."""
-
-    def __init__(self, around: bool, *how: Any) -> None:
-        super().__init__()
-        self.around, self.stem, self.head = around, nn.Linear(7, 11), nn.Linear(11, 5)
-        self.blocks = nn.ModuleList([_Layers(*how), _Layers(*how)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=True) if self.around else block(x)
-        return self.head(x)
-
-
-@pytest.mark.parametrize("around", [False, True])
-@all_strategies
-@pytest.mark.parametrize(
-    "how",  # which layers, reentrant, nested
-    [((3,), True, False), ((1, 2), True, False), ((0, 1, 2, 3), True, False), ((), True, True),
-     ((1, 2), False, False), ((), False, True)],
-)  # fmt: skip
-@on_ranks(2)
-def test_checkpoints_within_a_unit(strategy: str, around: bool, how: tuple) -> None:
-    """A checkpoint of some layers of a unit, before or after its other layers, nested, and in one around the unit.
-
-    A reentrant one runs a backward pass of its own: it frees nothing that the outer one still reads, and what it
-    reduces is added (E-AC-2, 3, E-BWD-5).
-    """
-    reference = build(Case(lambda: _Around(False, (), False, False), vectors, squared_error))
-    case = Case(lambda: _Around(around, *how), vectors, squared_error)
-    model = shard(case, strategy)
-    follow(model, reference, case)
-    for each in (reference, model):
-        each.zero_grad()
-    with _spied() as calls:
-        loss = case.loss(model, mine(case, 7))
-        loss.backward()
-    backward(reference, case, whole(case, 7))
-    assert_same_gradients(model, reference)
-    _assert_freed(calls, "after backward")
 
 
 # --- checkpoints of units within checkpoints of units -----------------------------------------------------------------
@@ -286,32 +161,6 @@ def test_units_are_freed_one_by_one_while_other_forwards_wait() -> None:
         for loss in reversed(losses):
             loss.backward()
     assert len(found) == 3 and max(found) <= 4 * numel, found
-
-
-# --- parts under no_grad ----------------------------------------------------------------------------------------------
-
-
-class _Features(nn.Module):
-    """The first block only makes features: it runs without gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList(Residual(7, 9) for _ in range(3)), nn.Linear(7, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            x = self.blocks[0](x)
-        return self.head(self.blocks[2](self.blocks[1](x)))
-
-
-@pytest.mark.parametrize("prefetch", [False, True])
-@on_ranks(2)
-def test_a_unit_gathered_under_no_grad(prefetch: bool) -> None:
-    """A unit that was gathered ahead by a forward without gradients is differentiable all the same (E-VIEW-3)."""
-    case = Case(_Features, vectors, squared_error)
-    reference, model = build(case), shard(case, forward_prefetch=prefetch)
-    follow(model, reference, case, steps=3)
-    assert all(param.grad is None for param in model.blocks[0].parameters())
 
 
 # --- torch's checkpoint wrapper ---------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from ..training import (
     assert_same_gradients,
     backward,
     build,
-    executor,
     follow,
     local,
     mine,
@@ -93,16 +92,6 @@ def test_older_values_are_not_used(how: str) -> None:
 
 
 @on_ranks(2)
-def test_unsharded_before_the_step() -> None:
-    """Steps of an optimizer between `unshard` and forward count (E-STRAT-10)."""
-    reference, model = reference_and_model(MLP)
-    for seed in range(3):
-        follow(model, reference, MLP, steps=1, first_seed=seed)
-        _unshard_all(model, True)
-    follow(model, reference, MLP)
-
-
-@on_ranks(2)
 def test_within_a_forward() -> None:
     """Hooks may gather the next block while one computes; no other collective is needed then (E-PRE-7)."""
     reference, model = reference_and_model(MLP)
@@ -147,18 +136,6 @@ def test_unsharded_without_gradients() -> None:
         with entered:
             _unshard_all(model, True)
         follow(model, reference, MLP, steps=1)
-
-
-@on_ranks(2)
-def test_compiled_after_unshard() -> None:
-    """A compiled forward gathers for itself, whatever was gathered by hand."""
-    reference, model = reference_and_model(MLP)
-    run = executor(model, "aot_eager")
-    for _ in range(2):
-        _unshard_all(model, True)
-        follow(run, reference, MLP)
-    for module in FSDPModule.fsdp_modules(model):
-        module.reshard()
 
 
 # --- a module inside a unit, alone ------------------------------------------------------------------------------------

@@ -17,80 +17,36 @@ from fsdp_compile import fully_shard
 
 from ..ranks import NIGHTLY, Ranks, on_ranks
 
-
-def _lerp(model: Any) -> None:
-    with torch.no_grad():
-        model.teacher.weight.lerp_(model.student.weight, 0.1)
+Edit = Callable[[Any], Any]
 
 
-def _multiply(model: Any) -> None:
-    with torch.no_grad():
-        model.teacher.weight.mul_(0.9)
+def _without_gradients(edits: dict[str, Edit]) -> dict[str, Edit]:
+    def changing(edit: Edit) -> Edit:
+        def change(model: Any) -> None:
+            with torch.no_grad():
+                edit(model)
 
+        return change
 
-def _write_data(model: Any) -> None:
-    model.teacher.weight.data.mul_(0.9)
-
-
-def _write_detached(model: Any) -> None:
-    model.teacher.weight.detach().mul_(0.9)
-
-
-def _copy(model: Any) -> None:
-    with torch.no_grad():
-        model.teacher.weight.copy_(model.student.weight)
-
-
-def _foreach(model: Any) -> None:
-    with torch.no_grad():
-        torch._foreach_mul_([model.teacher.weight, model.teacher.bias], 0.9)
-
-
-def _write_local(model: Any) -> None:
-    with torch.no_grad():
-        weight = model.teacher.weight
-        (weight.to_local() if hasattr(weight, "to_local") else weight).mul_(0.9)
+    return {name: changing(edit) for name, edit in edits.items()}
 
 
 def _set_row(model: Any) -> None:
-    with torch.no_grad():
-        model.teacher.weight[0] = 0.5
-
-
-def _clamp(model: Any) -> None:
-    with torch.no_grad():
-        model.teacher.weight.clamp_(-0.1, 0.1)
-
-
-def _write_out(model: Any) -> None:
-    with torch.no_grad():
-        weight = model.teacher.weight
-        torch.mul(weight, 0.9, out=weight)
-
-
-def _average(model: Any) -> None:
-    with torch.no_grad():
-        for mine, other in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
-            mine.lerp_(other, 0.1)
+    model.teacher.weight[0] = 0.5
 
 
 def _assign_data(model: Any) -> None:
     model.teacher.weight.data = model.teacher.weight.data * 0.9
 
 
-def _fill_row(model: Any) -> None:
-    with torch.no_grad():
-        model.teacher.weight[:1].fill_(0.5)
+def _average(model: Any) -> None:
+    for mine, other in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
+        mine.lerp_(other, 0.1)
 
 
-def _scale_half(model: Any) -> None:
-    with torch.no_grad():
-        model.teacher.weight.chunk(2)[1].mul_(0.9)
-
-
-def _add_transposed(model: Any) -> None:
-    with torch.no_grad():
-        model.teacher.weight.t().add_(model.student.weight.t(), alpha=0.1)
+def _write_local(model: Any) -> None:
+    weight = model.teacher.weight
+    (weight.to_local() if hasattr(weight, "to_local") else weight).mul_(0.9)
 
 
 def _behind_a_break(model: Any) -> None:
@@ -112,17 +68,9 @@ def _scale(weight: Tensor) -> None:
         weight.mul_(0.9)
 
 
-def _untraced(model: Any) -> None:
-    _scale(model.teacher.weight)
-
-
 @torch.compiler.disable
 def _set_scaled(weight: Tensor) -> None:
     weight.data = weight.data * 0.9
-
-
-def _data_untraced(model: Any) -> None:
-    _set_scaled(model.teacher.weight)
 
 
 def _weight_of(model: Any) -> Tensor:
@@ -135,17 +83,46 @@ def _from_a_traced_function(model: Any) -> None:
     _scale(_weight_of(model))
 
 
-EDITS = (_lerp, _multiply, _write_data, _write_detached, _copy, _foreach, _write_local, _set_row, _clamp, _write_out,
-         _average, _assign_data)  # fmt: skip
-VIEWS = (_fill_row, _scale_half, _add_transposed)
-HANDED_OVER = (_behind_a_break, _data_behind_a_break, _untraced, _data_untraced, _from_a_traced_function)
-"""Where compiled code reads a parameter and hands it to eager code."""
+EDITS: dict[str, Edit] = {
+    **_without_gradients(
+        {
+            "lerp": lambda model: model.teacher.weight.lerp_(model.student.weight, 0.1),
+            "multiply": lambda model: model.teacher.weight.mul_(0.9),
+            "copy": lambda model: model.teacher.weight.copy_(model.student.weight),
+            "foreach": lambda model: torch._foreach_mul_([model.teacher.weight, model.teacher.bias], 0.9),
+            "clamp": lambda model: model.teacher.weight.clamp_(-0.1, 0.1),
+            "out": lambda model: torch.mul(model.teacher.weight, 0.9, out=model.teacher.weight),
+            "local": _write_local,
+            "row": _set_row,
+            "average": _average,
+        }
+    ),
+    "data": lambda model: model.teacher.weight.data.mul_(0.9),
+    "detached": lambda model: model.teacher.weight.detach().mul_(0.9),
+    "new data": _assign_data,
+}
+VIEWS = _without_gradients(
+    {
+        "fill row": lambda model: model.teacher.weight[:1].fill_(0.5),
+        "half": lambda model: model.teacher.weight.chunk(2)[1].mul_(0.9),
+        "transposed": lambda model: model.teacher.weight.t().add_(model.student.weight.t(), alpha=0.1),
+    }
+)
+# Where compiled code reads a parameter and hands it to eager code.
+HANDED_OVER: dict[str, Edit] = {
+    "behind a break": _behind_a_break,
+    "data behind a break": _data_behind_a_break,
+    "untraced": lambda model: _scale(model.teacher.weight),
+    "data untraced": lambda model: _set_scaled(model.teacher.weight),
+    "from a traced function": _from_a_traced_function,
+}
+ALL = {**EDITS, **VIEWS, **HANDED_OVER}
 
 
 class _Edited(nn.Module):
     """Changes its teacher, then runs it; or the other way round."""
 
-    def __init__(self, edit: Callable[[Any], None], first: bool) -> None:
+    def __init__(self, edit: Edit, first: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.teacher, self.student = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -181,12 +158,10 @@ CALLS = (
 )
 
 
-def _another_unit(
-    rank: int, how: str, edits: tuple[Callable[[Any], None], ...], strategy: ShardingStrategy, every: int
-) -> None:
-    cases = list(product(edits, (True, False), CALLS))
-    for edit, first, (caller, grad, frozen) in cases[::every]:  # each order and call is met, as no factor is in ten
-        what = f"{edit.__name__}, first {first}, {caller}, grad {grad}, frozen {frozen}"
+def _another_unit(rank: int, how: str, names: tuple[str, ...], strategy: ShardingStrategy, every: int) -> None:
+    cases = list(product(names, (True, False), CALLS))
+    for name, first, (caller, grad, frozen) in cases[::every]:  # each order and call is met, as no factor is in ten
+        what, edit = f"{name}, first {first}, {caller}, grad {grad}, frozen {frozen}", ALL[name]
         whole, model = _Edited(edit, first), _Edited(edit, first)
         for each in (whole, model):
             each.teacher.requires_grad_(not frozen)
@@ -208,26 +183,24 @@ def _another_unit(
 
 
 @pytest.mark.parametrize(
-    ("how", "edits", "strategy", "every"),
+    ("how", "names", "strategy", "every"),
     [
-        ("eager", (*EDITS, *VIEWS, *HANDED_OVER), "FULL_SHARD", 7),
-        ("aot_eager", (*EDITS[:2], VIEWS[0]), "FULL_SHARD", 11),
-        ("aot_eager", HANDED_OVER, "FULL_SHARD", 10),  # of each the call of a module that trains
+        ("eager", tuple(ALL), "FULL_SHARD", 7),
+        ("aot_eager", ("lerp", "multiply", "fill row"), "FULL_SHARD", 11),
+        ("aot_eager", tuple(HANDED_OVER), "FULL_SHARD", 10),  # of each the call of a module that trains
         ("aot_eager", (*EDITS, *HANDED_OVER), "NO_SHARD", 27),
     ],
 )
-def test_of_another_unit(
-    two: Ranks, how: str, edits: tuple[Callable[[Any], None], ...], strategy: str, every: int
-) -> None:
+def test_of_another_unit(two: Ranks, how: str, names: tuple[str, ...], strategy: str, every: int) -> None:
     """A forward that changes parameters of another unit, before or after that one's forward, has one process's values,
     whatever operator it uses and wherever the graph breaks; or says that backward needs the old values."""
-    two.run(_another_unit, how, edits, ShardingStrategy[strategy], every)
+    two.run(_another_unit, how, names, ShardingStrategy[strategy], every)
 
 
 @on_ranks(2)
 def test_a_view_in_one_graph() -> None:
     """Dynamo says what it cannot trace where a graph may not break at a view of a parameter of another unit."""
-    for edit in VIEWS:
+    for edit in VIEWS.values():
         torch._dynamo.reset()
         model = _Edited(edit, first=True)
         fully_shard(model.teacher)
@@ -252,16 +225,17 @@ def test_in_a_checkpointed_region() -> None:
     """So do changes in a checkpointed region of a compiled forward, which is a graph within its graph; NO_SHARD too."""
     x = torch.linspace(-1, 1, 12).view(3, 4)
     places = ((True, "FULL_SHARD"), (True, "NO_SHARD"), (False, "NO_SHARD"))
-    cases = list(product((_write_data, _write_detached, _multiply), places))
-    for edit, (in_region, strategy) in cases if NIGHTLY else cases[::2]:  # by day each edit and each place is met
+    cases = list(product(("data", "detached", "multiply"), places))
+    for name, (in_region, strategy) in cases if NIGHTLY else cases[::2]:  # by day each edit and each place is met
         torch._dynamo.reset()
-        whole, model = [_Region(_Edited(edit, True)) if in_region else _Edited(edit, True) for _ in range(2)]
+        edited = [_Edited(EDITS[name], True) for _ in range(2)]
+        whole, model = map(_Region, edited) if in_region else edited
         for each in (m for m in [*model.modules()][::-1] if isinstance(m, nn.Linear) or m is model):
             fully_shard(each, sharding_strategy=ShardingStrategy[strategy])
         run = torch.compile(model, backend="aot_eager")
         for _ in range(2):  # without backward, which would run the edit again
-            torch.testing.assert_close(run(x), whole(x), msg=edit.__name__)
-    coded = torch.compile(fully_shard(_Region(_Coded(_own_multiply))), backend="aot_eager")
+            torch.testing.assert_close(run(x), whole(x), msg=name)
+    coded = torch.compile(fully_shard(_Region(_Coded(OWN["multiply"]))), backend="aot_eager")
     with pytest.raises(Exception, match=REFUSED):
         coded(torch.ones(3, 4))
 
@@ -283,7 +257,7 @@ def test_replaced_where_it_is_called() -> None:
     """A new parameter in the place of one of another unit counts from that unit's next forward on."""
     ways = list(product(("eager", "aot_eager"), (True, False), (True, False)))
     for how, first, grad in (*ways[:4], *ways[4:7:2]):  # compiled with gradients: without, the graph is a part of it
-        whole, model = _Replacing(_lerp, first), _Replacing(_lerp, first)
+        whole, model = (_Replacing(EDITS["lerp"], first) for _ in range(2))
         fully_shard(model.teacher)
         fully_shard(model.student)
         torch._dynamo.reset()
@@ -297,34 +271,14 @@ def test_replaced_where_it_is_called() -> None:
 @pytest.mark.parametrize("strategy", [ShardingStrategy[name] for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")])
 def test_of_another_unit_in_each_call(two: Ranks, how: str, every: int, strategy: ShardingStrategy) -> None:
     """The same with every edit: eager in every call, compiled in some of its calls, as each takes seconds."""
-    two.run(_another_unit, how, (*EDITS, *VIEWS, *HANDED_OVER), strategy, every)
+    two.run(_another_unit, how, tuple(ALL), strategy, every)
 
 
 # --- a forward that changes its own unit's parameters -----------------------------------------------------------------
 
 
-def _own_multiply(model: Any) -> None:
-    with torch.no_grad():
-        model.code.mul_(0.9)
-
-
-def _own_data(model: Any) -> None:
-    model.code.data.mul_(0.9)
-
-
-def _own_copy(model: Any) -> None:
-    with torch.no_grad():
-        model.code.copy_(model.code * 0.9)
-
-
 def _own_row(model: Any) -> None:
-    with torch.no_grad():
-        model.code[0] = model.code[0] * 0.9
-
-
-def _own_foreach(model: Any) -> None:
-    with torch.no_grad():
-        torch._foreach_mul_([model.code], 0.9)
+    model.code[0] = model.code[0] * 0.9
 
 
 def _own_new_data(model: Any) -> None:
@@ -335,17 +289,24 @@ def _own_new_parameter(model: Any) -> None:
     model.code = nn.Parameter(model.code.detach() * 0.9)
 
 
-def _own_listed(model: Any) -> None:
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(0.9)
-
-
-OWN = (_own_listed, _own_multiply, _own_data, _own_copy, _own_row, _own_foreach, _own_new_data, _own_new_parameter)
+OWN: dict[str, Edit] = {
+    **_without_gradients(
+        {
+            "listed": lambda model: [param.mul_(0.9) for param in model.parameters()],
+            "multiply": lambda model: model.code.mul_(0.9),
+            "copy": lambda model: model.code.copy_(model.code * 0.9),
+            "row": _own_row,
+            "foreach": lambda model: torch._foreach_mul_([model.code], 0.9),
+        }
+    ),
+    "data": lambda model: model.code.data.mul_(0.9),
+    "new data": _own_new_data,
+    "new parameter": _own_new_parameter,
+}
 
 
 class _Coded(nn.Module):
-    def __init__(self, edit: Callable[[Any], None]) -> None:
+    def __init__(self, edit: Edit) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.code, self.edit = nn.Parameter(torch.randn(4, 4)), edit
@@ -370,13 +331,11 @@ REFUSED = "|".join(
 @on_ranks(2)
 def test_of_its_own_unit(how: str, every: int) -> None:
     """A forward that changes parameters of its own unit, which it reads as a gathered copy, raises on all ranks."""
-    kept = [_own_data, _own_foreach]  # which autograd does not see: test_own_writes.py
-    if how == "eager":
-        kept.append(_own_new_data)
-    refused = [edit for edit in OWN if edit not in kept]
-    for edit, grad in list(product(refused, (True, False)))[::every]:
+    kept = {"data", "foreach", *(["new data"] if how == "eager" else [])}  # unseen by autograd: test_own_writes.py
+    refused = [name for name in OWN if name not in kept]
+    for name, grad in list(product(refused, (True, False)))[::every]:
         torch._dynamo.reset()
-        model = fully_shard(_Coded(edit))
+        model = fully_shard(_Coded(OWN[name]))
         run = model if how == "eager" else torch.compile(model, backend=how)
         with torch.set_grad_enabled(grad), pytest.raises(Exception, match=REFUSED):
             run(torch.ones(3, 4))
@@ -385,24 +344,25 @@ def test_of_its_own_unit(how: str, every: int) -> None:
         expected = code.full_tensor() if hasattr(code, "full_tensor") else code  # a new parameter is the unit's now
         torch._dynamo.reset()
         run = model if how == "eager" else torch.compile(model, backend=how)
-        torch.testing.assert_close(run(torch.ones(3, 4)), torch.ones(3, 4) @ expected, msg=edit.__name__)
+        torch.testing.assert_close(run(torch.ones(3, 4)), torch.ones(3, 4) @ expected, msg=name)
 
 
 @pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 @on_ranks(2)
 def test_under_no_shard(how: str) -> None:
     """Under NO_SHARD such a forward has one process's values, or raises."""
-    for edit, grad in product((_own_multiply, _own_data, _own_copy, _own_new_data), (True, False)):
+    for name, grad in product(("multiply", "data", "copy", "new data"), (True, False)):
         torch._dynamo.reset()
-        whole, model = _Coded(edit), fully_shard(_Coded(edit), sharding_strategy=ShardingStrategy.NO_SHARD)
+        whole, model = _Coded(OWN[name]), _Coded(OWN[name])
+        fully_shard(model, sharding_strategy=ShardingStrategy.NO_SHARD)
         run = model if how == "eager" else torch.compile(model, backend=how)
         try:
             found = _steps(run, grad)
         except Exception as error:
-            assert re.search(REFUSED, str(error)), f"{edit.__name__}: {error}"
+            assert re.search(REFUSED, str(error)), f"{name}: {error}"
             continue
         for mine, expected in zip(found, _steps(whole, grad), strict=True):
-            torch.testing.assert_close(mine, expected, msg=edit.__name__)
+            torch.testing.assert_close(mine, expected, msg=name)
 
 
 class _Renormalized(nn.Module):
@@ -453,23 +413,17 @@ def _scaled_data(net: Any) -> None:
         param.data = param.data * 2
 
 
-def _new_parameter(net: Any) -> None:
-    net.first.weight = nn.Parameter(torch.full((4, 4), 0.3))
+CHANGES: dict[str, Edit] = {
+    "new data": _new_data,
+    "scaled data": _scaled_data,
+    "new parameter": lambda net: setattr(net.first, "weight", nn.Parameter(torch.full((4, 4), 0.3))),
+    "thaw module": lambda net: net.requires_grad_(True),
+    "thaw weight": lambda net: setattr(net.first.weight, "requires_grad", True),
+    "freeze": lambda net: net.last.requires_grad_(False),
+}
 
 
-def _thaw_module(net: Any) -> None:
-    net.requires_grad_(True)
-
-
-def _thaw_weight(net: Any) -> None:
-    net.first.weight.requires_grad = True
-
-
-def _freeze(net: Any) -> None:
-    net.last.requires_grad_(False)
-
-
-def _train(run: Callable[[Tensor], Tensor], net: nn.Module, change: Callable[[Any], None], grad: bool) -> list[Tensor]:
+def _train(run: Callable[[Tensor], Tensor], net: nn.Module, change: Edit, grad: bool) -> list[Tensor]:
     losses = []
     for step in range(5):
         if step in (2, 4):
@@ -484,29 +438,25 @@ def _train(run: Callable[[Tensor], Tensor], net: nn.Module, change: Callable[[An
 
 
 def _compiled_caller(rank: int, how: str, strategy: ShardingStrategy) -> None:
-    changes = (_new_data, _scaled_data, _new_parameter, _thaw_module, _thaw_weight, _freeze)
-    for change, caller, grad in product(changes, ("module", "function"), (True, False)):
+    for name, caller, grad in product(CHANGES, ("module", "function"), (True, False)):
+        change = CHANGES[name]
         whole, net = _Net(), _Net()
         for each in (whole, net):
-            each.first.requires_grad_("thaw" not in change.__name__)
+            each.first.requires_grad_("thaw" not in name)
         fully_shard(net.first, sharding_strategy=strategy)
         fully_shard(net, sharding_strategy=strategy)
         torch._dynamo.reset()
         run: Any = _Loss(net) if caller == "module" else partial(_Loss.forward, SimpleNamespace(net=net))
         found = _train(torch.compile(run, backend=how, fullgraph=True), net, change, grad)
         for step, pair in enumerate(zip(found, _train(_Loss(whole), whole, change, grad), strict=True)):
-            torch.testing.assert_close(*pair, msg=f"{change.__name__}, {caller}, grad {grad}, step {step}")
+            torch.testing.assert_close(*pair, msg=f"{name}, {caller}, grad {grad}, step {step}")
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
-def test_before_a_compiled_caller(two: Ranks, strategy: ShardingStrategy) -> None:
+@pytest.mark.parametrize(
+    ("how", "strategy"), [("aot_eager", "FULL_SHARD"), ("aot_eager", "NO_SHARD"), ("inductor", "FULL_SHARD")]
+)
+def test_before_a_compiled_caller(two: Ranks, how: str, strategy: str) -> None:
     """A compiled module or function that calls a sharded model sees data, parameters and `requires_grad` that were
     changed since the last step, with one graph (E-WB-1)."""
-    two.run(_compiled_caller, "aot_eager", strategy)
-
-
-@pytest.mark.nightly
-def test_before_a_caller_compiled_by_inductor(two: Ranks) -> None:
-    """The same where Inductor compiles."""
-    two.run(_compiled_caller, "inductor", ShardingStrategy.FULL_SHARD)
+    two.run(_compiled_caller, how, ShardingStrategy[strategy])

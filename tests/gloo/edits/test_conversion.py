@@ -1,7 +1,6 @@
 """Conversion of sharded modules: `.to()`, `.half()` and all else that goes through `Module._apply`."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
 from fsdp_compile import fully_shard, summon_full_params
 
-from ..ranks import Ranks, on_ranks
+from ..ranks import on_ranks
 from ..training import (
     assert_same_gradients,
     assert_same_parameters,
@@ -70,12 +69,20 @@ def test_conversion(how: str, strategy: str, to: str) -> None:
         assert_same_parameters(model, reference)
 
 
-def _padding(rank: int, strategy: str, offload: bool, conversion: str) -> None:
+@pytest.mark.parametrize("conversion", ["to_empty", "another function"])
+@pytest.mark.parametrize(("strategy", "offload"), [("FULL_SHARD", False), ("FULL_SHARD", True), ("NO_SHARD", False)])
+@on_ranks(2)
+def test_padding_is_zero_after_a_conversion(strategy: str, offload: bool, conversion: str) -> None:
+    """What a conversion leaves between parameters is zero: ranks compare it, and formats of wires scale by it."""
     with torch.device("meta" if conversion == "to_empty" else "cpu"):
         model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     fully_shard(model, sharding_strategy=ShardingStrategy[strategy], cpu_offload=CPUOffload(offload))
     if conversion == "to_empty":
-        model.to_empty(device="cpu")  # of NaN, while torch fills uninitialized memory
+        torch.use_deterministic_algorithms(True)  # uninitialized memory is NaN
+        try:
+            model.to_empty(device="cpu")
+        finally:
+            torch.use_deterministic_algorithms(False)
         for param in model.parameters():
             nn.init.ones_(param)
     else:
@@ -88,21 +95,6 @@ def _padding(rank: int, strategy: str, offload: bool, conversion: str) -> None:
                     part.zero_()
             assert rest.eq(0).all()
     model(torch.ones(2, 5)).sum().backward()
-
-
-@pytest.mark.parametrize("conversion", ["to_empty", "another function"])
-@pytest.mark.parametrize(("strategy", "offload"), [("FULL_SHARD", False), ("FULL_SHARD", True), ("NO_SHARD", False)])
-def test_padding_is_zero_after_a_conversion(two: Ranks, strategy: str, offload: bool, conversion: str) -> None:
-    """What a conversion leaves between parameters is zero: ranks compare it, and formats of wires scale by it."""
-    two.run(_padding_of_new_memory, strategy, offload, conversion)
-
-
-def _padding_of_new_memory(rank: int, *given: Any) -> None:
-    torch.use_deterministic_algorithms(True)
-    try:
-        _padding(rank, *given)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
@@ -151,7 +143,7 @@ def test_conversion_that_fails_changes_nothing() -> None:
 
 @on_ranks(2)
 def test_conversion_of_one_unit() -> None:
-    """A unit may be converted alone (E-MOD-3); not while gradients wait in no_sync."""
+    """A unit may be converted alone (E-MOD-3); not while gradients wait in no_sync, but once they are cleared."""
     reference, model = reference_and_model(MLP)
     model.blocks[0].double()
     assert model.blocks[0].up.weight.dtype == torch.float64 and model.head.weight.dtype == torch.float32
@@ -161,6 +153,10 @@ def test_conversion_of_one_unit() -> None:
         backward(model, MLP, mine(MLP, 1))
     with pytest.raises(RuntimeError, match=r"_apply: .* has gradients from no_sync that are not reduced"):
         model.double()
+    for each in (model, reference):
+        each.zero_grad()
+    model.double().float()
+    follow(model, reference, MLP)
 
 
 @on_ranks(2)
@@ -176,17 +172,6 @@ def test_conversion_that_is_to_make_new_parameters() -> None:
         torch.__future__.set_overwrite_module_params_on_conversion(False)
     follow(model, reference, MLP)
     follow(executor(model, "aot_eager"), reference, MLP)
-
-
-@on_ranks(2)
-def test_cleared_local_gradients_are_no_obstacle() -> None:
-    """After zero_grad() nothing waits for a reduce, and .to() converts; with local gradients it refuses."""
-    reference, model = reference_and_model(MLP)
-    with model.no_sync():
-        backward(model, MLP, mine(MLP, 1))
-    model.zero_grad()
-    model.double().float()
-    follow(model, reference, MLP)
 
 
 class _Router(nn.Module):

@@ -204,21 +204,6 @@ def test_edits_of_replicated_parameters_persist() -> None:
     assert (model.head.weight == 3.0).all()
 
 
-class _Expected(Exception):
-    pass
-
-
-@on_ranks(2)
-def test_exceptions_inside() -> None:
-    """An exception inside leaves parameters sharded, edits kept (E-SUM-5)."""
-    reference, model = reference_and_model(MLP)
-    with pytest.raises(_Expected), summon_full_params(model), torch.no_grad():
-        for each in (reference, model):
-            each.head.weight.mul_(0.5)
-        raise _Expected
-    follow(model, reference, MLP)
-
-
 @pytest.mark.parametrize("change", ["data", "objects"])
 @on_ranks(2)
 def test_replacing_by_another_shape(change: str) -> None:

@@ -1,9 +1,7 @@
 """What compiled models take and return: any size, grad mode and structure, bit for bit what eager does."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 
 from ..eager.test_outputs import _Outer
 from ..ranks import NIGHTLY, on_ranks
-from ..training import assert_bitwise, build, follow, local, mine, reference_and_model, shard
+from ..training import assert_bitwise, build, local, mine, shard
 
 MLP = MODELS["mlp"]
 
@@ -95,22 +93,6 @@ def test_grad_and_training_modes() -> None:
 # --- losses, arguments, outputs ---------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
-def test_a_compiled_function_calls_the_model() -> None:
-    """What is compiled may be a function that takes the model and returns a loss."""
-    case = MODELS["tied"]
-    reference, model = reference_and_model(case)
-    step = torch.compile(case.loss, backend="aot_eager", fullgraph=True)
-    inside = Case(
-        case.build,
-        case.batch,
-        lambda each, inputs: step(each, inputs) if each is model else case.loss(each, inputs),
-    )
-    follow(model, reference, inside, steps=1)
-    with _compiled_already():
-        follow(model, reference, inside, steps=2)
-
-
 ONE = Case(lambda: mlp(1), vectors, squared_error)
 MOMENTUM = 0.9 if NIGHTLY else 0.0  # the step that makes state is traced once more
 
@@ -148,54 +130,6 @@ def test_a_compiled_step() -> None:
                 torch.testing.assert_close(local(ours), local(theirs), rtol=1e-5, atol=1e-6, msg=name)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[1], graphs
-
-
-@dataclass
-class Answer:
-    """What `_Wide` returns, in part."""
-
-    scaled: Tensor
-    note: str
-
-
-class _Wide(nn.Module):
-    """Takes and returns all sorts of things."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.head = MLP.build().blocks, nn.Linear(11, 5)
-        self.stem = nn.Linear(7, 11)
-
-    def forward(self, x: Tensor, *, extra: dict[str, Any] | None = None, scale: float = 1.0, flag: bool = False) -> Any:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        if extra is not None:
-            x = x + extra["shift"][0]
-        out = self.head(x)
-        return {"out": out, "flag": flag, "rest": (Answer(out * scale, "text"), [None, 3, x.shape[0]])}
-
-
-@on_ranks(2)
-def test_arguments_and_outputs_of_the_root() -> None:
-    """Keywords, nested inputs, outputs in dicts, lists and dataclasses beside what is no tensor."""
-    eager, model = shard(Case(_Wide, vectors, squared_error)), shard(Case(_Wide, vectors, squared_error))
-    run = torch.compile(model, backend="aot_eager", fullgraph=True)
-    calls: list[Callable[[int], dict[str, Any]]] = [
-        lambda seed: {},
-        lambda seed: {"extra": {"shift": [torch.full((11,), 1.0 + seed)]}, "scale": 2.0, "flag": True},
-    ]
-    for seed in range(3):
-        for arguments in calls:
-            with nullcontext() if seed == 0 else _compiled_already():
-                found, expected = (each(mine(MLP, seed)[0], **arguments(seed)) for each in (run, eager))
-                for out in (found, expected):
-                    (out["out"].sum() + out["rest"][0].scaled.square().sum()).backward()
-            answer, rest = found["rest"]
-            assert found["flag"] is expected["flag"] and rest == [None, 3, 3]
-            assert type(answer) is Answer and answer.note == "text"
-            assert torch.equal(answer.scaled, expected["rest"][0].scaled)
-    assert_bitwise(model, eager, "structures")
 
 
 def _assert_same_used(model: nn.Module, eager: nn.Module) -> None:
