@@ -54,7 +54,7 @@ if TYPE_CHECKING:  # each name `as` itself: for type checkers it is exported
     from fsdp_compile.comm.hops import Wire as Wire
     from fsdp_compile.config import CompileConfig as CompileConfig
     from fsdp_compile.construct.arguments import DataParallelMeshDims as DataParallelMeshDims
-    from fsdp_compile.eager.unsharded import UnshardHandle as UnshardHandle
+    from fsdp_compile.eager.runtime import UnshardHandle as UnshardHandle
     from fsdp_compile.edits.convert import load as load
     from fsdp_compile.edits.convert import offload as offload
     from fsdp_compile.edits.summon import summon_full_params as summon_full_params
@@ -89,7 +89,7 @@ _NAMES = {
     "fsdp_compile.construct.arguments": "DataParallelMeshDims",
     "fsdp_compile.edits.convert": "load offload",
     "fsdp_compile.edits.summon": "summon_full_params",
-    "fsdp_compile.eager.unsharded": "UnshardHandle",
+    "fsdp_compile.eager.runtime": "UnshardHandle",
     "fsdp_compile.weights": "export metadata",
     "fsdp_compile.fsdp_module": "FSDPModule register_fsdp_forward_method share_comm_ctx",
     "fsdp_compile.reproducibility": "mean_over_ranks microbatch_seed",

@@ -37,8 +37,7 @@ from fsdp_compile.eager.forward import (
     hooked_call,
 )
 from fsdp_compile.eager.reduce import set_sync
-from fsdp_compile.eager.runtime import Runtime
-from fsdp_compile.eager.unsharded import UnshardHandle, reshard
+from fsdp_compile.eager.runtime import Runtime, UnshardHandle, reshard
 from fsdp_compile.edits.convert import convert
 from fsdp_compile.edits.own_writes import OwnWrites
 from fsdp_compile.edits.summon import summon_full_params, summoned_for_apply

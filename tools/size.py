@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 10_332,
-    "the story and what it imports": 14_847,
-    PACKAGE: 36_684,
+    "the story": 10_328,
+    "the story and what it imports": 14_843,
+    PACKAGE: 36_681,
     "tests": 48_168,
     "bench": 4_931,
     "docs, README, change log": 5_186,

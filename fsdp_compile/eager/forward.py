@@ -38,8 +38,8 @@ from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.block_reader import wait_for_flats
 from fsdp_compile.eager.casting import cast_outputs, computes_in_full_precision, prepare_inputs
 from fsdp_compile.eager.forward_pass import ForwardPass
-from fsdp_compile.eager.runtime import Runtime
-from fsdp_compile.eager.unsharded import Reader, State, UnshardedUnit, free_for_next_forward
+from fsdp_compile.eager.runtime import Runtime, free_for_next_forward
+from fsdp_compile.eager.unsharded import Reader, State, UnshardedUnit
 
 # Note [Graph breaks in the forward of a sharded module]
 # Where a module's code breaks the graph, its unit is gathered eagerly, and Dynamo compiles what it would without

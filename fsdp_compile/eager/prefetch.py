@@ -16,7 +16,8 @@ from torch.distributed.fsdp import BackwardPrefetch
 from fsdp_compile.core.backward_pass import BackwardPass
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.forward_pass import ForwardPass, Listener
-from fsdp_compile.eager.unsharded import UnshardedUnit, free_for_next_forward
+from fsdp_compile.eager.runtime import free_for_next_forward
+from fsdp_compile.eager.unsharded import UnshardedUnit
 
 
 class Prefetch(Listener):

@@ -20,7 +20,20 @@ from fsdp_compile.core.unit import Phase, Unit
 from fsdp_compile.eager.forward_pass import ForwardPass, Listener, heard_by
 from fsdp_compile.eager.reduce import abandon_gradients
 from fsdp_compile.eager.streams import Device, Streams, UnshardedBuffer
-from fsdp_compile.eager.unsharded import UnshardedUnit, UnshardHandle, reshard
+from fsdp_compile.eager.unsharded import Lifetime, UnshardedUnit
+
+
+class UnshardHandle(torch.distributed.fsdp.UnshardHandle):
+    """All-gathers that `FSDPModule.unshard(async_op=True)` has started."""
+
+    def __init__(self, gathers: Sequence[UnshardedUnit]) -> None:
+        self._gathers = gathers
+
+    def wait(self) -> None:
+        """Order the current stream after the all-gathers; without streams, wait for them."""
+        for gathered in self._gathers:
+            gathered.wait()
+        self._gathers = ()
 
 
 class Runtime:
@@ -220,3 +233,27 @@ class Runtime:
             if buffer.filling:  # no other backward pass of the same graph has read it since
                 buffer.finish()
                 buffer.free()
+
+
+def reshard(unit: Unit) -> None:
+    """Free all unsharded parameters of an idle unit; a backward that still needs them gathers again.
+
+    Raises ValueError in a forward or backward of the unit.
+    """
+    if unit.is_unsharded:
+        raise ValueError(f"reshard: {unit} is in its forward or backward; call it between steps")
+    free_for_next_forward(unit)
+    for gathered in unit.awaiting_backward:
+        if gathered.lifetime is Lifetime.WHILE_READ:
+            gathered.free()
+
+
+def free_for_next_forward(unit: Unit) -> None:
+    """Free what was gathered early, or kept by a backward pass, for a forward that has not begun."""
+    if unit.prefetched is not None:
+        unit.prefetched.drop()
+        unit.prefetched = None
+    if unit.kept is not None:
+        for buffer in unit.kept.buffers:
+            buffer.free()
+        unit.kept = None

@@ -11,7 +11,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +57,6 @@ from fsdp_compile.eager.streams import KeptUnsharded, UnshardedBuffer, Values, f
 # The views own the autograd node that made them. A strong reference from that node, or from a hook on it, to the
 # `UnshardedUnit` that owns the views would close a cycle through C++ that Python's garbage collector does not see; so
 # nodes and hooks on inputs refer to it weakly. Hooks on the outputs own it: it goes when the graph goes.
-
 
 _VERSION = operator.attrgetter("_version")
 Exit = tuple[int, weakref.ref[Any], weakref.ref[Tensor]]  # number of a node, what dies with that, and what it made
@@ -276,13 +275,11 @@ class UnshardedUnit:
         trained = [flat for flat in unit.flats if flat.trains] if torch.is_grad_enabled() else []
         differentiable = UnshardParams.apply(self, trained, *[flat.deferred for flat in trained]) if trained else ()
         views: list[Tensor] = []
-        starts, taken = [], 0
+        starts, rest = [], iter(differentiable)
         for buffer in self.buffers:
             starts.append(len(views))
             if buffer.flat in trained:
-                count = 1 if as_flats else len(buffer.flat.params)
-                views += differentiable[taken : taken + count]
-                taken += count
+                views += islice(rest, 1 if as_flats else len(buffer.flat.params))
             else:
                 with torch.no_grad():
                     views += [buffer.flat_view()] if as_flats else buffer.views()
@@ -290,9 +287,8 @@ class UnshardedUnit:
             views = unit.distributed(views, self.values.full_precision)
             for buffer, start in zip(self.buffers, starts, strict=True):  # DTensors have counters of their own
                 buffer.count(*views[start : start + len(buffer.flat.params)])
-        watched: list[Tensor] = []  # views of one buffer share one version counter
-        if not as_flats and not torch.is_inference_mode_enabled():  # which counts no versions
-            watched = views if unit.tensor_parallel else [views[start] for start in starts]
+        counted = views if unit.tensor_parallel else [views[start] for start in starts]  # those of a buffer share one
+        watched = [] if as_flats or torch.is_inference_mode_enabled() else counted  # which counts no versions
         self.views = views
         way = next((each.grad_fn for each in differentiable if each.requires_grad), None)
         self.opened = Opened(watched, list(map(_VERSION, watched)), next_node_number(), way)
@@ -602,40 +598,3 @@ class UnshardedUnit:
             buffer.slice = None
         if filled:
             self.streams.note_free()
-
-
-class UnshardHandle(torch.distributed.fsdp.UnshardHandle):
-    """All-gathers that `FSDPModule.unshard(async_op=True)` has started."""
-
-    def __init__(self, gathers: Sequence[UnshardedUnit]) -> None:
-        self._gathers = gathers
-
-    def wait(self) -> None:
-        """Order the current stream after the all-gathers; without streams, wait for them."""
-        for gathered in self._gathers:
-            gathered.wait()
-        self._gathers = ()
-
-
-def reshard(unit: Unit) -> None:
-    """Free all unsharded parameters of an idle unit; a backward that still needs them gathers again.
-
-    Raises ValueError in a forward or backward of the unit.
-    """
-    if unit.is_unsharded:
-        raise ValueError(f"reshard: {unit} is in its forward or backward; call it between steps")
-    free_for_next_forward(unit)
-    for gathered in unit.awaiting_backward:
-        if gathered.lifetime is Lifetime.WHILE_READ:
-            gathered.free()
-
-
-def free_for_next_forward(unit: Unit) -> None:
-    """Free what was gathered early, or kept by a backward pass, for a forward that has not begun."""
-    if unit.prefetched is not None:
-        unit.prefetched.drop()
-        unit.prefetched = None
-    if unit.kept is not None:
-        for buffer in unit.kept.buffers:
-            buffer.free()
-        unit.kept = None

@@ -14,7 +14,7 @@ from fsdp_compile.core.layout import ShardRecord
 from fsdp_compile.core.sharding import sharding_of, units_used_below
 from fsdp_compile.core.unit import Unit, check_idle
 from fsdp_compile.eager.accumulate import drop_cleared
-from fsdp_compile.eager.unsharded import free_for_next_forward
+from fsdp_compile.eager.runtime import free_for_next_forward
 from fsdp_compile.edits.writeback import refresh, set_grads
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 

@@ -27,8 +27,9 @@ from fsdp_compile.core.ops import inner_tensors
 from fsdp_compile.core.sharding import changed_in_forward
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.forward_pass import ForwardPass, Listener
+from fsdp_compile.eager.runtime import free_for_next_forward
 from fsdp_compile.eager.streams import UnshardedBuffer
-from fsdp_compile.eager.unsharded import UnshardedUnit, free_for_next_forward
+from fsdp_compile.eager.unsharded import UnshardedUnit
 
 FORWARDS = 2
 """In which forwards of a kind a unit may begin to write."""

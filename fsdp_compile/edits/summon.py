@@ -23,7 +23,7 @@ from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import equal_bits
 from fsdp_compile.core.sharding import ModuleSharding, own_units, record_locations, units_used_below
 from fsdp_compile.core.unit import Phase, Unit, check_idle
-from fsdp_compile.eager.unsharded import free_for_next_forward
+from fsdp_compile.eager.runtime import free_for_next_forward
 from fsdp_compile.edits.writeback import (
     adopt_objects,
     refresh,
