@@ -11,8 +11,7 @@ parameters and the optimizer are what the same loop, written out, would have lef
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from contextlib import nullcontext
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -29,7 +28,6 @@ from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit, VersionCounters, check_idle
 from fsdp_compile.eager.accumulate import drop_cleared
 from fsdp_compile.fsdp_module import FSDPModule, check_options
-from fsdp_compile.optim.in_backward import UpdateInBackward
 from fsdp_compile.optim.joint import JointStep
 from fsdp_compile.tensors.sharded_reductions import gradient_norm
 from fsdp_compile.wrapper import FullyShardedDataParallel
@@ -39,7 +37,7 @@ from fsdp_compile.wrapper import FullyShardedDataParallel
 # the next forward behind its update. Both were built and measured: on the emulated link with blocks as units they hid
 # 2.3, 1.2 and 0.6 of 410 ms at 0.3, 0.6 and 0.9, and on an H100 steps took up to 3 % longer. All that remains of it is
 # memory: gradients of all units live when backward ends, unless `update_in_backward` is asked for. Then an operator in
-# the graph updates a unit right behind its reduce (optim/in_backward.py), so that about one gradient lives. Backward
+# the graph updates a unit right behind its reduce (optim/joint.py), so that about one gradient lives. Backward
 # takes the time of the updates, and no new collectives begin during an update.
 
 _INDUCTOR = ("inductor", "fsdp_compile")
@@ -134,49 +132,30 @@ def compile_step(
             f"update_in_backward cannot be combined with clip_norm, accumulate or scaler, which need the gradients of "
             f"all units before the first update, found {given}; leave one out"
         )
-    update = JointStep(optimizers, fuses=backend in _INDUCTOR)
     units = units_gathered_below(sharded)
     flats = [flat for unit in units for flat in unit.flats]
-    in_backward = UpdateInBackward(update, flats) if update_in_backward else None
+    update = JointStep(optimizers, flats, backend in _INDUCTOR, update_in_backward)
     for unit in units:
         unit.set_may_update(update_in_backward)
     run: Any = model
     compiles = called is model and model._compiled_call_impl is None
     if compiles and backend == "fsdp_compile":
-        default = CompileConfig.from_environment()
-        chosen = {each.name: getattr(default, each.name) for each in fields(CompileConfig)}
-        options = {**chosen, **(options or {})}
+        options = {**vars(CompileConfig.from_environment()), **(options or {})}
     if regional:
-        for block in _blocks_to_compile(sharded, compiles):
-            block.compile(backend=backend, options=options)
+        if not compiles:
+            raise ValueError("regional: the model is compiled already; pass it as fully_shard returns it")
+        blocks = [block for block in repeated_blocks(sharded) if isinstance(block, FSDPModule)]
+        if not blocks:
+            raise ValueError(
+                "regional: the model has no repeated blocks that are units; name their class in auto_wrap_policy of "
+                "fully_shard, or leave regional out"
+            )
+        for block in blocks:
+            if block._compiled_call_impl is None:
+                block.compile(backend=backend, options=options)
     elif compiles:
         run = torch.compile(model, backend=backend, options=options)
-    step_options = _StepOptions(loss_fn, clip_norm, accumulate, scaler)
-    return CompiledStep(sharded, optimizer, run, update, in_backward, units, step_options)
-
-
-def _blocks_to_compile(model: FSDPModule, compiles: bool) -> list[nn.Module]:
-    """The repeated blocks of `model` that are sharded and not compiled yet. ValueError if it has none, or `compiles`
-    is False, as the model is compiled as a whole."""
-    if not compiles:
-        raise ValueError("regional: the model is compiled already; pass it as fully_shard returns it")
-    sharded = [block for block in repeated_blocks(model) if isinstance(block, FSDPModule)]
-    if not sharded:
-        raise ValueError(
-            "regional: the model has no repeated blocks that are units; name their class in auto_wrap_policy of "
-            "fully_shard, or leave regional out"
-        )
-    return [block for block in sharded if block._compiled_call_impl is None]
-
-
-@dataclass(frozen=True)
-class _StepOptions:
-    """Arguments of `compile_step`."""
-
-    loss_fn: Callable[..., Tensor] | None
-    clip_norm: float | None
-    accumulate: int
-    scaler: torch.amp.GradScaler | None
+    return CompiledStep(sharded, optimizer, run, update, units, (loss_fn, clip_norm, accumulate, scaler))
 
 
 class CompiledStep:
@@ -193,15 +172,12 @@ class CompiledStep:
         optimizer: Optimizer | Sequence[Optimizer],
         run: Callable[..., Any],
         update: JointStep,
-        in_backward: UpdateInBackward | None,
         units: Sequence[Unit],
-        options: _StepOptions,
+        options: tuple[Callable[..., Tensor] | None, float | None, int, torch.amp.GradScaler | None],
     ) -> None:
         self.model, self.optimizer = model, optimizer
-        self._run, self._update, self._in_backward = run, update, in_backward
-        self._units, self._options = units, options
-        self._flats = [flat for unit in self._units for flat in unit.flats]
-        self._updates = False  # whether the updates of this step have begun
+        self._run, self._update, self._units = run, update, units
+        self._loss_fn, self._clip_norm, self._accumulate, self._scaler = options
         self._broken: dict[Unit, VersionCounters] = {}  # after an error that may have left some units updated
 
     def __call__(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
@@ -226,17 +202,17 @@ class CompiledStep:
                 this step are dropped, parameters are those before it, and the next call is an ordinary step.
         """
         self._check_ready()
-        batches = split_batch((args, kwargs, target), self._options.accumulate)
+        batches = split_batch((args, kwargs, target), self._accumulate)
         losses = []
         try:
             for position, (own_args, own_kwargs, own_target) in enumerate(batches):
                 last = position == len(batches) - 1
-                with self._keeping_flat() if last else self.model.no_sync():
-                    losses.append(self._forward_and_backward(own_args, own_kwargs, own_target))
+                with nullcontext() if last else self.model.no_sync():
+                    losses.append(self._forward_and_backward(own_args, own_kwargs, own_target, last))
             self._update_parameters()
             self._zero_grad()
         except BaseException as error:
-            has_updated = self._updates or (self._in_backward is not None and bool(self._in_backward.updated))
+            has_updated = self._updates or bool(self._update.updated)
             if has_updated:
                 self._broken = {unit: unit.version_counters() for unit in self._units if unit.trains}
             self._drop_gradients()
@@ -251,9 +227,8 @@ class CompiledStep:
         if any(unit.version_counters() == counters for unit, counters in self._broken.items()):
             raise RuntimeError(f"step: an earlier call {_FAILED}")
         self._broken.clear()
-        self._updates = False
-        if self._in_backward is not None:
-            self._in_backward.updated.clear()
+        self._updates = False  # whether the updates of this step have begun
+        self._update.updated.clear()
         for unit in self._units:
             if not unit.syncs:
                 raise RuntimeError(
@@ -261,33 +236,20 @@ class CompiledStep:
                     f"compile_step(..., accumulate=n) accumulate gradients"
                 )
 
-    @contextmanager
-    def _keeping_flat(self) -> Iterator[None]:
-        """Keep gradients in flat tensors, instead of `.grad`, if only the norm and updates of segments read them."""
-        reads_flat = self._options.scaler is None and self._update.fuses and self._update.can_update()
-        for flat in self._flats:
-            flat.reduction.keeps_flat = reads_flat
-        try:
-            yield
-        finally:
-            for flat in self._flats:
-                flat.reduction.keeps_flat = False
-
-    def _forward_and_backward(self, args: Any, kwargs: Any, target: Any) -> Tensor:
-        """Run forward and backward of one micro-batch; return its loss."""
-        options = self._options
+    def _forward_and_backward(self, args: Any, kwargs: Any, target: Any, last: bool) -> Tensor:
+        """Run forward and backward of one micro-batch, maybe the `last`; return its loss."""
         with torch.enable_grad():
             loss: Tensor = (output := self._run(*args, **kwargs))
-            if options.loss_fn is not None:
-                loss = options.loss_fn(output) if target is None else options.loss_fn(output, target)
-            shared = loss if options.accumulate == 1 else loss / options.accumulate
-            with nullcontext() if self._in_backward is None else self._in_backward.running(loss):
-                (shared if options.scaler is None else options.scaler.scale(shared)).backward()
+            if self._loss_fn is not None:
+                loss = self._loss_fn(output) if target is None else self._loss_fn(output, target)
+            shared = loss if self._accumulate == 1 else loss / self._accumulate
+            with self._update.running(loss, keeps_flat=last and self._scaler is None):
+                (shared if self._scaler is None else self._scaler.scale(shared)).backward()
         return loss.detach()
 
     def _update_parameters(self) -> None:
         """Clip and update, unless the scaler skips it."""
-        if (scaler := self._options.scaler) is None:
+        if (scaler := self._scaler) is None:
             self._clip_and_update()
             return
         optimizer: Any = SimpleNamespace(param_groups=list(self._param_groups()), step=self._clip_and_update)
@@ -305,16 +267,13 @@ class CompiledStep:
             optimizer.zero_grad()
 
     def _clip_and_update(self) -> None:
-        limit = self._options.clip_norm
+        limit = self._clip_norm
         if limit is not None and not self._update.fuses:
             nn.utils.clip_grad_norm_(self._clipped_params(), limit)
             limit = None
         self._updates = True
-        self._update.begin(self._flats, clips=limit is not None)
-        factor = None if limit is None else self._clip_others(limit)
-        self._update.step_others()
-        self._update.run(factor)
-        self._update.finish()
+        self._update.begin(clips=limit is not None)
+        self._update.run(None if limit is None else self._clip_others(limit))
 
     def _clip_others(self, limit: float) -> Tensor:
         """Clip the gradients that are not of segments; return the factor for those that are, shape `()`."""
@@ -331,15 +290,13 @@ class CompiledStep:
 
     def _clipped_params(self) -> list[nn.Parameter]:
         """The parameters whose gradients count: first those of the model in its order, which decides rounding."""
-        params = dict.fromkeys(self.model.parameters())
-        params.update(dict.fromkeys(param for group in self._param_groups() for param in group["params"]))
-        return list(params)
+        return list(dict.fromkeys(chain(self.model.parameters(), *(group["params"] for group in self._param_groups()))))
 
     def _drop_gradients(self) -> None:
         """After a failure: forget what was accumulated and reduced in this step, on this rank."""
         self._update.drop()
         self._zero_grad()
-        for flat in self._flats:
+        for flat in (flat for unit in self._units for flat in unit.flats):
             flat.reduction.flat_gradient = None
             for param in flat.params:
                 param.grad = None

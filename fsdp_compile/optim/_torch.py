@@ -19,9 +19,8 @@ from torch.optim import Optimizer, _muon, optimizer
 def has_step_hooks(of: Optimizer) -> bool:
     """Whether users have hooks before or after each step of the optimizer."""
     around = [*optimizer._global_optimizer_pre_hooks.values(), *optimizer._global_optimizer_post_hooks.values()]
-    if of._optimizer_step_pre_hooks or of._optimizer_step_post_hooks:
-        return True
-    return any(hook.__module__.partition(".")[0] not in ("torch", "fsdp_compile") for hook in around)
+    has_own = of._optimizer_step_pre_hooks or of._optimizer_step_post_hooks
+    return bool(has_own) or any(hook.__module__.partition(".")[0] not in ("torch", "fsdp_compile") for hook in around)
 
 
 def announce_step(of: Optimizer) -> None:

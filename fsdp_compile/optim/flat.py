@@ -66,9 +66,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if torch.compiler.is_compiling() or not args or not (type(optimizer) in ELEMENTWISE or takes_matrices(optimizer)):
         return
     segments = Segments.of(optimizer, known=True)
-    if segments.hook is not None:  # another hook has raised
+    if segments.hook is not None:  # is registered still where another hook has raised
         segments.hook.remove()
-        segments.hook = None
     if (segments.all or takes_matrices(optimizer)) and not segments.is_off:
         segments.hook = optimizer.register_step_pre_hook(functools.partial(_give_closure, segments))
 
@@ -83,9 +82,7 @@ def _give_closure(segments: Segments, optimizer: Optimizer, args: tuple[Any, ...
     def begin() -> Any:
         given.clear()  # hooks behind the step see what the user gave
         given.update({} if closure is None else {"closure": closure})
-        if segments.hook is not None:
-            segments.hook.remove()
-            segments.hook = None
+        segments.hook.remove()
         loss = None if closure is None else closure()
         present = Segments.of(optimizer)  # hooks and closures may replace parameters
         if takes_matrices(optimizer):

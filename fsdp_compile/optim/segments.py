@@ -21,7 +21,6 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.unit import unit_of
@@ -89,9 +88,8 @@ class Segment:
         self.known: KnownValues | None = None
 
     def is_current(self) -> bool:
-        """Whether the flat parameter still has this shard and these parameters."""
-        flat = self.flat
-        return self.shard is flat.shard and self._all is flat.params and flat.deferred is not None  # None: released
+        """Whether the flat parameter still has this shard and these parameters, and is not released."""
+        return self.shard is self.flat.shard and self._all is self.flat.params and self.flat.deferred is not None
 
     def flat_gradient(self) -> Tensor | None:
         """The tensor, laid out as the shard, that has the gradients of all parameters; None if there is none."""
@@ -106,7 +104,7 @@ class Segment:
 
     def is_known(self, states: Mapping[Any, State]) -> bool:
         """Whether `state` is still that of all parameters; `states`: theirs."""
-        is_same = self.known is not None and self.known.are_in(states)
+        is_same = self.known is not None and self.known.are_in(states, may_have_moved=True)
         return is_same and all(counts.are_equal(at) for counts, at in self.counts.items())
 
     def join(self, states: Sequence[State]) -> State | None:
@@ -161,7 +159,6 @@ class Counts:
     def __init__(self, name: str, segments: Sequence[Segment], states: Mapping[Any, State]) -> None:
         sizes, like = [len(segment.params) for segment in segments], segments[0].state[name]
         self._all = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
-        self._expected = torch.empty_like(self._all)
         first = chain.from_iterable([sum(sizes[:at])] * size for at, size in enumerate(sizes))
         self._first = torch.tensor(list(first), device=like.device)
         self._parts = [part.data for part in self._all.split(sizes)]  # `.data`: each counts versions by itself
@@ -171,31 +168,25 @@ class Counts:
             segment.state[name] = of_each[0]
             for param, own in zip(segment.params, of_each, strict=True):
                 states[param][name] = own
-        self.spread()
-
-    def spread(self) -> None:
-        """Give what the first of each segment is to all others, and expect them to stay so."""
-        torch.index_select(self._all, 0, self._first, out=self._expected)
-        self._all.copy_(self._expected)
         self._versions = list(map(_VERSION, self._parts))
 
-    def spread_in(self, at: int) -> None:
-        """The same in one segment."""
-        self._parts[at].fill_(self._parts[at][0])
-        self._versions[at] = self._parts[at]._version
+    def spread(self, at: int | None = None) -> None:
+        """Give what the first of each segment, or of the one `at`, is to all others of it."""
+        if at is None:
+            self._all.copy_(self._all.index_select(0, self._first))
+            self._versions = list(map(_VERSION, self._parts))
+        else:
+            self._parts[at].fill_(self._parts[at][0])
+            self._versions[at] = self._parts[at]._version
 
-    def are_unchanged(self) -> bool:
-        """Whether all are as `spread` left them. To look at those on a device would wait for it."""
-        if not self._all.is_cpu and list(map(_VERSION, self._parts)) == self._versions:
+    def are_equal(self, at: int | None = None) -> bool:
+        """Whether those of each segment, or of the one `at`, are. To look at those on a device would wait for it."""
+        some = slice(None) if at is None else slice(at, at + 1)
+        if not self._all.is_cpu and list(map(_VERSION, self._parts[some])) == self._versions[some]:
             return True
-        return self._all.equal(self._expected)
-
-    def are_equal(self, at: int) -> bool:
-        """Whether those of one segment are equal."""
-        if not self._all.is_cpu and self._parts[at]._version == self._versions[at]:
-            return True
-        values = self._parts[at].tolist()
-        return bool(values.count(values[0]) == len(values))
+        if at is None:
+            return self._all.equal(self._all.index_select(0, self._first))
+        return bool(self._parts[at].eq(self._parts[at][0]).all())
 
 
 def share(new: Mapping[Segment, State], states: Mapping[Any, State]) -> None:
@@ -219,24 +210,13 @@ class KnownValues:
     def __init__(self, states: Mapping[Any, State]) -> None:
         self._keys, self._values = list(states), list(_values(states.values()))
         self._sharded = [each for each in self._values if type(each) is ShardedTensor]
-        self._moves, self._locals = moves(), list(map(_LOCAL, self._sharded))
+        self._locals = list(map(_LOCAL, self._sharded))
         self._refs = list(map(ref, self._sharded))  # torch.utils.swap_tensors, which is no move, raises
 
-    def are_in(self, states: Mapping[Any, State]) -> bool:
+    def are_in(self, states: Mapping[Any, State], may_have_moved: bool) -> bool:
         """Whether `states` has the same parameters and values, over the same memory."""
-        if not are_same(states, self._keys):
-            return False
-        if not are_same(_values(states.values()), self._values):
-            return False
-        if self._moves != moves():
-            if not are_same(map(_LOCAL, self._sharded), self._locals):
-                return False
-            self._moves = moves()
-        return True
-
-
-def _number_sharded(groups: Iterable[Iterable[nn.Parameter]]) -> int:
-    return sum(isinstance(param, ShardedTensor) for param in chain.from_iterable(groups))
+        is_same = are_same(states, self._keys) and are_same(_values(states.values()), self._values)
+        return is_same and (not may_have_moved or are_same(map(_LOCAL, self._sharded), self._locals))
 
 
 class Segments:
@@ -247,36 +227,37 @@ class Segments:
     def __init__(self) -> None:
         self.all: list[Segment] = []
         self._params: list[list[nn.Parameter]] = []  # of each group, when the segments were made
-        self._moves = self._sharded = 0  # `moves()` when last looked at, and how many parameters were sharded
+        self._alone: list[list[nn.Parameter]] = []  # of each group, those in no segment
+        self._plain: list[nn.Parameter] = []  # of all groups, those that were not sharded
+        self._moves = 0  # `moves()` when last looked at
         self._joined: list[nn.Parameter] = []  # those of the segments
         self._specs: list[ShardSpec] = []  # of `_joined`
         self._flats: list[FlatParam] = []  # that the segments are of, by first appearance
-        self._known: KnownValues | None = None  # the optimizer's state, when all segments were ready
-        self._known_moves = 0  # `moves()` then
+        self._known: KnownValues | None = None  # the optimizer's state, when all segments were ready; none moved since
         self._counts: list[Counts] = []  # of all segments, likewise
         self.is_off = False  # whether a step on each parameter by itself was asked for
-        self.hook: RemovableHandle | None = None  # of the step that begins (flat.py)
+        self.hook: Any = None  # a `RemovableHandle`, of the last step that has begun (flat.py)
 
     @classmethod
     def of(cls, optimizer: Optimizer, known: bool = False) -> "Segments":
         """The segments of `optimizer`, made again if parameters or shards were replaced; `known`: if it has none."""
-        segments = cls._of.get(optimizer)
-        if segments is None:
+        if (segments := cls._of.get(optimizer)) is None:
             segments = cls._of[optimizer] = cls()
         elif known and segments.all:
             return segments
         groups = [group["params"] for group in optimizer.param_groups]
         same = len(groups) == len(segments._params) and all(map(are_same, groups, segments._params))
         if segments._moves != moves():  # else each lies where it lay, in the same shard
-            segments._moves = moves()
-            same = same and segments._sharded == _number_sharded(groups)
+            segments._moves, segments._known = moves(), None
+            same = same and not any(isinstance(param, ShardedTensor) for param in segments._plain)
             same = same and all(segment.is_current() for segment in segments.all)
         if not same:
             segments._divide(groups)
         return segments
 
     def _divide(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-        self._params, self._sharded, self.all = [list(params) for params in groups], _number_sharded(groups), []
+        self._params, self.all = [list(params) for params in groups], []
+        self._plain = [param for params in groups for param in params if not isinstance(param, ShardedTensor)]
         for group, params in enumerate(groups):
             of_flats: dict[FlatParam, list[int]] = {}
             for param in params:
@@ -290,21 +271,18 @@ class Segments:
                 for start, stop in zip([0, *ends], [*ends, len(indices)], strict=True):
                     self.all.append(Segment(flat, indices[start:stop], group))
         self._joined = [param for segment in self.all for param in segment.params]
+        joined = set(map(id, self._joined))
+        self._alone = [[param for param in params if id(param) not in joined] for params in groups]
         self._specs = [spec for segment in self.all for spec in segment.specs]
         self._flats = list(dict.fromkeys(segment.flat for segment in self.all))
         self._known = None
 
     def others(self, ready: Ready, chosen: Sequence[Segment] | None = None) -> list[list[nn.Parameter]]:
         """For each group the parameters, of the `chosen` segments or of all, that are in none of `ready`."""
-        if chosen is None and len(ready) == len(self.all) and len(self._joined) == sum(map(len, self._params)):
-            return []
-        covered = {id(param) for segment, _ in ready for param in segment.params}
-        params = self._params
-        if chosen is not None:
-            params = [
-                [param for each in chosen if each.group == at for param in each.params] for at in range(len(params))
-            ]
-        found = [[param for param in some if id(param) not in covered] for some in params]
+        found = [[] if chosen else list(alone) for alone in self._alone]
+        done = {segment for segment, _ in ready}
+        for segment in chosen or self.all:
+            found[segment.group] += segment.params if segment not in done else ()
         return found if any(found) else []
 
     def ready(self, optimizer: Optimizer, chosen: Sequence[Segment] | None = None) -> Ready:
@@ -333,8 +311,8 @@ class Segments:
                     new[segment] = joined
                 ready.append((segment, segment.part_of(gradient)))
             share(new, optimizer.state)
-        if len(ready) == len(self.all):
-            self._known, self._known_moves = KnownValues(optimizer.state), moves()
+        if chosen is None and len(ready) == len(self.all):
+            self._known, self._moves = KnownValues(optimizer.state), moves()
             self._counts = list(dict.fromkeys(chain.from_iterable(segment.counts for segment in self.all)))
             for counts in self._counts:
                 counts.spread()
@@ -344,8 +322,8 @@ class Segments:
 
     def _are_unchanged(self, optimizer: Optimizer) -> bool:
         """Whether parameters lie where they lay when all segments were ready, and have the state that they had."""
-        is_same = self._known is not None and self._known_moves == moves() and self._known.are_in(optimizer.state)
-        return is_same and all(map(Counts.are_unchanged, self._counts))
+        is_same = self._known is not None and self._known.are_in(optimizer.state, may_have_moved=False)
+        return is_same and all(map(Counts.are_equal, self._counts))
 
     def _flat_gradients(self) -> dict[FlatParam, Tensor]:
         """Gradients that are laid out as flat shards, of those that the segments are of."""
@@ -419,7 +397,7 @@ class Segments:
                 own[param] = shown[param]
         for segment in stepped:
             for counts, at in segment.counts.items() if segment not in new else ():
-                counts.spread_in(at)
+                counts.spread(at)
         share(new, own)
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,7 +44,7 @@ def _follow(rank: int, name: str, how: str, steps: int, options: dict[str, Any])
     for number in range(steps):
         with torch._dynamo.config.patch(error_on_recompile=number > 1):
             (both.train if how == "inductor" else both.compare)(number)
-        updated = {param for flat in both.step._in_backward.updated for param in flat.params}  # type: ignore[union-attr]  # set
+        updated = {param for flat in both.step._update.updated for param in flat.params}
         assert updated == {param for param in params if param.requires_grad}
         assert all(param.grad is None for param in params)
         worst = max(worst, both.difference())
@@ -85,15 +84,15 @@ def _count(rank: int, how: str) -> list[int]:
     both = _both(how)
     living: list[weakref.ref[Any]] = []
     alive: list[int] = []
-    in_backward: Any = both.step._in_backward
-    run = in_backward._run
+    joint: Any = both.step._update
+    update = joint.update
 
     def noted(flat: Any, grad: Tensor) -> None:
         alive.append(sum(each() is not None for each in living))
         living.append(weakref.ref(grad.untyped_storage()))
-        run(flat, grad)
+        update(flat, grad)
 
-    in_backward._run = noted
+    joint.update = noted
     for number in range(3):
         both.train(number)
     return alive
@@ -138,7 +137,7 @@ def test_what_others_read(how: str) -> None:
             both.assert_equal(number)
         else:
             both.compare(number)
-            updated.append(len(both.step._in_backward.updated))  # type: ignore[union-attr]  # set
+            updated.append(len(both.step._update.updated))
     assert len(seen[0]) == len(seen[1]) > 3 and all(map(torch.equal, *seen))
     after_no_sync = 0 if how == "aot_eager" else 4  # graphs ask for accumulated gradients from then on
     assert updated == [5, 4, 4, 4, 0, after_no_sync]
@@ -162,7 +161,7 @@ def test_units_with_other_parameters(kind: str) -> None:
         param.requires_grad_(False)
     for number in range(3):
         both.compare(number)
-        assert len(both.step._in_backward.updated) == (0 if low else 4)  # type: ignore[union-attr]  # set
+        assert len(both.step._update.updated) == (0 if low else 4)
         grads = [None if param.grad is None else local(param.grad) for param in apart]
         assert [grad is None for grad in grads] == [kind != "lacking"] * 2
         assert kind != "lacking" or torch.equal(*grads)
@@ -214,7 +213,7 @@ def test_failures(matrices: bool) -> None:
     for number in range(2, 4):
         both.compare(number)
     with pytest.raises(ValueError, match="it fails"):  # before any update: an ordinary step follows
-        step._options = replace(step._options, loss_fn=_raise)
+        step._loss_fn = _raise
         step(inputs, target=target)
-    step._options = replace(step._options, loss_fn=loss_of)
+    step._loss_fn = loss_of
     both.compare(4)
