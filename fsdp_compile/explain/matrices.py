@@ -79,7 +79,7 @@ def costs_of_matrices(optimizer: Optimizer, link: Link, hardware: Hardware) -> t
         hardware: what computes.
     """
     updates = MatrixUpdates()
-    updates.prepare(optimizer, int(hardware.ranks_per_node))
+    updates.prepare(optimizer, compares=False)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     is_muon = type(optimizer) is Muon  # which sends bfloat16; others are taken to send what they store
     width = 2 if is_muon else max((param.element_size() for param in params), default=0)
@@ -92,6 +92,7 @@ def costs_of_plan(plan: OwnerPlan, width: int, link: Link, hardware: Hardware) -
     computing = {rank: dict.fromkeys(stages, 0.0) for rank in ranks}
     at_home = dict.fromkeys(ranks, 0.0)
     sent, received = ({stage: [0] * plan.size for stage in stages} for _ in range(2))
+    per_node, far = int(hardware.ranks_per_node), 0
     for matrix, owner, stage in zip(plan.matrices, plan.owners, plan.stages, strict=True):
         seconds = product_seconds(matrix.cost, 0, min(matrix.shape[-2:]), "bfloat16", hardware)
         if all(rank == owner for rank, _ in matrix.stored):
@@ -102,6 +103,7 @@ def costs_of_plan(plan: OwnerPlan, width: int, link: Link, hardware: Hardware) -
             if rank != owner:
                 sent[stage][rank] += width * numel
                 received[stage][owner] += width * numel
+                far += numel * (rank // per_node != owner // per_node)
     moved = [max(*sent[stage], *received[stage]) for stage in stages]
     launch = launch_seconds(plan.size, link)
     exchange = [launch + nbytes / link.bandwidth if nbytes else 0.0 for nbytes in moved]
@@ -111,7 +113,7 @@ def costs_of_plan(plan: OwnerPlan, width: int, link: Link, hardware: Hardware) -
     waiting = min(ranks, key=loads.__getitem__)  # results of the last stage are waited for by all
     return MatrixCosts(
         plan=plan,
-        owners=next(plan.lines()),
+        owners=f"{plan}, {far:,} to other nodes",
         compute=max(loads),
         there=sum(exchange),
         back=sum(exchange),

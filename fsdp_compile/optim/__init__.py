@@ -2,8 +2,7 @@
 
 segments.py      runs of parameters that an optimizer updates as one tensor
 flat.py          elementwise optimizers, such as AdamW, update these: all in `step`, or chosen ones for compile_step
-in_backward.py   each flat shard's update in backward, so that its gradient is freed
-joint.py         one or several optimizers as one step of compile_step
+joint.py         one or several optimizers as one step of compile_step, behind backward or within it
 matrices.py      Muon, and others that need complete matrices, by three functions
 matrix_step.py   one rank computes each matrix, while others are on the way
 matrix_exchange.py, owner_plan.py   how they are sent; who owns what
@@ -12,8 +11,6 @@ owners.py        by_owner: one rank updates each parameter by any optimizer, whi
 
 from fsdp_compile.optim.flat import flat_step
 from fsdp_compile.optim.matrices import MatrixOptimizer, MatrixShard
-from fsdp_compile.optim.matrix_step import owner_plans
-from fsdp_compile.optim.owner_plan import OwnerPlan
 from fsdp_compile.optim.owners import ByOwner, by_owner
 
-__all__ = ["ByOwner", "MatrixOptimizer", "MatrixShard", "OwnerPlan", "by_owner", "flat_step", "owner_plans"]
+__all__ = ["ByOwner", "MatrixOptimizer", "MatrixShard", "by_owner", "flat_step"]

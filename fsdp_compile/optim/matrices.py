@@ -45,18 +45,15 @@ class MatrixShard:
         Args:
             dtype: of new state; None: the parameter's.
         """
-        found, spec = self.state.get(name), self._spec
-        if spec is None:
-            if found is None:
-                found = torch.zeros(self.shape, dtype=dtype or self.param.dtype, device=self.param.device)
-                self.state[name] = found
-            return found.view(-1)
+        found: Any = self.state.get(name)
+        spec = self._spec
         if found is None:
-            found = ShardedTensor(torch.zeros_like(self.param, dtype=dtype or self.param.dtype), spec)
-        elif not (type(found) is ShardedTensor and (found.spec is spec or found.spec.same_ranges(spec))):
+            zeros = torch.zeros_like(self.param, dtype=dtype or self.param.dtype)
+            found = zeros.view(self.shape) if spec is None else ShardedTensor(zeros, spec)
+        elif spec is not None and not (type(found) is ShardedTensor and found.spec.same_ranges(spec)):
             found = ShardedTensor(spec.local_of(plain(found)).clone(), spec)  # such as of a loaded state dict
         self.state[name] = found
-        return found.local
+        return found.view(-1) if spec is None else found.local
 
 
 class MatrixOptimizer(Optimizer):
@@ -111,7 +108,7 @@ class MatrixOptimizer(Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    step_alone(self, group, param, self.state[param])
+                    _step_alone(self, group, param)
         return loss
 
 
@@ -173,38 +170,48 @@ def local_gradient(param: ShardedTensor) -> Tensor:
     assert grad is not None
     if isinstance(grad, UnreducedGradient):
         refuse_unreduced("step")
-    if type(grad) is ShardedTensor and (grad.spec is param.spec or grad.spec == param.spec):
+    if type(grad) is ShardedTensor and grad.spec.same_ranges(param.spec):
         return grad.local.to(param.dtype)
     return param.spec.local_of(plain(grad)).to(param.dtype)
 
 
-def check_like(found: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, of: Functions, what: str) -> Tensor:
-    """`found`, which one of the functions has returned; TypeError if it has another shape, or dtype if one is given."""
+def run_before(functions: Functions, shard: MatrixShard, grad: Tensor) -> Tensor:
+    """What owners need of this rank, from its part of the gradient, 1-D; TypeError if that has another shape."""
+    shard.grad = grad
+    found = _check(functions, "before", functions.before(shard), (shard.param.numel(),), None)
+    shard.grad = None
+    return found
+
+
+def run_whole(functions: Functions, shard: MatrixShard, matrix: Tensor) -> Tensor:
+    """The update of a complete `matrix` of the parameter, 1-D both; TypeError if `whole` returns another kind."""
+    shape = matrix_shape(functions, shard.shape)
+    found = functions.whole(matrix.view(shape), shard.group)
+    return _check(functions, "whole", found, shape, matrix.dtype).reshape(-1)
+
+
+def _check(of: Functions, name: str, found: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
     if tuple(found.shape) != shape or found.dtype != (dtype or found.dtype):
         wanted = f"shape {shape}" + (f" and dtype {dtype}" if dtype else "")
-        raise TypeError(f"{of.__class__.__name__}.{what}: expected a tensor of {wanted}, found one of shape "
+        raise TypeError(f"{of.__class__.__name__}.{name}: expected a tensor of {wanted}, found one of shape "
                         f"{tuple(found.shape)} and dtype {found.dtype}")  # fmt: skip
     return found
 
 
-def step_alone(functions: MatrixOptimizer, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
+def _step_alone(optimizer: MatrixOptimizer, group: dict[str, Any], param: Tensor) -> None:
     """Step on a plain parameter, or on a sharded one of which every rank computes all matrices."""
-    shape = tuple(param.shape)
     spec, stored, grad = None, param.detach().contiguous().view(-1), param.grad
     if isinstance(param, ShardedTensor):
         spec, stored, grad = param.spec, local_data(param), local_gradient(param)
     assert grad is not None
-    shard = MatrixShard(stored, shape, spec)
-    shard.grad, shard.group, shard.state = grad.reshape(-1), group, state
-    sent = check_like(functions.before(shard), (shard.param.numel(),), None, functions, "before")
+    shard = MatrixShard(stored, tuple(param.shape), spec)
+    shard.group, shard.state = group, optimizer.state[param]
+    sent = run_before(optimizer, shard, grad.reshape(-1))
     full = sent.clone() if spec is None else spec.gather(sent)
-    of_each = matrix_shape(functions, shape)
-    results = [check_like(functions.whole(matrix, group), of_each, sent.dtype, functions, "whole")
-               for matrix in full.view(-1, *of_each)]  # fmt: skip
-    update = torch.stack(results).view(shape)
-    shard.grad = None
-    functions.after(shard, update.view(-1) if spec is None else spec.local_of(update))
+    matrices = full.view(-1, prod(matrix_shape(optimizer, shard.shape)))
+    update = torch.cat([run_whole(optimizer, shard, matrix) for matrix in matrices])
+    optimizer.after(shard, update if spec is None else spec.local_of(update.view(param.shape)))
     if spec is None and stored.data_ptr() != param.data_ptr():
-        param.copy_(stored.view(shape))
+        param.copy_(stored.view(param.shape))
     else:
         torch.autograd.graph.increment_version(param)

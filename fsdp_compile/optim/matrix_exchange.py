@@ -52,9 +52,7 @@ class Exchange:
         self._parts: list[list[int]] = [[] for _ in self.owned]  # of each matrix, by their numbers among the received
         for number in sorted(range(len(received)), key=lambda i: ranges[self.owned[received[i][0]]][received[i][1]]):
             self._parts[received[number][0]].append(number)
-        self._are_in_order = [number for of in self._parts for number in of] == list(range(len(received)))
         self._filling: Filling | None = None  # what is under way
-        self._left: Filling | None = None  # what was sent to owners, where this rank computes with nothing of it
 
     def send(self, part_of: Callable[[int], Tensor], like: Tensor, what: str) -> None:
         """Begin to send owners what this rank stores of each matrix.
@@ -64,8 +62,8 @@ class Exchange:
             like: of their dtype and device, without elements.
             what: it is, for errors.
         """
-        self._left = self._start([part_of(index) for index in self._sent], self._to_send, self._to_receive, like, what)
-        self._filling, self._left = (self._left, None) if self.owned else (None, self._left)
+        parts = [part_of(index) for index in self._sent]
+        self._filling = self._start(parts, self._to_send, self._to_receive, like, what)
 
     def has_ended(self) -> bool:
         """Whether the host would not wait for what is under way."""
@@ -73,38 +71,30 @@ class Exchange:
 
     def received(self) -> Iterator[tuple[int, Tensor]]:
         """Each matrix that this rank owns and that moves, 1-D, by its index; it may be overwritten."""
-        filling, self._filling = self._filling, None
-        if filling is not None:
-            filling.wait()
-            of_each = filling.full.split_with_sizes(self._received_sizes)
-            for index, numbers in zip(self.owned, self._parts, strict=True):
-                parts = [of_each[number] for number in numbers]
-                yield index, parts[0] if len(parts) == 1 else torch.cat(parts)
+        of_each = self._arrived(self._received_sizes)
+        for index, numbers in zip(self.owned, self._parts, strict=True):
+            parts = [of_each[number] for number in numbers]
+            yield index, parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def send_back(self, results: Sequence[Tensor], like: Tensor, what: str) -> None:
         """Begin to send each rank what it stores of the results, 1-D, of what `received` gave, in its order."""
-        parts = results
-        if not self._are_in_order:
-            parts = [like] * len(self._received_sizes)
-            for result, numbers in zip(results, self._parts, strict=True):
-                cut = result.split_with_sizes([self._received_sizes[number] for number in numbers])
-                for number, part in zip(numbers, cut, strict=True):
-                    parts[number] = part
+        parts = [like] * len(self._received_sizes)
+        for result, numbers in zip(results, self._parts, strict=True):
+            cut = result.split_with_sizes([self._received_sizes[number] for number in numbers])
+            for number, part in zip(numbers, cut, strict=True):
+                parts[number] = part
         self._filling = self._start(parts, self._to_receive, self._to_send, like, what)
 
     def returned(self) -> Iterator[tuple[int, Tensor]]:
         """What this rank stores of each result that moves, 1-D, by the matrix's index."""
-        filling, self._filling = self._filling, None
-        if filling is not None:
-            filling.wait()
-            yield from zip(self._sent, filling.full.split_with_sizes(self._sent_sizes), strict=True)
-        self.finish_sending()
+        yield from zip(self._sent, self._arrived(self._sent_sizes), strict=True)
 
-    def finish_sending(self) -> None:
-        """Wait for what was sent to owners, where this rank owns nothing of it."""
-        left, self._left = self._left, None
-        if left is not None:
-            left.wait()
+    def _arrived(self, sizes: list[int]) -> Sequence[Tensor]:
+        filling, self._filling = self._filling, None
+        if filling is None:
+            return ()
+        filling.wait()
+        return filling.full.split_with_sizes(sizes)
 
     def _start(
         self, parts: Sequence[Tensor], send: list[int], receive: list[int], like: Tensor, what: str

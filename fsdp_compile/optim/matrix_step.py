@@ -5,7 +5,7 @@
     updates.finish()                        owners compute, results return, parameters are updated
 
 The optimizer's three functions run (matrices.py): on the elements that each rank stores, on complete matrices, and on
-those elements again. Matrices are exchanged in stages (Note [What is computed first]):
+those elements again. Matrices are exchanged in stages (`OwnerPlan.stages`):
 
     rank      | momentum of 0 | of 1, 2 | home | compute 0 | compute 1 | compute 2 | update 0 | home | update 1 | 2 |
     link                      [ in 0 ][ in 1 ][ in 2 ]     [ out 0 ]   [ out 1 ]   [ out 2 ]
@@ -15,12 +15,12 @@ home: matrices that lie on this rank are computed where it would wait.
 State is the optimizer's own, sharded as the parameters are. No rank has a complete matrix that it does not own.
 """
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from hashlib import sha256
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, proxy
 
 import torch
@@ -34,12 +34,12 @@ from fsdp_compile.core.unit import unit_of
 from fsdp_compile.optim.matrices import (
     Functions,
     MatrixShard,
-    check_like,
     functions_of,
     local_data,
     local_gradient,
     matrix_shape,
-    takes_matrices,
+    run_before,
+    run_whole,
 )
 from fsdp_compile.optim.matrix_exchange import Exchange, Ranges
 from fsdp_compile.optim.owner_plan import LAG, Matrix, OwnerPlan, plan_owners
@@ -48,19 +48,12 @@ from fsdp_compile.tensors.shard_spec import ShardRanks, ShardSpec
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor, moves
 
 
-class Place(NamedTuple):
-    """Where the matrices of a parameter are computed: for each its ranges by rank and its owner; and their stage."""
-
-    ranges: tuple[Ranges, ...]
-    owners: tuple[int, ...]
-    stage: int
-
-
 class Member:
     """A parameter whose matrices are computed by their owners.
 
     Args:
         group: the index of its parameter group.
+        ranges: for each of its matrices what each rank stores, `owners`: who computes it; and in which `stage`, all.
 
     Attributes:
         flat: the flat parameter that it lies in, if any, and `within`: which elements of the shard it is.
@@ -70,8 +63,10 @@ class Member:
         updates: of each matrix what this rank stores of its update.
     """
 
-    def __init__(self, param: ShardedTensor, group: int, place: Place) -> None:
-        self.param, self.group, self.place = param, group, place
+    def __init__(
+        self, param: ShardedTensor, group: int, ranges: Sequence[Ranges], owners: Sequence[int], stage: int
+    ) -> None:
+        self.param, self.group, self.ranges, self.owners, self.stage = param, group, ranges, owners, stage
         self.flat: FlatParam | None = None
         self.within = slice(0)
         if (managed := unit_of(param)) is not None:  # type: ignore[arg-type]  # is an nn.Parameter too
@@ -79,7 +74,7 @@ class Member:
             if record := self.flat.records[at]:
                 self.within = slice(record.offset, record.offset + record.numel)
         self.shard = MatrixShard(local_data(param), tuple(param.shape), param.spec)
-        ends = list(accumulate((of_ranks[param.spec.ranks.rank][1] for of_ranks in place.ranges), initial=0))
+        ends = list(accumulate((of_ranks[param.spec.ranks.rank][1] for of_ranks in ranges), initial=0))
         self.cut = [slice(begin, end) for begin, end in pairwise(ends)]
         self.has_arrived, self._is_idle = False, False
         self.sent = self.shard.param
@@ -87,12 +82,11 @@ class Member:
 
     def run_before(self, functions: Functions, optimizer: Optimizer, grad: Tensor) -> None:
         """Compute what owners need, from `grad` in this rank's part, 1-D."""
-        self.has_arrived, shard = True, self.shard
-        shard.group = optimizer.param_groups[self.group]
+        self.has_arrived = True
+        self.shard.group = optimizer.param_groups[self.group]
         if not self._is_idle:
-            shard.state, shard.grad = optimizer.state[self.param], grad
-            self.sent = check_like(functions.before(shard), (shard.param.numel(),), None, functions, "before")
-            shard.grad = None
+            self.shard.state = optimizer.state[self.param]
+            self.sent = run_before(functions, self.shard, grad)
 
     def run_after(self, functions: Functions) -> None:
         """Update what this rank stores."""
@@ -119,13 +113,12 @@ class Stage:
     def __init__(self, members: Sequence[Member], functions: Functions) -> None:
         self.members, self._functions = members, functions
         self._name = f"matrices of {members[0].param.spec.named()} and {len(members) - 1} others"
-        self.number, self.at_home = members[0].place.stage, list[int]()
+        self.number, self.at_home = members[0].stage, list[int]()
         self.flats = {member.flat for member in members if member.flat is not None}
         self._matrices = [(member, at) for member in members for at in range(len(member.cut))]
-        ranges = [member.place.ranges[at] for member, at in self._matrices]
-        owners = [member.place.owners[at] for member, at in self._matrices]
+        ranges = [each for member in members for each in member.ranges]
+        owners = [each for member in members for each in member.owners]
         self._exchange = Exchange(members[0].param.spec.ranks, ranges, owners)
-        self._like = members[0].sent.new_empty(0)
         self.has_ended = self._exchange.has_ended  # whether the host would not wait for the exchange
 
     def send(self) -> None:
@@ -134,8 +127,8 @@ class Stage:
         if len(dtypes) > 1:
             raise TypeError(f"{self._functions.__class__.__name__}.before: expected one dtype for parameters of one, "
                             f"found {sorted(map(str, dtypes))}")  # fmt: skip
-        self._like, self.at_home = self.members[0].sent.new_empty(0), self._exchange.at_home[:]
-        self._exchange.send(self._sent, self._like, self._name)
+        self.at_home = self._exchange.at_home[:]
+        self._exchange.send(self._sent, self.members[0].sent[:0], self._name)
 
     def _sent(self, index: int) -> Tensor:
         """What this rank stores of a matrix, behind `before`."""
@@ -144,10 +137,7 @@ class Stage:
 
     def update(self, index: int, matrix: Tensor) -> Tensor:
         """The update of a `matrix`, 1-D both, which its owner computes and overwrites; `index`: which one it is."""
-        member, _ = self._matrices[index]
-        shape = matrix_shape(self._functions, member.shard.shape)
-        found = self._functions.whole(matrix.view(shape), member.shard.group)
-        return check_like(found, shape, matrix.dtype, self._functions, "whole").reshape(-1)
+        return run_whole(self._functions, self._matrices[index][0].shard, matrix)
 
     def compute_at_home(self) -> None:
         """Compute with the matrices that lie on this rank, once, at any time between `send` and `finish`."""
@@ -159,7 +149,7 @@ class Stage:
     def compute(self) -> None:
         """Compute with the other matrices that this rank owns, and begin to send the results."""
         updates = [self.update(index, matrix) for index, matrix in self._exchange.received()]
-        self._exchange.send_back(updates, self._like, self._name)
+        self._exchange.send_back(updates, self.members[0].sent[:0], self._name)
 
     def finish(self) -> None:
         """Update the parameters."""
@@ -170,25 +160,6 @@ class Stage:
         for member in self.members:
             member.run_after(self._functions)
         torch.autograd.graph.increment_version([member.param for member in self.members])
-
-
-def owner_plans(optimizer: Optimizer) -> list[OwnerPlan]:
-    """Which rank computes which matrix of `optimizer`: a plan for each group of ranks, equal on all of them.
-
-    Takes one comparison of ranks if parameters are new; `print` shows a plan.
-
-    Raises:
-        RuntimeError: ranks disagree about the parameters.
-        TypeError: `optimizer` is neither torch's Muon nor a `MatrixOptimizer`.
-    """
-    if not takes_matrices(optimizer):
-        raise TypeError(
-            f"optimizer: expected torch.optim.Muon or a MatrixOptimizer, found {type(optimizer).__name__}; subclass "
-            f"fsdp_compile.optim.MatrixOptimizer, or see ByOwner.owners"
-        )
-    updates = MatrixUpdates.of(optimizer)
-    updates.prepare(optimizer)
-    return list(updates.plans.values())
 
 
 class MatrixUpdates:
@@ -206,7 +177,7 @@ class MatrixUpdates:
         self.plans: dict[ShardRanks, OwnerPlan] = {}
         self.covers: Counter[FlatParam] = Counter()
         self._planned: list[ShardedTensor | ShardSpec] = []  # parameters, and how they were sharded
-        self._places: list[Place] = []  # of each of these parameters
+        self._places: list[tuple[Any, ...]] = []  # of each of these parameters: ranges, owners, stage
         self._params: list[Any] = []  # all parameters, when this was prepared
         self._moves = -1  # `moves()` then
         self._members: dict[int, Member] = {}  # by the id of the parameter
@@ -242,13 +213,8 @@ class MatrixUpdates:
         return covered.union(chosen)
 
     @torch.no_grad()
-    def prepare(self, optimizer: Optimizer, per_node: int | None = None) -> None:
-        """Plan owners where parameters are new.
-
-        Args:
-            optimizer: of the matrices.
-            per_node: ranks of a node, where a plan is only looked at; None: as this machine has, and ranks compare it.
-        """
+    def prepare(self, optimizer: Optimizer, compares: bool = True) -> None:
+        """Plan owners where parameters are new. `compares`: whether ranks do; else the plan is only looked at."""
         params = [each for group in optimizer.param_groups for each in (None, *group["params"])]
         if self._moves != moves() or not are_same(params, self._params):
             self._params, self._moves = params, moves()
@@ -257,8 +223,8 @@ class MatrixUpdates:
             # The optimizer updates others by itself.
             some = [(each, index) for each, index in pairs if isinstance(each, ShardedTensor) and each.numel() > 0
                     and each.spec.tensor_parallel is None]  # fmt: skip
-            self._plan(optimizer, some, per_node)
-            members = [Member(*pair, place) for pair, place in zip(some, self._places, strict=True)]
+            self._plan(optimizer, some, compares)
+            members = [Member(*pair, *place) for pair, place in zip(some, self._places, strict=True)]
             self._members = {id(member.param): member for member in members}
             self.covers = Counter(member.flat for member in members if member.flat is not None)
 
@@ -308,13 +274,16 @@ class MatrixUpdates:
                 finished.finish()
         self.stages = []
 
-    def _plan(self, optimizer: Optimizer, params: list[tuple[ShardedTensor, int]], per_node: int | None) -> None:
-        """Plan who owns which matrix, where parameters, each with its group, or ranks are new; all ranks compare it."""
+    def _plan(self, optimizer: Optimizer, params: list[tuple[ShardedTensor, int]], compares: bool) -> None:
+        """Plan who owns which matrix, where parameters, each with its group, or ranks are new.
+
+        RuntimeError on all ranks if they have planned for different parameters.
+        """
         given = [each for param, _ in params for each in (param, param.spec)]
         if are_same(given, self._planned):
             return
         self.plans, functions = {}, functions_of(optimizer)
-        places: dict[int, Place] = {}
+        places: dict[int, tuple[Any, ...]] = {}
         by_ranks: dict[ShardRanks, list[tuple[ShardedTensor, int]]] = {}
         for pair in params:
             by_ranks.setdefault(pair[0].spec.ranks, []).append(pair)
@@ -328,11 +297,17 @@ class MatrixUpdates:
                     stored = tuple((rank, numel) for rank, (_, numel) in enumerate(of_ranks) if numel)
                     name = param.spec.named() + (f" [{at}]" if len(ranges) > 1 else "")
                     matrices.append(Matrix(name, shape, cost, stored, number))
-            plan = self.plans[ranks] = plan_owners(matrices, ranks.size, _nodes_of(ranks, per_node))
-            if per_node is None:
-                _compare_plans(plan, ranks)
+            plan = self.plans[ranks] = plan_owners(matrices, ranks.size)
+            digest = sha256(repr((matrices, plan.owners)).encode()).hexdigest()
+            digests = collectives.gather_objects((digest, len(matrices)), group_named(ranks.group)) if compares else []
+            for rank, (found, number) in enumerate(digests):
+                if found != digests[0][0]:
+                    raise RuntimeError(
+                        f"step: rank {rank} of {ranks.size} updates {number} matrices, and rank 0 {digests[0][1]}, or "
+                        f"others; give the optimizer the same parameters in the same order and groups on all ranks"
+                    )
             for param, ranges, at in of_each:
-                places[id(param)] = Place(ranges, plan.owners[at : at + len(ranges)], plan.stages[at])
+                places[id(param)] = ranges, plan.owners[at : at + len(ranges)], plan.stages[at]
         self._planned, self._places = given, [places[id(param)] for param, _ in params]
 
     def _gradients(self, members: Iterable[Member], drops: bool = False) -> dict[int, Tensor]:
@@ -360,7 +335,7 @@ class MatrixUpdates:
             alike: dict[Any, list[Member]] = {}
             for member in map(self._members.__getitem__, chosen):
                 param = member.param
-                key = (member.place.stage, param.spec.ranks, param.device, param.dtype)
+                key = (member.stage, param.spec.ranks, param.device, param.dtype)
                 alike.setdefault(key, []).append(member)
             functions = proxy(functions_of(optimizer))  # an optimizer that is gone takes this along
             self._made[chosen] = [Stage(alike[key], functions) for key in sorted(alike, key=lambda key: key[0])]
@@ -382,24 +357,3 @@ def _ranges_of(param: ShardedTensor, numel: int) -> tuple[Ranges, ...]:
         ends = [(max(first, begin), min(first + size, begin + numel)) for first, size in param.spec.ranges]
         found.append(tuple((low - begin, max(0, high - low)) for low, high in ends))
     return tuple(found)
-
-
-def _nodes_of(ranks: ShardRanks, per_node: int | None) -> list[int]:
-    """For each of `ranks` the node that it is on, as torchrun places them, of so many ranks."""
-    if ranks.size == 1:  # what the group's other ranks store is the same
-        return [0]
-    per_node = (
-        per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or torch.accelerator.device_count() or ranks.size
-    )
-    return [rank // per_node for rank in torch.distributed.get_process_group_ranks(group_named(ranks.group))]
-
-
-def _compare_plans(plan: OwnerPlan, ranks: ShardRanks) -> None:
-    """RuntimeError on all ranks if they have planned for different parameters."""
-    digests = collectives.gather_objects((plan.digest, len(plan.matrices)), group_named(ranks.group))
-    for rank, (digest, number) in enumerate(digests):
-        if digest != digests[0][0]:
-            raise RuntimeError(
-                f"step: rank {rank} of {ranks.size} updates {number} matrices, and rank 0 {digests[0][1]}, or others; "
-                f"give the optimizer the same parameters in the same order and groups on all ranks"
-            )

@@ -11,7 +11,7 @@ a, and its state            b, and its state             each rank updates what 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -39,37 +39,18 @@ State = dict[str, Any]  # of one parameter
 # value from any rank that shows it.
 
 
-def by_owner(params: Iterable[Any], make_optimizer: Callable[[list[Group]], Optimizer]) -> "ByOwner":
-    """Return an optimizer that updates each sharded parameter in full, on one rank, by an inner optimizer.
-
-    Use it for updates that need a complete matrix: Muon, Shampoo, SOAP, Adafactor. Results are those of the inner
-    optimizer on one process. Each parameter goes to one of the ranks that it is sharded over, the most expensive first,
-    to the rank with the least work. An update costs m * n * min(m, n) for a matrix, else the number of elements. A step
-    takes two all-to-alls for each process group and dtype. Only the owner has the state, in full.
-
-    The inner optimizer sees the parameters that its rank owns, in full, and all plain parameters, which every rank
-    updates. Under hybrid sharding all replicas do the same work. Its `step` is called without a closure. Owners keep a
-    copy of their parameters between steps.
-
-    Args:
-        params: what `torch.optim` takes (parameters, named ones, or groups with options), in the same order on all
-            ranks.
-        make_optimizer: called once on each rank with a list of groups, of which some may be empty; returns the inner
-            optimizer.
-
-    Returns:
-        An optimizer over `params`, on which learning rate schedulers, gradient scalers and hooks work. Its groups have
-        the options of the inner optimizer, which follows their changes.
-
-    Raises:
-        RuntimeError: `make_optimizer` failed on another rank; on that rank, what it raised.
-        ValueError: a parameter is on the meta device.
-    """
-    return ByOwner(params, make_optimizer)
-
-
 class ByOwner(Optimizer):
-    """What `by_owner` returns.
+    """An optimizer that updates each sharded parameter in full, on one rank, by an inner optimizer.
+
+    Use it for updates that need a complete matrix and have state of it: Shampoo, SOAP, Adafactor. Results are those of
+    the inner optimizer on one process. Each parameter goes to one of the ranks that it is sharded over, the most
+    expensive first, to the rank with the least work. An update costs m * n * min(m, n) for a matrix, else the number of
+    elements. A step takes two all-to-alls for each process group and dtype. Under hybrid sharding all replicas do the
+    same work. Learning rate schedulers, gradient scalers and hooks work on it.
+
+    The inner optimizer sees the parameters that its rank owns, in full, of which it keeps a copy between steps, and all
+    plain parameters, which every rank updates. Its `step` is called without a closure. Groups have the options of the
+    inner optimizer, which follows their changes.
 
     `state` shares memory with the state of the inner optimizer for parameters that this rank owns; for others it has
     tensors of the same shapes without elements here (Note [State of owners in checkpoints]). Load state dicts of any
@@ -79,9 +60,19 @@ class ByOwner(Optimizer):
     If the inner optimizer fails in a step, that rank completes the step's collectives before it raises. Other ranks
     raise too if parameters were updated for the first time; otherwise they go on until they next wait for that rank.
 
+    Args:
+        params: what `torch.optim` takes (parameters, named ones, or groups with options), in the same order on all
+            ranks.
+        make_optimizer: called once on each rank with a list of groups, of which some may be empty; returns the inner
+            optimizer.
+
     Attributes:
         inner: this rank's inner optimizer.
         owners: for each sharded parameter the rank that owns it, in the process group that it is sharded over.
+
+    Raises:
+        RuntimeError: `make_optimizer` failed on another rank; on that rank, what it raised.
+        ValueError: a parameter is on the meta device, or tensor-parallel.
     """
 
     shards_own_state = True  # for state_dict/loaded_optimizer.py
@@ -99,7 +90,7 @@ class ByOwner(Optimizer):
             inner = make_optimizer(self._deal(self.param_groups))
         except Exception as caught:
             error = caught
-        self._raise_on_all_ranks(error, "make_optimizer", [(ranks, None) for ranks in self._loads])
+        self._agree(error, "make_optimizer", {ranks: [] for ranks in self._loads})
         assert inner is not None
         self.inner, self.defaults = inner, inner.defaults
         self._copy_options()
@@ -136,7 +127,7 @@ class ByOwner(Optimizer):
                 full = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
                 self._full[param] = nn.Parameter(full, param.requires_grad)
         with torch.no_grad():
-            self._fetch(sharded, with_gradients=False)  # some optimizers look at parameters when they are made
+            self._fetch(sharded, (local_data,))  # some optimizers look at parameters when they are made
         here = [[self._full.get(each, each) for each in group["params"] if self._is_here(each)] for group in groups]
         return [{**_options(group), "params": params} for group, params in zip(groups, here, strict=True)]
 
@@ -154,6 +145,8 @@ class ByOwner(Optimizer):
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient: on all ranks those of the same parameters.
 
@@ -167,15 +160,9 @@ class ByOwner(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update()
-        return loss
-
-    @torch.compiler.disable
-    @torch.no_grad()
-    def _update(self) -> None:
         assert self.inner is not None
         params = [param for param in self.owners if isinstance(param, ShardedTensor) and param.grad is not None]
-        self._fetch(params, with_gradients=True)
+        self._fetch(params, (local_data, local_gradient))
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(_options(group))
         error = None
@@ -183,35 +170,30 @@ class ByOwner(Optimizer):
             self.inner.step()
         except Exception as caught:
             error = caught
-        for param in params:
-            if param in self._full:
-                self._full[param].grad = None
         self._send_back(params)
         self._copy_options()
         new: defaultdict[ShardRanks, list[Tensor]] = defaultdict(list)
         for param in params:
             if param not in self._announced:
                 new[param.spec.ranks].append(param)
-        self._raise_on_all_ranks(error, "the inner optimizer", new.items())
+        self._agree(error, "the inner optimizer", new)
+        return loss
 
-    def _fetch(self, params: Sequence[ShardedTensor], with_gradients: bool) -> None:
-        """Send parameters, and gradients, to their owners."""
-        columns = (local_data, local_gradient) if with_gradients else (local_data,)
+    def _fetch(self, params: Sequence[ShardedTensor], columns: Sequence[Callable[[ShardedTensor], Tensor]]) -> None:
+        """Send owners the parameters, and the gradients if there are two `columns`."""
         for exchange, some in self._exchanges(params, len(columns)):
             stored = [column(param) for param in some for column in columns]  # all ranks raise what any of them does
             exchange.send(stored.__getitem__, stored[0][:0], "parameters of owners")
             arrived = {at: stored[at].clone() for at in exchange.at_home} | dict(exchange.received())
-            exchange.finish_sending()
-            for at in sorted(arrived):
+            for at, data in sorted(arrived.items(), key=lambda pair: pair[0]):
                 param = some[at // len(columns)]
-                full, data = self._full[param], arrived[at].view(param.shape)
+                full = self._full[param]
                 if at % len(columns):
-                    full.grad = data
+                    full.grad = data.view(param.shape)
                     continue
                 if (full.dtype, full.device) != (data.dtype, data.device):
-                    full.data = data
-                full.copy_(data)
-                full.grad = None
+                    full.data = data.view(param.shape)
+                full.copy_(data.view(param.shape))
 
     def _send_back(self, params: Sequence[ShardedTensor]) -> None:
         for exchange, some in self._exchanges(params, 1):
@@ -220,27 +202,24 @@ class ByOwner(Optimizer):
             for at, part in chain(((at, full[at]) for at in exchange.at_home), exchange.returned()):
                 some[at].local.copy_(part)
             torch.autograd.graph.increment_version([*some, *(param.local for param in some)])
+            for each in some:
+                if each in self._full:
+                    self._full[each].grad = None
 
-    def _raise_on_all_ranks(
-        self, error: Exception | None, what: str, new: Iterable[tuple[ShardRanks, Sequence[Tensor] | None]]
-    ) -> None:
+    def _agree(self, error: Exception | None, what: str, new: Mapping[ShardRanks, Sequence[Tensor]]) -> None:
         """Raise errors of any rank; exchange outlines of the state of `new` parameters, by their ranks."""
-        elsewhere = ""
-        for ranks, params in new:
-            outlines = {
-                i: _outline(param, self.inner.state.get(self._full[param], {}))
-                for i, param in enumerate(params or ())
-                if param in self._full and self.inner is not None and error is None
-            }
-            said = None if error is None else str(error) or repr(error)
-            for rank, (theirs, failure) in enumerate(
-                collectives.gather_objects((outlines, said), group_named(ranks.group))
-            ):
-                self._outlines.update({params[i]: outline for i, outline in theirs.items()} if params else {})
-                elsewhere = elsewhere or (f"{what} failed on rank {rank} of the group: {failure}" if failure else "")
-            self._announced.update(params if params and not elsewhere else ())
-        if error is not None or elsewhere:
-            raise error or RuntimeError(elsewhere)
+        said, failures = None if error is None else str(error) or repr(error), list[str]()
+        for ranks, params in new.items():
+            own = {} if error else {i: _outline(each, self.inner.state.get(self._full[each], {}))  # type: ignore[union-attr]  # there are none without
+                                    for i, each in enumerate(params) if each in self._full}  # fmt: skip
+            found = collectives.gather_objects((own, said), group_named(ranks.group))
+            for theirs, _ in found:
+                self._outlines.update({params[i]: outline for i, outline in theirs.items()})
+            failed = [(rank, failure) for rank, (_, failure) in enumerate(found) if failure]
+            failures += [f"{what} failed on rank {rank} of the group: {failure}" for rank, failure in failed]
+            self._announced.update(() if failed else params)
+        if error is not None or failures:
+            raise error or RuntimeError(failures[0])
 
     # --- options and state --------------------------------------------------------------------------------------------
 
@@ -305,16 +284,13 @@ class ByOwner(Optimizer):
             return map_items(lambda _, each: self._loaded(param, each), value)
         if not isinstance(value, ShardedTensor):
             return value.full_tensor() if hasattr(value, "full_tensor") else value  # a DTensor
-        theirs = value.spec.ranks
-        ours = param.spec.ranks if param in self.owners else theirs
-        if (theirs.size, theirs.rank) != (ours.size, ours.rank):
-            raise ValueError(
-                f"load_state_dict on rank {ours.rank} of {ours.size} got state of rank {theirs.rank} of {theirs.size}; "
-                f"save and load it through torch.distributed.checkpoint"
-            )
+        value.spec.ranks.check_here()
         if param in self.owners and value.spec.sharding == self._spec(param, value.shape).sharding:
             return value.local.view(value.shape) if param in self._full else None
         return value.full_tensor()
+
+
+by_owner = ByOwner
 
 
 def _cost(param: Tensor) -> int:

@@ -166,13 +166,13 @@ class ShardRanks:
         """Check before a collective that this process is the rank whose part this is.
 
         Raises:
-            RuntimeError: it is another, because a tensor was loaded that another rank has saved.
+            RuntimeError: it is another, because a tensor was loaded that another rank, or one of so many, has saved.
         """
-        here = group_named(self.group).rank() if self.size > 1 else 0
-        if here != self.rank:
+        here, size = ((group := group_named(self.group)).rank(), group.size()) if self.size > 1 else (0, 1)
+        if (here, size) != (self.rank, self.size):
             raise RuntimeError(
-                f"expected what rank {here} of {self.size} stores, found the part of rank {self.rank}; load what this "
-                f"rank has saved, or save full tensors, as full state dicts and torch.distributed.checkpoint do"
+                f"expected what rank {here} of {size} stores, found the part of rank {self.rank} of {self.size}; load "
+                f"what this rank saved, or save full tensors, as full state dicts and torch.distributed.checkpoint do"
             )
 
     def mesh(self, device_type: str) -> DeviceMesh:
@@ -231,12 +231,12 @@ class ShardSpec:
 
     def same_ranges(self, other: "ShardSpec") -> bool:
         """Whether local data of `other` holds the same elements, on every rank."""
-        if self.sharding != other.sharding and (self.shape != other.shape or self.ranges != other.ranges):
-            return False
-        if self.tensor_parallel != other.tensor_parallel:
-            return False
         mine, theirs = self.ranks, other.ranks
-        return mine is theirs or (mine.rank, mine.size) == (theirs.rank, theirs.size)
+        return self is other or (
+            (self.sharding == other.sharding or (self.shape, self.ranges) == (other.shape, other.ranges))
+            and self.tensor_parallel == other.tensor_parallel
+            and (mine is theirs or (mine.rank, mine.size) == (theirs.rank, theirs.size))
+        )
 
     @cached_property
     def shape(self) -> torch.Size:

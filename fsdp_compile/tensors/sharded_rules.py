@@ -60,14 +60,11 @@ def is_sharded(value: Any) -> bool:
 
 def operand(spec: ShardSpec, value: Any) -> Any:
     """`value` as an operand beside local data of tensors sharded by `spec`: tensors are cut to this rank's part."""
-    if type(value) is ShardedTensor:
-        if value.spec is spec or value.spec.same_ranges(spec):
-            return value.local
-        value = value.elements()
-    elif not isinstance(value, Tensor):
+    if type(value) is ShardedTensor and value.spec.same_ranges(spec):
+        return value.local
+    if not isinstance(value, Tensor):
         return value
-    else:
-        value = plain(value)
+    value = plain(value)
     return spec.local_of(value) if value.dim() else value
 
 

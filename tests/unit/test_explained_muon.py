@@ -9,7 +9,7 @@ from models import GPT
 from fsdp_compile import explain, fully_shard
 from fsdp_compile.explain.matrices import costs_of_plan, explain_matrices, muon_of
 from fsdp_compile.explain.report import read_report
-from fsdp_compile.optim import OwnerPlan
+from fsdp_compile.optim.owner_plan import OwnerPlan
 from fsdp_compile.passes.cost.hardware import device
 
 

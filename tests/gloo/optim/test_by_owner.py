@@ -343,7 +343,7 @@ def _load_of_another_rank(rank: int, folder: str) -> None:
 
 def test_state_of_another_rank_is_refused(two: Ranks, tmp_path: Path) -> None:
     """What another rank pickled is refused with a message that says what to do."""
-    with pytest.raises(RanksFailed, match=r"on rank 0 of 2 got state of rank 1.*checkpoint"):
+    with pytest.raises(RanksFailed, match=r"what rank 0 of 2 stores, found the part of rank 1 of 2; .*checkpoint"):
         two.run(_load_of_another_rank, str(tmp_path))
 
 
