@@ -22,10 +22,10 @@ FUNCTION_LINES = 90
 LIMITS = {
     "the story": 10_328,
     "the story and what it imports": 14_843,
-    PACKAGE: 36_681,
-    "tests": 48_168,
+    PACKAGE: 36_406,
+    "tests": 47_981,
     "bench": 4_931,
-    "docs, README, change log": 5_186,
+    "docs, README, change log": 5_177,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""
 

@@ -248,6 +248,11 @@ def _scale(infinite: bool) -> Edit:
     )
 
 
+def _schedule(side: Side) -> None:
+    """It wraps the step, and changes the learning rate."""
+    side.held = torch.optim.lr_scheduler.OneCycleLR(side.optimizer, 0.5, 10)
+
+
 def _set_options(number: int) -> Edit:
     options = {
         "lr": 0.1 / (number + 1),
@@ -295,6 +300,7 @@ EDITS: dict[str, dict[int, Edit]] = {  # before which steps
     "summoned": {2: _summon},
     "exchanged contents": {2: _swap},
     "options": {number: _set_options(number) for number in EVERY},
+    "schedule": {0: _schedule, **dict.fromkeys(range(1, 6), lambda side: side.held.step())},
     "turned off and on": {1: _turn(False), 3: _turn(True)},
     "zeroed and added": {2: _add_gradients},
     "scaled": {number: _scale(number == 2) for number in EVERY},
@@ -311,20 +317,6 @@ OF_OTHERS = {
 def test_what_users_change(name: str, kind: str) -> None:
     """Gradients, state, counts, data and options that users change count as in ordinary steps."""
     trained(OPTIMIZERS[kind], 6, lambda side, number: EDITS[name].get(number, lambda side: None)(side))
-
-
-def test_a_schedule() -> None:
-    """A schedule that wraps the step, and changes its learning rate, is followed."""
-    schedules: dict[Side, Any] = {}
-
-    def between(side: Side, number: int) -> bool:
-        if number == 0:
-            schedules[side] = torch.optim.lr_scheduler.OneCycleLR(side.optimizer, 0.5, 10)
-        side.step()
-        schedules[side].step()
-        return True
-
-    trained(ADAMW, 6, between)
 
 
 # --- around the step --------------------------------------------------------------------------------------------------

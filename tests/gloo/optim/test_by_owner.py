@@ -1,6 +1,5 @@
 """`by_owner`: stock optimizers on complete matrices, each of one rank, beside the same optimizer on one process."""
 
-import copy
 import io
 import math
 from collections.abc import Callable
@@ -15,10 +14,8 @@ import torch.distributed.checkpoint as dcp
 from models import seeded
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
-from fsdp_compile import ShardingStrategy, fully_shard
 from fsdp_compile.optim import ByOwner, by_owner, matrix_exchange
 from fsdp_compile.tensors.shard_spec import FlatSharding, ShardRanks, ShardSpec
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor, set_local
@@ -345,38 +342,3 @@ def test_state_of_another_rank_is_refused(two: Ranks, tmp_path: Path) -> None:
     """What another rank pickled is refused with a message that says what to do."""
     with pytest.raises(RanksFailed, match=r"what rank 0 of 2 stores, found the part of rank 1 of 2; .*checkpoint"):
         two.run(_load_of_another_rank, str(tmp_path))
-
-
-@pytest.mark.parametrize("where", ["sharded", "NO_SHARD", "replicas"])
-@on_ranks(2)
-def test_a_sharded_model(rank: int, where: str) -> None:
-    """Muon by owner trains a model of `fully_shard` as Muon trains one process, also with state that was loaded; and
-    Muon itself, where each rank stores all of each matrix."""
-
-    def net() -> nn.Module:
-        torch.manual_seed(0)
-        layers = [nn.Linear(9, 13, bias=False), nn.Tanh(), nn.Linear(13, 7, bias=False), nn.Linear(7, 5, bias=False)]
-        return nn.Sequential(*layers)
-
-    def make(params: Any) -> torch.optim.Optimizer:
-        return torch.optim.Muon(params, lr=0.05)
-
-    reference, model = net(), net()
-    options: dict[str, Any] = {"sharding_strategy": ShardingStrategy.NO_SHARD} if where == "NO_SHARD" else {}
-    options |= {"mesh": init_device_mesh("cpu", (2, 1))} if where == "replicas" else {}
-    fully_shard(model[0], **options)
-    fully_shard(model, **options)
-    by = make if where != "sharded" else lambda params: by_owner(params, make)
-    expected, found = make(reference.parameters()), by(model.parameters())
-    world = dist.get_world_size()
-    for step in range(4):
-        x = torch.randn(4 * world, 9, generator=seeded(step))
-        reference(x).square().mean().backward()
-        model(x.view(world, 4, 9)[rank]).square().mean().backward()
-        for optimizer in (expected, found):
-            optimizer.step()
-            optimizer.zero_grad()
-        if step == 1:
-            found.load_state_dict(copy.deepcopy(found.state_dict()))
-    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(param.full_tensor(), other.detach(), rtol=0, atol=1e-6)  # type: ignore[attr-defined]  # a ShardedTensor

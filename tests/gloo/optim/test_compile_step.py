@@ -422,13 +422,6 @@ def test_a_clip_factor_in_float64() -> None:
         assert both.difference() < 1e-12
 
 
-@LATE
-@on_ranks(4)
-def test_fused_kernels_on_four_ranks() -> None:
-    """So it is on four ranks."""
-    _fused(["sgd", "adamw"], "alone", "clipped", "in backward")
-
-
 @on_ranks(2)
 def test_refused() -> None:
     """What cannot be a step is refused by the name of the argument."""
