@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from compiling import printed_graphs
-from models import MODULES, Case, Residual, checkpointed, mlp, squared_error, vectors
+from models import MODULES, Case, checkpointed, mlp, squared_error, vectors
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -49,31 +49,9 @@ def save_gathered(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if op is UNSHARD else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class Nested(nn.Module):
-    """A checkpoint around each block, and one around each pair of these."""
-
-    def __init__(self, blocks: int = 4) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(7, 11), nn.Linear(11, 5)
-        self.blocks = nn.ModuleList(Residual(11, 23) for _ in range(blocks))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for first in (0, 2 % len(self.blocks)):
-            x = checkpoint(self._pair, first, x, use_reentrant=False)
-        return self.head(x)
-
-    def _pair(self, first: int, x: Tensor) -> Tensor:
-        for block in self.blocks[first : first + 2]:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x
-
-
 MLP = Case(partial(mlp, blocks=2), vectors, squared_error)
 CASES: dict[str, Case] = {
     **{kind: Case(partial(checkpointed, kind), vectors, squared_error) for kind in ("around", "pair", "reentrant")},
-    "nested": Case(Nested, vectors, squared_error),
-    "again": Case(partial(Nested, blocks=2), vectors, squared_error),  # the same two blocks in both regions
     "wrapper": wrapped(MLP),
     "tied": wrapped(MODULES["tied_blocks"]),
     "tied_ends": wrapped(MODULES["tied_ends"]),
@@ -109,7 +87,7 @@ def test_two_gathers_and_one_reduce(name: str) -> None:
     Backward does not gather the root, with which forward ends (E-STRAT-4), nor a unit whose parameters it does not
     read: the bias of `tied_ends`' first block.
     """
-    units = {"around": 5, "pair": 5, "reentrant": 5, "nested": 5, "tied": 4, "tied_ends": 4}.get(name, 3)
+    units = {"around": 5, "pair": 5, "reentrant": 5, "tied": 4, "tied_ends": 4}.get(name, 3)
     in_backward = units - (2 if name == "tied_ends" else 1)
     assert collectives(CASES[name], budget=0.3 if "budget" in name else None) == (units, in_backward, units)
 

@@ -10,7 +10,6 @@ from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, M
 
 from fsdp_compile import fully_shard
 from fsdp_compile.api import shard_module
-from fsdp_compile.core.unit import unit_of
 from fsdp_compile.eager.casting import prepare_inputs
 
 
@@ -30,16 +29,6 @@ def test_parameters_are_collected_in_the_order_of_registration() -> None:
     model = fully_shard(_Nested(), auto_wrap_policy=None)
     (unit,) = units(model)
     assert unit.names == ["own", "last.weight", "last.bias", "inner.1.weight", "inner.1.bias"]
-
-
-def test_only_what_is_left_is_collected() -> None:
-    """Ignored parameters, and those that inner units have, are no part of the enclosing unit (E-FLAT-1)."""
-    model = _Nested()
-    fully_shard(model.inner[1])
-    fully_shard(model, auto_wrap_policy=None, ignored_states=[model.own])
-    assert unit_of(model.own) is None
-    found = unit_of(model.last.weight)
-    assert found and found[0].names == ["last.weight", "last.bias"]
 
 
 def test_a_module_registered_twice_has_one_set_of_parameters() -> None:

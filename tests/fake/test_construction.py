@@ -137,18 +137,6 @@ def test_a_custom_policy_sets_what_the_wrapper_takes() -> None:
     assert {id(module) for module in made} == {id(module) for module in model.blocks[1].modules()}
 
 
-def test_a_custom_policy_sets_strategies() -> None:
-    """A module may have another strategy than the model (E-INIT-5)."""
-    model = mlp()
-    keep = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
-    copy = {"sharding_strategy": ShardingStrategy.NO_SHARD}
-    own = {model.blocks[0]: keep, model.blocks[1]: copy, model.blocks[2]: True}
-    fully_shard(model, auto_wrap_policy=CustomPolicy(lambda module: own.get(module, False)))
-    (first,), (second,), (third,) = (units(block) for block in model.blocks)
-    assert [u.reshard_after_forward for u in (first, second, third)] == [False, False, None]
-    assert [u.flats[0].layout.world_size for u in (first, second, third)] == [WORLD_SIZE, 1, WORLD_SIZE]
-
-
 @pytest.mark.parametrize(
     ("own", "error", "message"),
     [

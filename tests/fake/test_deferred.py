@@ -37,17 +37,6 @@ def test_meta_parameters_get_values_and_keep_their_identity() -> None:
     assert all(flat.shard.abs().sum() > 0 for unit in units(model) for flat in unit.flats)
 
 
-def test_values_are_those_of_a_model_made_outright() -> None:
-    """One unit, one generator: a deferred layer gets the values that it would have had (E-META-3)."""
-    torch.manual_seed(3)
-    plain = nn.Linear(5, 4)
-    deferred = nn.Linear(5, 4, device="meta")
-    torch.manual_seed(3)
-    with pytest.warns(UserWarning, match="over one rank"):
-        fully_shard(deferred, process_group=alone())
-    assert torch.equal(plain.weight, deferred.weight) and torch.equal(plain.bias, deferred.bias)
-
-
 def alone() -> dist.ProcessGroup:
     return [dist.new_group([rank]) for rank in range(WORLD_SIZE)][RANK]
 
@@ -112,7 +101,10 @@ def test_tied_meta_parameters() -> None:
 
 
 def test_param_init_fn_is_called_breadth_first() -> None:
-    """Every module that owns nothing or meta tensors, in order, once; modules of real values are not (E-META-2, 4)."""
+    """Every module that owns nothing or meta tensors, in order, once; modules of real values are not (E-META-2, 4).
+
+    Nested units go first, and their modules are not passed again; units without meta tensors are not entered.
+    """
     seen: list[nn.Module] = []
 
     def init(module: nn.Module) -> None:
@@ -121,6 +113,10 @@ def test_param_init_fn_is_called_breadth_first() -> None:
             assert module.weight.is_meta
             module.to_empty(device="cpu", recurse=False)
             nn.init.constant_(module.weight, 7.0)
+
+    def emptied(module: nn.Module) -> None:
+        seen.append(module)
+        module.to_empty(device="cpu", recurse=False)
 
     inner = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Tanh())
     model = nn.Sequential(inner, nn.Linear(2, 2, device="meta"), nn.ReLU(), nn.Linear(2, 2))
@@ -131,20 +127,10 @@ def test_param_init_fn_is_called_breadth_first() -> None:
     assert seen == [model, inner, model[1], model[2], inner[0], inner[1]]
     assert weights == [inner[0].weight, model[1].weight] and all((w == 7).all() for w in weights)
     assert (model[3].weight == 1).all()
-
-
-def test_param_init_fn_by_units() -> None:
-    """Nested units go first, and their modules are not passed again; units without meta tensors are not entered."""
-    seen: list[nn.Module] = []
-
-    def init(module: nn.Module) -> None:
-        seen.append(module)
-        module.to_empty(device="cpu", recurse=False)
-
+    seen.clear()
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2, device="meta")), nn.Sequential(nn.Linear(2, 2)), nn.ReLU())
     model.bias = nn.Parameter(torch.empty(2, device="meta"))
-    model.scale = nn.Parameter(torch.ones(2))
-    fully_shard(model, auto_wrap_policy=CustomPolicy(lambda m: m in (model[0], model[1])), param_init_fn=init)
+    fully_shard(model, auto_wrap_policy=CustomPolicy(lambda m: m in (model[0], model[1])), param_init_fn=emptied)
     assert seen == [model[0], model[0][0], model, model[2]]
 
 

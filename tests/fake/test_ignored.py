@@ -30,17 +30,6 @@ def test_ignored_modules(argument: str) -> None:
     assert [isinstance(block, FSDPModule) for block in model.blocks] == [True, False, True]
 
 
-def test_ignored_parameters() -> None:
-    """Ignored parameters stay whole in units whose other parameters are sharded (E-INIT-11)."""
-    model = mlp()
-    mine = [model.stem.weight, model.blocks[0].up.bias]
-    values = [param.detach().clone() for param in mine]
-    fully_shard(model, ignored_states=mine)
-    assert {type(param) for param in mine} == {nn.Parameter}
-    assert all(torch.equal(param, value) for param, value in zip(mine, values, strict=True))
-    assert {n for n, p in model.named_parameters() if unit_of(p) is None} == {"stem.weight", "blocks.0.up.bias"}
-
-
 def test_ignored_parameters_may_be_what_cannot_be_sharded() -> None:
     """What is ignored is not checked: another dtype, meta, or an integer type (E-INIT-11)."""
     model = mlp()

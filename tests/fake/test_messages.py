@@ -53,34 +53,27 @@ def test_dtypes_without_formats(dtype: torch.dtype) -> None:
         ({1: "fp8"}, TypeError, "expected patterns of parameter names", {}),
         (lambda name: 2.0, TypeError, "found a float", {}),
         ("fp8", ValueError, "only Wire.gather='bf16'. goes with it", {"reduction_order": "tree"}),
+        ("bf16", ValueError, "is float64", {"mixed_precision": MixedPrecision(reduce_dtype=torch.float64)}),
         (Wire("fp8", between_nodes_only=True), ValueError, "sharded over one group", {}),
         (Wire(reduce="fp8", error_feedback=True), ValueError, "reduces over one group", {"reshard_after_forward": 2}),
     ],
 )
 def test_refused_arguments(wire: Any, error: type[Exception], message: str, others: dict[str, Any]) -> None:
-    """Errors name the argument or the parameter and say what to do, and the model is as it was."""
+    """Errors name the argument or the parameter and say what to do; the model is as it was. A format has to know the
+    dtype in which parameters are gathered and gradients are reduced."""
     refused(mlp(1), error, message, wire=wire, **others)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
+def test_refused_wires() -> None:
+    """A `Wire` that means nothing is refused where it is made."""
+    for arguments, error, message in (
         ((), ValueError, "give a format"),
         ((8,), TypeError, "gather must be a str"),
         (("fp8", None, 1), TypeError, "between_nodes_only must be a bool"),
         (("fp8", None, False, True), ValueError, "error_feedback is of a reduce"),
-    ],
-)
-def test_refused_wires(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
-    """A `Wire` that means nothing is refused where it is made."""
-    with pytest.raises(error, match=message):
-        Wire(*arguments)
-
-
-def test_mixed_precision_that_has_no_format() -> None:
-    """What counts is the dtype in which parameters are gathered and gradients are reduced."""
-    precision = MixedPrecision(reduce_dtype=torch.float64)
-    refused(mlp(1), ValueError, "is float64", wire="bf16", mixed_precision=precision)
+    ):
+        with pytest.raises(error, match=message):
+            Wire(*arguments)
 
 
 def test_hooks_do_not_go_with_wires() -> None:
@@ -115,20 +108,6 @@ def _formats(wire: Any, link: str | None, model: nn.Module | None = None, **opti
     )
     squared_error(run, (torch.rand(8, 7), torch.rand(8, 5))).backward()
     return found
-
-
-def test_names_say_the_format() -> None:
-    """The text of a graph that compilers keep code by differs where formats do: tags and passes are no part of it."""
-    texts = []
-    for wire in (None, "fp8", Wire("fp8", "bf16")):
-        seen: list[str] = []
-        look = Pass("look", "post_grad", lambda context, seen=seen: seen.append(str(context.graph)), version="1")
-        run = torch.compile(fully_shard(mlp(2), wire=wire), fullgraph=True, backend=backend((look, *PASSES)))
-        squared_error(run, (torch.rand(8, 7), torch.rand(8, 5))).backward()
-        assert len(seen) == 2
-        texts += seen
-    assert len(set(texts)) == 5  # forwards of the last two are equal
-    assert texts[2] == texts[4]
 
 
 def test_hybrid_formats() -> None:

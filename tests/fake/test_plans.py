@@ -23,7 +23,6 @@ from fsdp_compile.passes import inductor
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate
 from fsdp_compile.passes.plan.schedule import TOLERANCE
-from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.plan_by_rule import plan_log
 
 SLOW = "custom:1e-6,1e6"  # seconds, bytes per second: communication takes far longer than computing
@@ -220,34 +219,6 @@ def test_auto_keeps_what_pays(options: dict[str, str]) -> None:
     assert counts[0] == 4 and counts[1] < 4
     full = planned("mlp", "backend", **options)[0]
     assert [launches(program).count("gather") for program in full] == [4, 3]
-
-
-def kept_of(plans: dict[str, Plan], options: dict[str, object]) -> int:
-    """How many of six units "auto" keeps from forward to backward."""
-    model = fully_shard(mlp(blocks=5), reshard_after_forward="auto")
-    torch._dynamo.reset()
-    with fresh_inductor_cache():
-        run = torch.compile(model, backend=fsdp_compile_backend, options=options)
-        CASES["mlp"].loss(run, CASES["mlp"].batch(1, 1)).backward()
-    return 6 - len(plans["backward"].of("gather"))
-
-
-@pytest.mark.nightly
-def test_a_budget_holds_for_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With more memory "auto" keeps more units; what is kept counts in forward and in backward, within the budget."""
-    peaks: dict[str, int] = {}
-    plans: dict[str, Plan] = {}
-
-    def note(_: str, direction: str, plan: Plan, extra: dict[str, Workload]) -> None:
-        plans[direction], peaks[direction] = plan, simulate(extra["workload"], plan).peak
-
-    monkeypatch.setattr(plan_log, "debug", note)
-    kept = [kept_of(plans, {"link": SLOW})]
-    most = max(peaks.values())
-    for part in (1.0, 0.97, 0.94, 0.91):
-        kept.append(kept_of(plans, {"link": SLOW, "budget": int(part * most)}))
-        assert max(peaks.values()) <= part * most
-    assert kept == sorted(kept, reverse=True) and kept[-1] < kept[0], kept
 
 
 def gathers_of(model: torch.nn.Module) -> list[int]:

@@ -161,33 +161,13 @@ def test_phases_change_as_the_table_says(now: Phase, after: Phase) -> None:
         unit.enter(Phase.SHARDED)
 
 
-@all_strategies
-def test_all_is_settled_before_the_first_forward(strategy: str) -> None:
-    """Nothing waits for a first use: roots, units, dtypes of buffers are known, and no full buffer is made in advance.
-
-    E-LAZY-2, E-LAZY-4.
-    """
-    model = fully_shard(mlp(), sharding_strategy=ShardingStrategy[strategy])
-    assert filled(model) == 0 and model.is_root() and not model.blocks[0].is_root()
-    firsts: list[Callable[[Any], Any]] = [
-        lambda model: FSDPModule.fsdp_modules(model, root_only=True) == [model] or pytest.fail("not the root"),
-        lambda model: summon_full_params(model).__enter__(),
-        lambda model: model.no_sync().__enter__(),
-        lambda model: model.apply(lambda module: None),
-        lambda model: model.unshard(),
-        lambda model: model.double(),
-        lambda model: model.state_dict(),
-    ]
-    for first in firsts:
-        first(fully_shard(mlp(), sharding_strategy=ShardingStrategy[strategy]))
-
-
 def test_who_is_root() -> None:
     """The outermost call makes the root, at once, until another encloses it; `apply` and forwards change nothing.
 
-    Every sharded module knows at any time. E-LAZY-8, E-ERR-16.
+    Every sharded module knows at any time, and no full buffer is made in advance. E-LAZY-2, 4, 8, E-ERR-16.
     """
     inner = fully_shard(Residual(7, 9))
+    assert filled(inner) == 0
     for use in (lambda: None, lambda: inner.apply(lambda module: None), lambda: inner(torch.ones(1, 7))):
         use()
         assert inner.is_root()

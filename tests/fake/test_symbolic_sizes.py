@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from generated import Program, programs
+from generated import Program
 from models import MODELS, AnyLength, cross_entropy, mlp, text
 from tiers import NIGHTLY
 from torch import nn
@@ -43,30 +43,6 @@ def test_one_graph_with_gradients_in_place() -> None:
     _, forward, backward = compiled("marked")
     assert forward.parameter_moves() == backward.parameter_moves() == []
     assert backward.products_into_packs()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("how", ["dynamic", "marked"])
-def test_gradients_are_computed_as_early_as_in_a_graph_of_one_length(how: str) -> None:
-    """Collectives, waits and products have the same order."""
-    model, forward, backward = compiled(how)
-    assert forward.parameter_moves() == backward.parameter_moves() == []
-    torch._dynamo.reset()
-    fixed = torch.compile(model, fullgraph=True, dynamic=False, backend=backend(**LINK))
-    _, expected = programs(lambda: cross_entropy(fixed, text(0, 3)))
-    assert _events(backward) == _events(expected)
-
-
-def _events(program: Program) -> list[str]:
-    """Collectives, waits, and products, into packs or not, in order."""
-    into_packs = program.products_into_packs()
-    kinds = {"gather": "is_gather", "reduce": "is_reduce", "wait": "is_wait", "product": "is_product"}
-    return [
-        "gradient" if step in into_packs else kind
-        for step in program.steps
-        for kind, asked in kinds.items()
-        if getattr(step, asked)
-    ]
 
 
 def _train(size: int, *before_order: Pass, most: int | None = 64, blocks: int = 3, **options: int) -> None:

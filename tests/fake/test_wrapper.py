@@ -93,19 +93,6 @@ def test_a_module_that_is_used_twice_has_one_wrapper() -> None:
     assert all(param.grad is not None for param in outer.parameters())
 
 
-def test_a_policy_shards_what_fully_shard_does() -> None:
-    """The wrapper with a policy has the units of `fully_shard` with it; none means one unit (E-INIT-5)."""
-
-    def scopes(model: nn.Module) -> list[str]:
-        return [clean_name(f"{name}.") for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-
-    policy = ModuleWrapPolicy({Residual})
-    assert scopes(FullyShardedDataParallel(mlp(), auto_wrap_policy=policy).module) == scopes(
-        fully_shard(mlp(), auto_wrap_policy=policy)
-    )
-    assert scopes(FullyShardedDataParallel(mlp()).module) == ["."]
-
-
 @dataclass
 class Batch:
     """Tensors in a dataclass."""
