@@ -1,6 +1,7 @@
 """Which device a unit computes on; with devices by name, so that no accelerator is needed."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -33,19 +34,30 @@ def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
 
 
-def test_parameters_decide_without_device_id(no_accelerator: None) -> None:
-    """Where the parameters are, CPU included; what is on meta follows the others (E-INIT-12, 16, E-GEN-1)."""
-    assert chosen(CUDA1, CUDA1) == CUDA1
-    assert chosen(META, CUDA1) == CUDA1
-    assert chosen(CPU, META) == CPU
-    assert chosen(META) == chosen() == CPU
+CHOSEN = [  # devices of parameters, `device_id`, what the group carries, whether there is an accelerator -> the device
+    ((CUDA1, CUDA1), None, GLOO, False, CUDA1),
+    ((META, CUDA1), None, GLOO, False, CUDA1),
+    ((CPU, META), None, GLOO, False, CPU),
+    ((META,), None, GLOO, False, CPU),
+    ((), None, GLOO, False, CPU),
+    ((CPU, CPU), None, GLOO, True, CPU),  # a CPU model stays where the group takes it (E-INIT-17)
+    ((META,), None, GLOO, True, CUDA1),  # all on meta: the current device, if the group carries it (E-META-3)
+    ((META,), None, frozenset({"cpu"}), True, CPU),
+    *((devices, CUDA1, GLOO, False, CUDA1) for devices in ((CPU,), (CPU, CUDA1), (META, CPU, CUDA1), (META,), ())),
+]
 
 
-def test_cpu_parameters_stay_where_the_group_takes_them(accelerator: torch.device) -> None:
-    """A CPU model in a group that carries CPU tensors computes on the CPU, without a warning (E-INIT-17)."""
+@pytest.mark.parametrize(("devices", "given", "carried", "has_accelerator", "expected"), CHOSEN)
+def test_which_device(
+    devices: Any, given: Any, carried: Any, has_accelerator: bool, expected: Any, request: pytest.FixtureRequest
+) -> None:
+    """Where the parameters are, CPU included; what is on meta follows the others; what is on the CPU goes to the device
+    of `device_id`. Nothing is warned of. E-INIT-12, 13, 15, 16, 17, E-GEN-1, E-META-3.
+    """
+    request.getfixturevalue("accelerator" if has_accelerator else "no_accelerator")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert chosen(CPU, CPU) == CPU
+        assert chosen(*devices, given=given, carried=carried) == expected
 
 
 def test_cpu_parameters_move_where_the_group_does_not(accelerator: torch.device) -> None:
@@ -54,44 +66,28 @@ def test_cpu_parameters_move_where_the_group_does_not(accelerator: torch.device)
         assert chosen(CPU, carried=NCCL) == CUDA1
 
 
-def test_cpu_parameters_nowhere_to_go(no_accelerator: None) -> None:
-    """Without an accelerator such a group cannot serve: RuntimeError that names a backend which can (E-ERR-56)."""
-    with pytest.raises(RuntimeError, match=r"parameter p0 is on the CPU.*, and there is no accelerator; use .*gloo"):
-        chosen(CPU, carried=NCCL)
+REFUSED = [
+    ((CPU,), None, NCCL, RuntimeError, r"p0 is on the CPU.*, and there is no accelerator; use .*gloo"),  # E-ERR-56
+    ((CUDA0, CPU), None, GLOO, RuntimeError, r"p1 is on the CPU, and p0 .* on cuda:0; pass device_id"),
+    ((CUDA0, CUDA1), CUDA0, GLOO, RuntimeError, r"p1 is on cuda:1, and p0 .* on cuda:0; move .*to one device"),
+    ((CUDA0, CPU, XPU), None, GLOO, RuntimeError, r"p2 is on xpu:0, and p0 .* on cuda:0; use one kind"),
+    *(((CUDA1,), given, GLOO, ValueError, rf"p0 is on cuda:1, but device_id is {given} \(rank 3\); move it")
+      for given in (CPU, CUDA0)),
+]  # fmt: skip
 
 
-def test_meta_parameters_go_to_the_current_device(accelerator: torch.device) -> None:
-    """With everything on meta: the current device, if the group carries it, else the CPU (E-META-3)."""
-    assert chosen(META) == CUDA1
-    assert chosen(META, carried=frozenset({"cpu"})) == CPU
+@pytest.mark.parametrize(("devices", "given", "carried", "error", "message"), REFUSED)
+def test_devices_that_do_not_go_together(
+    devices: Any, given: Any, carried: Any, error: Any, message: str, no_accelerator: None, monkeypatch: Any
+) -> None:
+    """The error names devices and what to do: several devices or kinds of them, a CPU beside an accelerator without
+    `device_id`, a `device_id` other than the parameters' accelerator, a group that takes no CPU tensors.
 
-
-def test_device_id_moves_what_is_on_the_cpu() -> None:
-    """CPU plus the device of `device_id`, or CPU alone, or meta (E-INIT-13, 15)."""
-    for devices in ((CPU,), (CPU, CUDA1), (META, CPU, CUDA1), (META,), ()):
-        assert chosen(*devices, given=CUDA1) == CUDA1
-
-
-def test_cpu_and_an_accelerator_need_device_id() -> None:
-    """Without `device_id`: RuntimeError with both devices, both names and that advice (E-INIT-13, E-ERR-59)."""
-    with pytest.raises(RuntimeError, match=r"parameter p1 is on the CPU, and p0 .* on cuda:0; pass device_id"):
-        chosen(CUDA0, CPU)
-
-
-def test_two_devices_are_refused() -> None:
-    """Several devices, or two kinds of them: RuntimeError that names both (E-INIT-12, 13, E-ERR-55, 59)."""
-    with pytest.raises(RuntimeError, match=r"p1 is on cuda:1, and p0 .* on cuda:0; move .*to one device"):
-        chosen(CUDA0, CUDA1, given=CUDA0)
-    with pytest.raises(RuntimeError, match=r"p2 is on xpu:0, and p0 .* on cuda:0; use one kind"):
-        chosen(CUDA0, CPU, XPU)
-
-
-@pytest.mark.parametrize("given", [CPU, CUDA0])
-def test_device_id_against_the_parameters(given: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A `device_id` other than the parameters' accelerator: ValueError with rank and both (E-INIT-16, E-ERR-64)."""
+    E-INIT-12, 13, 16, E-ERR-55, 56, 59, 64.
+    """
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
-    with pytest.raises(ValueError, match=rf"p0 is on cuda:1, but device_id is {given} \(rank 3\); move it"):
-        chosen(CUDA1, given=given)
+    with pytest.raises(error, match=message):
+        chosen(*devices, given=given, carried=carried)
 
 
 def test_forms_of_device_id(accelerator: torch.device) -> None:

@@ -40,33 +40,6 @@ def test_a_wait_lasts_until_the_deadline_and_uses_no_cpu(link: Any) -> None:
     assert LINK.clock() >= LINK.calls[-1].end
 
 
-def test_seconds_that_this_process_computes(link: Any) -> None:
-    """Where CPU time is counted, that of others does not, and a wait passes at once, by the whole transfer."""
-    LINK.configure(latency=100.0)
-    LINK.count_cpu_time()
-    try:
-        begin, real = LINK.clock(), time.perf_counter()
-        time.sleep(0.2)
-        assert LINK.clock() - begin < 0.1
-        gather(1).wait()
-        assert LINK.clock() - begin >= 100.0 and time.perf_counter() - real < 10.0
-        assert LINK.summary()["exposed"] == pytest.approx(100.0, rel=1e-3)
-    finally:
-        LINK.now = time.perf_counter
-
-
-def test_only_what_a_wait_sleeps_is_exposed(link: Any) -> None:
-    """A transfer that has ended before its wait exposes nothing, a later one what was left of it."""
-    hidden = gather(1)
-    time.sleep(5e-3)
-    hidden.wait()
-    LINK.configure(latency=0.1)  # far longer than a busy machine keeps a process from its next line
-    gather(1).wait()
-    first, second = LINK.calls[-2:]
-    assert first.waited == 0.0 < second.waited <= second.end - second.begin
-    assert LINK.summary()["exposed"] == first.waited + second.waited
-
-
 def test_the_link_is_serial(link: Any) -> None:
     """Each transfer begins where the one before it ends, across groups too."""
     LINK.reset()

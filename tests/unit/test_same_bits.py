@@ -6,7 +6,6 @@ from torch import Tensor
 
 from fsdp_compile.comm.collectives import add_in_pairs
 from fsdp_compile.core.exact_sums import exact_sums
-from fsdp_compile.core.layout import lay_out
 from fsdp_compile.eager.partial_sums import PartialSums
 from fsdp_compile.reproducibility import fingerprint_of, hash_of, mean_over_ranks, microbatch_seed
 
@@ -119,14 +118,6 @@ def test_exact_sums_of_infinities(special: list[float]) -> None:
     )
     assert sums[:2].tolist() == [0, 0]
     assert 0 <= sums[2] < 1e-300
-
-
-def test_the_layout_is_that_of_any_number_of_ranks() -> None:
-    """Parameters start in the same places, and shards end at multiples of 64, so that kernels see the same rests."""
-    shapes = [("a", (35, 20)), ("b", (20,)), ("c", (97, 33)), ("d", ())]
-    layouts = [lay_out(shapes, ranks, same_on_any=True) for ranks in (1, 2, 4, 8, 64)]
-    assert len({layout.offsets for layout in layouts}) == 1
-    assert all(layout.shard_numel % 64 == 0 for layout in layouts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.complex64, torch.float64])

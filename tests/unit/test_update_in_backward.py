@@ -6,18 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from models import MODELS, mlp
 from torch import Tensor, fx, nn
 from workloads import blocks, no_prefetch, random_workload
 
-from bench.emulated import noted
-from bench.link import FREE, start
 from bench.rules import one_ahead
 from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.comm.collectives import WAIT
-from fsdp_compile.compare.memory import curve
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import UPDATE_SHARD
 from fsdp_compile.core.sharding import units_gathered_below
@@ -29,7 +25,6 @@ from fsdp_compile.passes.post_grad.plan_by_cost import updating_in_backward
 from fsdp_compile.passes.post_grad.updates import place_updates
 
 pytestmark = pytest.mark.usefixtures("emulated")
-LATE = pytest.mark.nightly
 INPUTS, TARGET = MODELS["mlp"].batch(0, 8)
 
 
@@ -143,32 +138,6 @@ def test_no_update_before_the_last_gather() -> None:
 
 
 # --- with Inductor ----------------------------------------------------------------------------------------------------
-
-
-def _peaks(step: Any, inputs: Tensor, target: Tensor) -> int:
-    for _ in range(2):
-        step(inputs, target=target)
-    return max(total for _, total in curve(lambda: step(inputs, target=target), torch.device("cpu")))
-
-
-@LATE
-@pytest.mark.parametrize("link", [None, "custom:0,1e8"])
-def test_memory(link: str | None) -> None:
-    """The gradients of units do not live together: half of their bytes are missing where most of all is alive."""
-    dist.destroy_process_group()
-    start(2, 0.0, FREE)
-    shards, found = 0, {}
-    for in_backward in (False, True):
-        torch._dynamo.reset()
-        model = _model(width=128, layers=8)
-        optimizer = torch.optim.AdamW(model.parameters())
-        step = compile_step(model, optimizer, F.mse_loss, update_in_backward=in_backward, options={"link": link})
-        with noted() as graphs:
-            found[in_backward] = _peaks(step, INPUTS, TARGET)
-        workload, _ = graphs["backward"]
-        assert any(task.reduced for task in workload.tasks) == in_backward
-        shards = sum(param.to_local().numel() * 4 for param in model.parameters())
-    assert found[True] <= found[False] - 0.5 * shards, (found, shards)
 
 
 def test_refused_arguments_change_nothing() -> None:
