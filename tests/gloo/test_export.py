@@ -110,21 +110,6 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
 
 
-@on_ranks(2)
-def test_ten_lines() -> None:
-    """The lines that `export` is for."""
-
-    class Engine(dict[str, Tensor]):
-        def update(self, name: str, tensor: Tensor) -> None:  # type: ignore[override]  # an engine's
-            self[name] = tensor.clone()
-
-    actor, engine = fully_shard(build(MODELS["gpt"])), Engine()
-    for unit in export(actor, dtype=torch.bfloat16):  # one gather each, the next one under way
-        for name, tensor in unit.items():  # full tensors, original names, tied ones once, views of one bucket
-            engine.update(name, tensor)  # valid until the next unit
-    assert_same(engine, {name: value.bfloat16() for name, value in build(MODELS["gpt"]).state_dict().items()})
-
-
 RUNS = [*((name, "eager") for name in CASES), ("tied", "aot_eager"), ("lora", "aot_eager")]
 
 

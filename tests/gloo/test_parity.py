@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from models import MODELS
 
-from .ranks import Ranks
 from .training import (
     OPTIMIZERS,
     backward,
@@ -23,7 +22,6 @@ from .training import (
 
 STEPS = 10
 TOLERANCE = 1e-5  # on the relative difference of each full parameter, where it is not zero
-LATE = pytest.mark.nightly
 
 
 def _worst(rank: int, name: str, how: str, strategy: str) -> dict[str, float]:
@@ -54,65 +52,33 @@ def _is_exact(how: str, strategy: str) -> bool:
     return how in ("eager", "aot_eager") and strategy != "NO_SHARD"
 
 
-def _check(ranks: Ranks, name: str, how: str, strategy: str = "FULL_SHARD") -> None:
-    for rank, worst in enumerate(ranks.run(_worst, name, how, strategy)):
-        print(f"{name} {how} {strategy} rank {rank} of {ranks.world_size}: {worst}")
-        assert set(worst) == set(OPTIMIZERS)
-        tolerance = 0.0 if _is_exact(how, strategy) else TOLERANCE
-        assert all(difference <= tolerance for difference in worst.values()), worst
+def _late(*rows: tuple[str, str, str, str]) -> list[Any]:
+    return [pytest.param(*row, marks=pytest.mark.nightly) for row in rows]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=LATE if n in ("mlp", "gpt", "conv") else ()) for n in MODELS])
-def test_eager_on_two(two: Ranks, name: str) -> None:
-    """Two eager ranks end where one unsharded process does, with SGD and with AdamW.
+WORLDS = ("two", "four")
+ROWS = [  # ranks, model, how it is run, strategy
+    *(("two", name, "eager", "FULL_SHARD") for name in ("tied", "frozen")),
+    ("four", "tied", "eager", "FULL_SHARD"),
+    *(("two", "gpt", "eager", strategy) for strategy in ("SHARD_GRAD_OP", "NO_SHARD")),
+    *(("two", "tied", "aot_eager", strategy) for strategy in ("SHARD_GRAD_OP", "NO_SHARD")),
+    *_late(*(("two", name, "eager", "FULL_SHARD") for name in ("mlp", "gpt", "conv"))),
+    *_late(*(("four", name, "eager", "FULL_SHARD") for name in MODELS if name != "tied")),
+    # A row of the feature table runs Inductor every day.
+    *_late(*((world, name, "inductor", "FULL_SHARD") for world in WORLDS for name in MODELS)),
+    *_late(*(("two", "mlp", "inductor", strategy) for strategy in ("SHARD_GRAD_OP", "NO_SHARD"))),
+    *_late(("two", "mlp", "backend", "FULL_SHARD")),
+]
+
+
+@pytest.mark.parametrize(("world", "name", "how", "strategy"), ROWS)
+def test_end(request: pytest.FixtureRequest, world: str, name: str, how: str, strategy: str) -> None:
+    """Ranks end where one unsharded process does, with SGD and with AdamW, whatever the strategy and the compiler.
 
     E-TEST-2, E-ERR-1, E-ERR-56, E-GRAD-3, E-LIM-17.
     """
-    _check(two, name, "eager")
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=LATE if name != "tied" else ()) for name in MODELS])
-def test_eager_on_four(four: Ranks, name: str) -> None:
-    """Four eager ranks end where one unsharded process does."""
-    _check(four, name, "eager")
-
-
-@LATE  # a row of the feature table runs Inductor every day
-@pytest.mark.parametrize("name", MODELS)
-def test_inductor_on_two(two: Ranks, name: str) -> None:
-    """Two ranks that run plain `torch.compile` end where one unsharded process does."""
-    _check(two, name, "inductor")
-
-
-@LATE
-@pytest.mark.parametrize("name", MODELS)
-def test_inductor_on_four(four: Ranks, name: str) -> None:
-    """Four ranks that run plain `torch.compile` end where one unsharded process does."""
-    _check(four, name, "inductor")
-
-
-@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        ("gpt", "eager"),
-        ("tied", "aot_eager"),
-        *(pytest.param(*each, marks=LATE) for each in (("tied", "eager"), ("gpt", "aot_eager"))),
-    ],
-)
-def test_other_strategies(two: Ranks, how: str, name: str, strategy: str) -> None:
-    """The strategy decides where parameters are, not what is computed."""
-    _check(two, name, how, strategy)
-
-
-@LATE
-def test_backend(two: Ranks) -> None:
-    """The backend `fsdp_compile` computes what plain `torch.compile` does."""
-    _check(two, "mlp", "backend")
-
-
-@LATE
-@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
-def test_inductor_with_other_strategies(two: Ranks, strategy: str) -> None:
-    """Inductor's graphs without a second gather, and without any, train the same."""
-    _check(two, "mlp", "inductor", strategy)
+    for rank, worst in enumerate(request.getfixturevalue(world).run(_worst, name, how, strategy)):
+        print(f"{name} {how} {strategy} rank {rank} of {world}: {worst}")
+        assert set(worst) == set(OPTIMIZERS)
+        tolerance = 0.0 if _is_exact(how, strategy) else TOLERANCE
+        assert all(difference <= tolerance for difference in worst.values()), worst

@@ -127,62 +127,43 @@ def _train(rank: int, pattern: str, how: str, kind: str, microbatches: int, opti
         torch.testing.assert_close(full[name], expected.data, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("microbatches", [*late(1), 2, *late(3)])
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_eagerly(two: Ranks, pattern: str, microbatches: int) -> None:
-    """Used by no rank, by one or by turns: None if no rank has used it in any microbatch of the step."""
-    two.run(_train, pattern, "eager", "", microbatches, {})
-
-
-def _compiled(how: str, pattern: str, microbatches: int) -> Any:
-    every_day = ("aot_eager", "at times", 2), ("block aot_eager", "no rank", 1)
-    return pytest.param(how, pattern, microbatches, marks=() if (how, pattern, microbatches) in every_day else LATE)
-
-
-@pytest.mark.parametrize(
-    ("how", "pattern", "microbatches"),
-    [
-        _compiled(how, pattern, microbatches)
-        for how in ("aot_eager", "block aot_eager", "inductor", "block inductor")
-        for pattern in ("no rank", "at times")
-        for microbatches in (1, 2)
-    ],
-)
-def test_compiled(two: Ranks, how: str, pattern: str, microbatches: int) -> None:
-    """The same of graphs of a whole model and of blocks: a graph knows what it uses."""
-    two.run(_train, pattern, how, "", microbatches, {})
-
-
-@pytest.mark.parametrize("how", ["aot_eager", *late("block aot_eager", "inductor")])
-def test_graphs_that_differ(two: Ranks, how: str) -> None:
-    """One rank's graph uses what the other's leaves out."""
-    two.run(_train, "by turns", how, "", 1, {})
-
-
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "": ("", {}),
     "tied": ("tied", {}),
     "frozen": ("frozen", {}),
     "tree": ("", {"reduction_order": "tree"}),
     "offload": ("", {"cpu_offload": CPUOffload(offload_params=True)}),
     "replicated": ("", {"sharding_strategy": ShardingStrategy.NO_SHARD}),
     "asked for": ("", {"find_unused_parameters": True}),
+    "hybrid": ("", {"mesh": "hybrid", "sharding_strategy": ShardingStrategy.HYBRID_SHARD}),
 }
+COMPILED = ("aot_eager", "block aot_eager", "inductor", "block inductor")
+DAILY = [  # pattern, how it is run, kind, microbatches
+    *((pattern, "eager", "", 2) for pattern in PATTERNS),
+    *((pattern, "eager", kind, 2 if kind == "tree" else 1)
+      for kind in KINDS if kind not in ("", "hybrid") for pattern in ("no rank", "by turns")),
+    ("by turns", "eager", "hybrid", 1),  # ranks of all replicas say what they use
+    ("at times", "aot_eager", "", 2),  # a graph knows what it uses
+    ("no rank", "block aot_eager", "", 1),
+    ("by turns", "aot_eager", "", 1),  # one rank's graph uses what the other's leaves out
+]  # fmt: skip
+NIGHTLY = [
+    *((pattern, "eager", "", microbatches) for pattern in PATTERNS for microbatches in (1, 3)),
+    *((pattern, "eager", "hybrid", 1) for pattern in ("no rank", "one rank")),
+    *(("no rank", "aot_eager", kind, 2 if kind == "tree" else 1) for kind in KINDS if kind not in ("", "hybrid")),
+    *((pattern, how, "", micro) for how in COMPILED for pattern in ("no rank", "at times") for micro in (1, 2)),
+    *(("by turns", how, "", 1) for how in ("block aot_eager", "inductor")),
+]
 
 
-@pytest.mark.parametrize("how", ["eager", *late("aot_eager")])
-@pytest.mark.parametrize("name", KINDS)
-def test_kinds(two: Ranks, name: str, how: str) -> None:
-    """Tied and frozen parameters, exact sums, shards in host memory, and replicas."""
-    kind, options = KINDS[name]
-    for pattern in ("no rank", "by turns") if how == "eager" else ("no rank",):
-        two.run(_train, pattern, how, kind, 2 if name == "tree" else 1, options)
-
-
-@pytest.mark.parametrize("pattern", ["by turns", *late("no rank", "one rank")])
-def test_hybrid(four: Ranks, pattern: str) -> None:
-    """Ranks of all replicas say what they use."""
-    options = {"mesh": "hybrid", "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-    four.run(_train, pattern, "eager", "", 1, options)
+@pytest.mark.parametrize(
+    ("pattern", "how", "kind", "microbatches"),
+    [*DAILY, *(pytest.param(*row, marks=LATE) for row in NIGHTLY if row not in DAILY)],
+)
+def test_trained(two: Ranks, four: Ranks, pattern: str, how: str, kind: str, microbatches: int) -> None:
+    """Used by no rank, by one or by turns: None if no rank has used it in any microbatch of the step, eagerly and
+    compiled, with tied and frozen parameters, exact sums, shards in host memory, and replicas."""
+    (four if kind == "hybrid" else two).run(_train, pattern, how, KINDS[kind][0], microbatches, KINDS[kind][1])
 
 
 def _step_in_backward(rank: int, how: str, all_used: bool) -> None:

@@ -126,36 +126,23 @@ def _compare(rank: int, name: str, setting: str, hows: tuple[str, ...]) -> None:
             assert torch.equal(one, other), (how, (one - other).abs().max())
 
 
-@pytest.mark.parametrize("setting", ["fp8", pytest.param("int8", marks=pytest.mark.nightly)])
-def test_executors(two: Ranks, setting: str) -> None:
-    """Eager and aot_eager steps are equal bit for bit, with no_sync, and nothing is compiled again (I7)."""
-    two.run(_compare, "mlp", setting, ("aot_eager",))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("setting", ["bf16", "fp8", "int8", "bfloat16", "by name"])
-def test_inductor(two: Ranks, setting: str) -> None:
-    """Inductor's steps are within the rounding of the format."""
-    two.run(_compare, "gpt", setting, ("aot_eager", "inductor"))
+LATE = pytest.mark.nightly
+OF_TWO, OF_FOUR = (
+    ("bf16", "fp8", "int8", "bfloat16", "by name"),
+    ("hybrid", "between nodes", "two stages", "replicated"),
+)
 
 
 @pytest.mark.parametrize(
-    "setting",
-    [
-        "hybrid",
-        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("between nodes", "two stages", "replicated")),
-    ],
+    ("world", "name", "setting", "hows"),
+    [("two", "mlp", "fp8", ("aot_eager",)), ("four", "mlp", "hybrid", ("aot_eager",))]
+    + [pytest.param("two", "gpt", setting, ("aot_eager", "inductor"), marks=LATE) for setting in OF_TWO]
+    + [pytest.param("four", "mlp", setting, ("aot_eager", "inductor"), marks=LATE) for setting in OF_FOUR],
 )
-def test_levels(four: Ranks, setting: str) -> None:
-    """Under hybrid sharding, in two stages and replicated, executors are equal."""
-    four.run(_compare, "mlp", setting, ("aot_eager",))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("setting", ["hybrid", "between nodes", "two stages", "replicated"])
-def test_levels_in_inductor(four: Ranks, setting: str) -> None:
-    """Likewise in Inductor, within the rounding of the format."""
-    four.run(_compare, "mlp", setting, ("inductor",))
+def test_executors(request: pytest.FixtureRequest, world: str, name: str, setting: str, hows: tuple[str, ...]) -> None:
+    """Eager and aot_eager steps are equal bit for bit, with no_sync, under hybrid sharding, in two stages and
+    replicated, and nothing is compiled again (I7); Inductor's are within the rounding of the format."""
+    request.getfixturevalue(world).run(_compare, name, setting, hows)
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------

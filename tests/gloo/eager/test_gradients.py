@@ -20,7 +20,7 @@ from fsdp_compile.tensors import sharded_tensor
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient
 
-from ..ranks import Ranks, on_ranks
+from ..ranks import on_ranks
 from ..training import (
     OPTIMIZERS,
     assert_same_gradients,
@@ -42,17 +42,6 @@ all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
 # --- in flight --------------------------------------------------------------------------------------------------------
-
-
-class _Mixed(nn.Module):
-    """A compiled model that runs a second time where Dynamo does not compile it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack = MLP.build()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.stack(x) + torch.compiler.disable(self.stack)(x)
 
 
 @pytest.mark.parametrize(
@@ -119,16 +108,6 @@ def test_one_backward_of_compiled_and_eager_forwards(
                 raise AssertionError(what) from error
             for each in (model, reference):
                 each.zero_grad()
-    if every > 1:
-        return
-    reference, model = _Mixed(), _Mixed()
-    model.load_state_dict(reference.state_dict())
-    sharded(model.stack)
-    for each, run, batch in ((reference, reference, whole), (model, torch.compile(model, backend=backend), mine)):
-        MLP.loss(run, batch(MLP, 3)).backward()
-        each.zero_grad()
-        MLP.loss(run, batch(MLP, 4)).backward()
-    assert_same_gradients(model, reference)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly")
@@ -445,7 +424,10 @@ class _Looks(nn.Module):
         return self.words(x).sum(1) * self.bags(x)
 
 
-def _train_sparse(rank: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_sparse_gradients_are_dense(rank: int, strategy: str) -> None:
+    """`nn.Embedding(sparse=True)` trains, accumulated or not; its gradients are dense, as all that is reduced."""
     torch.manual_seed(0)
     plain = _Looks()
     model: Any = fully_shard(copy.deepcopy(plain), sharding_strategy=ShardingStrategy[strategy])
@@ -455,11 +437,4 @@ def _train_sparse(rank: int, strategy: str) -> None:
         model.set_requires_gradient_sync(syncs)
         (model(rows.chunk(2)[rank]).square().mean() / 2).backward()
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):
-        grad = param.grad.full_tensor()
-        torch.testing.assert_close(grad, other.grad.to_dense())
-
-
-def test_sparse_gradients_are_dense(two: Ranks) -> None:
-    """`nn.Embedding(sparse=True)` trains, accumulated or not; its gradients are dense, as all that is reduced."""
-    for strategy in ("FULL_SHARD", "NO_SHARD"):
-        two.run(_train_sparse, strategy)
+        torch.testing.assert_close(param.grad.full_tensor(), other.grad.to_dense())

@@ -1,5 +1,7 @@
 """A unit accumulates gradients under `no_sync`, and the backward passes that reduce leave it out."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -81,22 +83,25 @@ def _left_out(rank: int, strategy: str, how: str, whole_model: bool, first_rank_
     assert all(unit.flats[0].accumulated is None for unit in units(model))
 
 
-@pytest.mark.parametrize("whole_model", [True, False])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_left_out(two: Ranks, strategy: str, whole_model: bool) -> None:
-    """Its gradients are reduced when the first backward outside no_sync ends, also in the norm (E-ACC-7)."""
-    two.run(_left_out, strategy, "eager", whole_model, False, False)
-
-
-@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
-def test_left_out_by_a_rank(two: Ranks, strategy: str) -> None:
-    """A rank that has left out the backward under no_sync, which gathers nothing, takes part with zeros (E-ACC-7)."""
-    two.run(_left_out, strategy, "eager", True, True, False)
-
-
-def test_left_out_under_hybrid_sharding(four: Ranks) -> None:
-    """Ranks of all replicas agree on whether there is something to reduce; one of four has gradients."""
-    four.run(_left_out, HYBRID, "eager", True, True, False)
+@pytest.mark.parametrize(
+    ("world", "row"),
+    [
+        *(("two", (strategy, "eager", whole_model, False, False))
+          for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD") for whole_model in (True, False)),
+        # A rank that has left out the backward under no_sync, which gathers nothing, takes part with zeros.
+        *(("two", (strategy, "eager", True, True, False)) for strategy in ("SHARD_GRAD_OP", "NO_SHARD")),
+        # Ranks of all replicas agree on whether there is something to reduce; one of four has gradients.
+        ("four", (HYBRID, "eager", True, True, False)),
+        # The backward pass within a backward pass, of a reentrant checkpoint, ends nothing.
+        ("two", ("FULL_SHARD", "eager", True, False, True)),
+        # Graphs for the two ways through a compiled model differ.
+        ("two", ("FULL_SHARD", "aot_eager", True, False, False)),
+        pytest.param("two", ("FULL_SHARD", "inductor", True, False, False), marks=pytest.mark.nightly),
+    ],
+)  # fmt: skip
+def test_left_out(request: pytest.FixtureRequest, world: str, row: tuple[Any, ...]) -> None:
+    """Its gradients are reduced when the first backward outside no_sync ends, also in the norm (E-ACC-2, E-ACC-7)."""
+    request.getfixturevalue(world).run(_left_out, *row)
 
 
 @on_ranks(2)

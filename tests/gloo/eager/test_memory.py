@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fsdp_compile.comm import collectives
 from fsdp_compile.eager.streams import UnshardedBuffer
 
-from ..ranks import Ranks, on_ranks
+from ..ranks import on_ranks
 from ..training import OPTIMIZERS, backward, local, mine, shard, units
 
 CASE = Case(unlike_blocks, vectors, squared_error)
@@ -120,8 +120,16 @@ def _step(model: nn.Module, seed: int = 1) -> Watch:
 # --- FULL_SHARD -------------------------------------------------------------------------------------------------------
 
 
-def _full_shard(rank: int, mode: BackwardPrefetch | None, forward_prefetch: bool) -> None:
-    model = shard(CASE, backward_prefetch=mode, forward_prefetch=forward_prefetch)
+@pytest.mark.parametrize("forward_prefetch", [False, True])
+@pytest.mark.parametrize("mode", ["BACKWARD_PRE", "BACKWARD_POST", None])
+@on_ranks(2)
+def test_full_shard(mode: str | None, forward_prefetch: bool) -> None:
+    """Beside the root, one unit while nothing is gathered ahead, two while something is; nothing after backward.
+
+    E-STRAT-1, E-STRAT-4, E-PRE-3, E-TEST-5.
+    """
+    prefetch = BackwardPrefetch[mode] if mode else None
+    model = shard(CASE, backward_prefetch=prefetch, forward_prefetch=forward_prefetch)
     root, blocks = _sizes(model)
     for step in range(3):
         watch = _step(model, step)
@@ -129,23 +137,13 @@ def _full_shard(rank: int, mode: BackwardPrefetch | None, forward_prefetch: bool
         for index, size in enumerate(blocks):
             following = blocks[index + 1] if ahead and index + 1 < len(blocks) else 0
             assert watch.seen[f"forward {index}"] == [Bytes(root + size + following, 0)]
-            following = blocks[index - 1] if mode is BackwardPrefetch.BACKWARD_PRE and index > 0 else 0
+            following = blocks[index - 1] if prefetch is BackwardPrefetch.BACKWARD_PRE and index > 0 else 0
             assert watch.seen[f"backward {index}"] == [Bytes(root + size + following, 0)]
         assert watch.seen["between"] == [Bytes(root, 0)]
         pairs = [first + second for first, second in pairwise(blocks)]
-        two = mode is BackwardPrefetch.BACKWARD_PRE or ahead
+        two = prefetch is BackwardPrefetch.BACKWARD_PRE or ahead
         assert max(watch.seen["start"]) == Bytes(root + (max(pairs) if two else max(blocks)), 0)
         assert watch.settled(Bytes(0, 0)) == Bytes(0, 0), "after backward"
-
-
-@pytest.mark.parametrize("forward_prefetch", [False, True])
-@pytest.mark.parametrize("mode", ["BACKWARD_PRE", "BACKWARD_POST", None])
-def test_full_shard(two: Ranks, mode: str | None, forward_prefetch: bool) -> None:
-    """Beside the root, one unit while nothing is gathered ahead, two while something is; nothing after backward.
-
-    E-STRAT-1, E-STRAT-4, E-PRE-3, E-TEST-5.
-    """
-    two.run(_full_shard, BackwardPrefetch[mode] if mode else None, forward_prefetch)
 
 
 # --- others -----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard
 
-from ..ranks import Ranks
+from ..ranks import on_ranks
 
 
 class Trainer(nn.Module):
@@ -127,7 +127,22 @@ def _train(model: Any, call: Any) -> None:
             model.update(left)
 
 
-def _steps(rank: int, shards: tuple[str, ...], options: dict[str, Any], compiled: bool) -> None:
+ROWS: dict[str, tuple[tuple[str, ...], dict[str, Any], bool]] = {
+    "one unit": (("",), {}, False),
+    "units within": (("first", "second", ""), {}, False),
+    "no resharding": (("first", ""), {"reshard_after_forward": False}, False),
+    "replicas": (("",), {"sharding_strategy": ShardingStrategy.NO_SHARD}, False),
+    "compiled": (("",), {}, True),
+}
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=pytest.mark.nightly) if row == "compiled" else row for row in ROWS]
+)
+@on_ranks(2)
+def test_forwards_that_run_backward(row: str) -> None:
+    """They train as on one process: what is computed later in the same forward has the updated parameters."""
+    shards, options, compiled = ROWS[row]
     for step in STEPS:
         if compiled and step in ("adversaries", "half"):
             continue  # both losses are of one graph, through which torch.compile can run backward once
@@ -143,20 +158,3 @@ def _steps(rank: int, shards: tuple[str, ...], options: dict[str, Any], compiled
         for (name, param), same in zip(model.named_parameters(), plain.parameters(), strict=True):
             full = param.full_tensor()  # type: ignore[attr-defined]  # a sharded tensor
             torch.testing.assert_close(full, same, msg=lambda text, at=(step, name): f"{at}: {text}")
-
-
-ROWS: dict[str, tuple[tuple[str, ...], dict[str, Any], bool]] = {
-    "one unit": (("",), {}, False),
-    "units within": (("first", "second", ""), {}, False),
-    "no resharding": (("first", ""), {"reshard_after_forward": False}, False),
-    "replicas": (("",), {"sharding_strategy": ShardingStrategy.NO_SHARD}, False),
-    "compiled": (("",), {}, True),
-}
-
-
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=pytest.mark.nightly) if row == "compiled" else row for row in ROWS]
-)
-def test_forwards_that_run_backward(two: Ranks, row: str) -> None:
-    """They train as on one process: what is computed later in the same forward has the updated parameters."""
-    two.run(_steps, *ROWS[row])

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 
 from fsdp_compile import fully_shard
 
-from ..ranks import Ranks, on_ranks
+from ..ranks import on_ranks
 from ..training import backward, build, follow, mine, shard, units
 
 CASE = Case(unlike_blocks, vectors, squared_error)
@@ -28,43 +28,49 @@ def _logged_step(case: Case, model: nn.Module, seed: int = 1) -> Log:
 # --- backward ---------------------------------------------------------------------------------------------------------
 
 
-def _backward_order(rank: int, mode: str) -> list[str]:
-    return _logged_step(CASE, shard(CASE, backward_prefetch=MODES[mode])).lines
+def _backward_order(mode: str) -> list[str]:
+    lines = _logged_step(CASE, shard(CASE, backward_prefetch=MODES[mode])).lines
+    _assert_one_ahead(lines)
+    return lines
 
 
-def test_gathered_before_compute(two: Ranks) -> None:
+@on_ranks(2)
+def test_gathered_before_compute() -> None:
     """The unit whose forward ended before this one's is gathered after this one's wait and before its compute.
 
-    It is waited for later, when its own backward begins, and not gathered again. E-PRE-1, E-PRE-3, E-PRE-4.
+    It is waited for later, when its own backward begins, and not gathered again; at most one is on its way while
+    another is in use. E-PRE-1, E-PRE-3, E-PRE-4.
     """
-    for lines in two.run(_backward_order, "pre"):
-        for name, following in (("blocks.2", "blocks.1"), ("blocks.1", "blocks.0")):
-            computed = lines.index(f"backward {name}")
-            gathers = [place for place, line in enumerate(lines) if line == f"gather {following} in unshard"]
-            waits = [place for place, line in enumerate(lines) if line == f"wait for {following} in unshard"]
-            own_wait = max(place for place in range(computed) if lines[place] == f"wait for {name} in unshard")
-            assert len(gathers) == len(waits) == 2, "once in forward, once in backward"
-            assert own_wait < gathers[1] < computed < waits[1] < lines.index(f"backward {following}")
+    lines = _backward_order("pre")
+    for name, following in (("blocks.2", "blocks.1"), ("blocks.1", "blocks.0")):
+        computed = lines.index(f"backward {name}")
+        gathers = [place for place, line in enumerate(lines) if line == f"gather {following} in unshard"]
+        waits = [place for place, line in enumerate(lines) if line == f"wait for {following} in unshard"]
+        own_wait = max(place for place in range(computed) if lines[place] == f"wait for {name} in unshard")
+        assert len(gathers) == len(waits) == 2, "once in forward, once in backward"
+        assert own_wait < gathers[1] < computed < waits[1] < lines.index(f"backward {following}")
 
 
-def test_gathered_after_compute(two: Ranks) -> None:
+@on_ranks(2)
+def test_gathered_after_compute() -> None:
     """The other mode gathers after this unit is freed and before its gradients are reduced (E-PRE-1, E-BWD-8)."""
-    for lines in two.run(_backward_order, "post"):
-        for name, following in (("blocks.2", "blocks.1"), ("blocks.1", "blocks.0")):
-            computed = lines.index(f"backward {name}")
-            freed = lines.index(f"free {name}", computed)
-            gathered = lines.index(f"gather {following} in unshard", computed)
-            assert computed < freed < gathered < lines.index(f"reduce {name} in post-backward")
+    lines = _backward_order("post")
+    for name, following in (("blocks.2", "blocks.1"), ("blocks.1", "blocks.0")):
+        computed = lines.index(f"backward {name}")
+        freed = lines.index(f"free {name}", computed)
+        gathered = lines.index(f"gather {following} in unshard", computed)
+        assert computed < freed < gathered < lines.index(f"reduce {name} in post-backward")
 
 
-def test_not_gathered_ahead(two: Ranks) -> None:
+@on_ranks(2)
+def test_not_gathered_ahead() -> None:
     """Without prefetch a unit is gathered when its own backward begins, and waited for at once (E-PRE-1, E-BWD-4)."""
-    for lines in two.run(_backward_order, "none"):
-        for name, following in (("blocks.2", "blocks.1"), ("blocks.1", "blocks.0")):
-            reduced = lines.index(f"reduce {name} in post-backward")
-            gathered = lines.index(f"gather {following} in unshard", lines.index(f"backward {name}"))
-            assert reduced < gathered
-            assert lines[gathered + 1] == f"wait for {following} in unshard"
+    lines = _backward_order("none")
+    for name, following in (("blocks.2", "blocks.1"), ("blocks.1", "blocks.0")):
+        reduced = lines.index(f"reduce {name} in post-backward")
+        gathered = lines.index(f"gather {following} in unshard", lines.index(f"backward {name}"))
+        assert reduced < gathered
+        assert lines[gathered + 1] == f"wait for {following} in unshard"
 
 
 def _assert_one_ahead(lines: list[str]) -> None:
@@ -79,53 +85,39 @@ def _assert_one_ahead(lines: list[str]) -> None:
             assert len(filling) <= 1, f"{filling} at {line!r} in\n" + "\n".join(lines)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_one_ahead(two: Ranks, mode: str) -> None:
-    """At most one unit is on its way while another is in use (E-PRE-3)."""
-    for lines in two.run(_backward_order, mode):
-        _assert_one_ahead(lines)
-
-
-def _chosen_order(rank: int) -> list[str]:
+@on_ranks(2)
+def test_chosen_for_backward() -> None:
+    """The units that the user chose are gathered, in that order, when the unit that names them begins; each once."""
     model: Any = shard(CASE)
     model.set_modules_to_backward_prefetch([model.blocks[1], model.blocks[2]])
     model.blocks[2].set_modules_to_backward_prefetch([model.blocks[0]])
-    return _logged_step(CASE, model).lines
-
-
-def test_chosen_for_backward(two: Ranks) -> None:
-    """The units that the user chose are gathered, in that order, when the unit that names them begins; each once."""
-    for lines in two.run(_chosen_order):
-        names = ("blocks.1", "blocks.2", "blocks.0")
-        gathers = [[at for at, line in enumerate(lines) if line == f"gather {name} in unshard"] for name in names]
-        assert all(len(each) == 2 for each in gathers), "once in forward, once in backward"
-        one, two_, zero = (again for _, again in gathers)
-        assert one < two_ < zero < lines.index("backward blocks.2")
+    lines = _logged_step(CASE, model).lines
+    names = ("blocks.1", "blocks.2", "blocks.0")
+    gathers = [[at for at, line in enumerate(lines) if line == f"gather {name} in unshard"] for name in names]
+    assert all(len(each) == 2 for each in gathers), "once in forward, once in backward"
+    one, two, zero = (again for _, again in gathers)
+    assert one < two < zero < lines.index("backward blocks.2")
 
 
 # --- forward ----------------------------------------------------------------------------------------------------------
 
 
-def _forward_order(rank: int) -> list[list[str]]:
-    model = shard(CASE, forward_prefetch=True)
-    return [_logged_step(CASE, model, seed).lines for seed in range(3)]
-
-
-def test_forward_prefetch(two: Ranks) -> None:
+@on_ranks(2)
+def test_forward_prefetch() -> None:
     """From the second iteration on, the next unit of the first one's order is gathered before this unit computes.
 
     E-PRE-2, E-PRE-4, E-ORD-1, E-ORD-2.
     """
-    for first, *later in two.run(_forward_order):
-        assert first.index("compute blocks.0") < first.index("gather blocks.1 in unshard")
-        for lines in later:
-            _assert_one_ahead(lines)
-            for name, following in (("root", "blocks.0"), ("blocks.0", "blocks.1"), ("blocks.1", "blocks.2")):
-                gathered = lines.index(f"gather {following} in unshard")
-                assert lines.index(f"wait for {name} in unshard") < gathered
-                assert gathered < lines.index(f"compute {following}")
-                if name != "root":
-                    assert gathered < lines.index(f"compute {name}") < lines.index(f"wait for {following} in unshard")
+    model = shard(CASE, forward_prefetch=True)
+    first, *later = [_logged_step(CASE, model, seed).lines for seed in range(3)]
+    assert first.index("compute blocks.0") < first.index("gather blocks.1 in unshard")
+    for lines in later:
+        _assert_one_ahead(lines)
+        for name, following in (("root", "blocks.0"), ("blocks.0", "blocks.1"), ("blocks.1", "blocks.2")):
+            gathered = lines.index(f"gather {following} in unshard")
+            assert lines.index(f"wait for {name} in unshard") < gathered < lines.index(f"compute {following}")
+            if name != "root":
+                assert gathered < lines.index(f"compute {name}") < lines.index(f"wait for {following} in unshard")
 
 
 # --- wrong guesses ----------------------------------------------------------------------------------------------------
@@ -160,24 +152,22 @@ def _branches(seed: int, size: int) -> tuple[Tensor, ...]:
 BRANCHES = Case(_branching, _branches, squared_error)
 
 
-def _skip_one(rank: int) -> list[str]:
-    model = shard(Case(_branching, _skips, squared_error), forward_prefetch=True)
-    backward(model, BRANCHES, mine(BRANCHES, 0))
-    return _logged_step(Case(_branching, _skips, squared_error), model).lines
-
-
 def _skips(seed: int, size: int) -> tuple[Tensor, ...]:
     x, y = vectors(seed, size)
     return x, torch.tensor([[0, 2, 3]] * size), y
 
 
-def test_a_wrong_guess_in_forward(two: Ranks) -> None:
+@on_ranks(2)
+def test_a_wrong_guess_in_forward() -> None:
     """A unit that was gathered early and is skipped is freed when the next one comes, after which units are foreseen
     again."""
-    for lines in two.run(_skip_one):
-        freed = lines.index("free blocks.1")
-        assert freed < lines.index("compute blocks.2")
-        assert freed < lines.index("gather blocks.3 in unshard") < lines.index("compute blocks.2")
+    skipping = Case(_branching, _skips, squared_error)
+    model = shard(skipping, forward_prefetch=True)
+    backward(model, BRANCHES, mine(BRANCHES, 0))
+    lines = _logged_step(skipping, model).lines
+    freed = lines.index("free blocks.1")
+    assert freed < lines.index("compute blocks.2")
+    assert freed < lines.index("gather blocks.3 in unshard") < lines.index("compute blocks.2")
 
 
 def _assert_all_freed(log: Log, model: nn.Module) -> None:
@@ -257,29 +247,26 @@ def _frozen_blocks() -> Stack:
 FROZEN = Case(_frozen_blocks, vectors, squared_error)
 
 
-def _backward_with_frozen(rank: int, mode: str) -> list[str]:
-    model = shard(FROZEN, backward_prefetch=MODES[mode])
-    with recorded(model) as log:
-        model.log = log
-        backward(model, FROZEN, mine(FROZEN, 1))
-    return log.lines
-
-
 @pytest.mark.parametrize("mode", ["pre", "post"])
-def test_frozen_unit(two: Ranks, mode: str) -> None:
+@on_ranks(2)
+def test_frozen_unit(mode: str) -> None:
     """A frozen unit is freed when its inputs have their gradients, and the next one is gathered ahead all the same.
 
     E-FRZ-2, E-PRE-6.
     """
-    for lines in two.run(_backward_with_frozen, mode):
-        computed = lines.index("backward blocks.1")
-        freed = lines.index("free blocks.1", computed)
-        gathered = lines.index("gather blocks.0 in unshard", lines.index("backward blocks.2"))
-        assert freed < lines.index("backward blocks.0")
-        assert gathered < computed if mode == "pre" else freed < gathered
-        between = lines.index("backward between", max(computed, gathered))
-        assert between < lines.index("wait for blocks.0 in unshard", gathered)
-        assert not any(line.startswith("reduce blocks.1") for line in lines)
+    model = shard(FROZEN, backward_prefetch=MODES[mode])
+    with recorded(model) as log:
+        model.log = log
+        backward(model, FROZEN, mine(FROZEN, 1))
+    lines = log.lines
+    computed = lines.index("backward blocks.1")
+    freed = lines.index("free blocks.1", computed)
+    gathered = lines.index("gather blocks.0 in unshard", lines.index("backward blocks.2"))
+    assert freed < lines.index("backward blocks.0")
+    assert gathered < computed if mode == "pre" else freed < gathered
+    between = lines.index("backward between", max(computed, gathered))
+    assert between < lines.index("wait for blocks.0 in unshard", gathered)
+    assert not any(line.startswith("reduce blocks.1") for line in lines)
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
@@ -295,7 +282,13 @@ def test_settings_that_a_root_has_once() -> None:
         model(mine(CASE, 1)[0])
 
 
-def _demote(rank: int, options: Any) -> None:
+@pytest.mark.parametrize("options", [{}, {"forward_prefetch": True, "backward_prefetch": None}])
+@on_ranks(2)
+def test_a_former_root_gets_a_parent(options: dict[str, Any]) -> None:
+    """A unit that has run as a root may be sharded into a larger model: then that one is the root.
+
+    E-LAZY-3, E-LAZY-1, E-LAZY-7, E-ERR-7.
+    """
     reference, model = build(CASE), build(CASE)
     fully_shard(model.blocks[1], **options)
     alone = Case(CASE.build, partial(vectors, inputs=11, outputs=11), squared_error)
@@ -304,12 +297,3 @@ def _demote(rank: int, options: Any) -> None:
     follow(model, reference, CASE)
     with pytest.raises(RuntimeError, match=r"no_sync: .* is inside another sharded module"), model.blocks[1].no_sync():
         pass
-
-
-def test_a_former_root_gets_a_parent(two: Ranks) -> None:
-    """A unit that has run as a root may be sharded into a larger model: then that one is the root.
-
-    E-LAZY-3, E-LAZY-1, E-LAZY-7, E-ERR-7.
-    """
-    two.run(_demote, {})
-    two.run(_demote, {"forward_prefetch": True, "backward_prefetch": None})

@@ -41,44 +41,33 @@ def _trains(
         of_ranks(rank, run, worlds)
 
 
-@pytest.mark.parametrize(
-    ("names", "optimizer", "options"),
-    [
-        (("low_rank", "recurrent", "checkpointed"), "adamw", {}),
-        pytest.param(("gpt",), "muon", {}, marks=LATE),
-        pytest.param(tuple(CASES), "adamw", {}, marks=LATE),
-        (("gpt", "experts"), "sgd", {"reshard_after_forward": False}),
-        pytest.param(("mlp", "conv"), "adafactor", {}, marks=LATE),
-        (("conv",), "foreach", {"mixed_precision": HALF}),
-        (("tied", "frozen"), "fused", {"cpu_offload": CPUOffload(True)}),
-        (("low_rank", "recurrent"), "adamw", {"sharding_strategy": ShardingStrategy.NO_SHARD}),
-        pytest.param(("gpt",), "muon", {"sharding_strategy": ShardingStrategy.NO_SHARD}, marks=LATE),
-    ],
-)
-def test_eager(four: Ranks, names: tuple[str, ...], optimizer: str, options: dict[str, Any]) -> None:
-    """Parameters, losses and norms are equal after steps with accumulation, clipping, a schedule and dropout."""
-    four.run(_trains, names, "eager", optimizer, options)
+COPIES = {"sharding_strategy": ShardingStrategy.NO_SHARD}
 
 
 @pytest.mark.parametrize(
-    ("names", "optimizer", "options"),
+    ("how", "names", "optimizer", "options"),
     [
-        (("short",), "sgd", {"mixed_precision": HALF}),
-        pytest.param(("frozen",), "sgd", {"mixed_precision": HALF}, marks=LATE),
-        pytest.param(("gpt",), "adamw", {}, marks=LATE),
-        pytest.param(("mlp", "conv", "tied", "low_rank", "checkpointed"), "adafactor", {}, marks=LATE),
+        ("eager", ("low_rank", "recurrent", "checkpointed"), "adamw", {}),
+        ("eager", ("gpt", "experts"), "sgd", {"reshard_after_forward": False}),
+        ("eager", ("conv",), "foreach", {"mixed_precision": HALF}),
+        ("eager", ("tied", "frozen"), "fused", {"cpu_offload": CPUOffload(True)}),
+        ("eager", ("low_rank", "recurrent"), "adamw", COPIES),
+        ("aot_eager", ("short",), "sgd", {"mixed_precision": HALF}),
+        # test_same_bits_of_many.py has more of the other kinds.
+        pytest.param("eager", ("gpt",), "muon", COPIES, marks=LATE),
+        pytest.param("aot_eager", ("frozen",), "sgd", {"mixed_precision": HALF}, marks=LATE),
+        *(pytest.param("inductor", ("gpt",), "adamw", {"mixed_precision": HALF, **options}, marks=LATE)
+          for options in ({}, COPIES)),
     ],
-)
-def test_aot_eager(four: Ranks, names: tuple[str, ...], optimizer: str, options: dict[str, Any]) -> None:
-    """So they are in compiled steps, whose graphs reduce; by day on two and on four ranks."""
-    four.run(_trains, names, "aot_eager", optimizer, options, (1, 2, 4) if NIGHTLY else (2, 4))
+)  # fmt: skip
+def test_equal(four: Ranks, how: str, names: tuple[str, ...], optimizer: str, options: dict[str, Any]) -> None:
+    """Parameters, losses and norms are equal after steps with accumulation, clipping, a schedule and dropout.
 
-
-@LATE
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
-def test_inductor(four: Ranks, strategy: ShardingStrategy) -> None:
-    """And in steps of generated code, which add up rows by an operator that rounds as eager code does."""
-    four.run(_trains, ("gpt",), "inductor", "adamw", {"mixed_precision": HALF, "sharding_strategy": strategy})
+    So they are in compiled steps, whose graphs reduce, and in generated code, which adds up rows by an operator that
+    rounds as eager code does.
+    """
+    worlds = (1, 2, 4) if how != "aot_eager" or NIGHTLY else (2, 4)
+    four.run(_trains, names, how, optimizer, options, worlds)
 
 
 @pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=LATE)])
@@ -117,24 +106,14 @@ def _whole_steps(rank: int, options: dict[str, Any], backend: str, strategy: Sha
 
 
 @pytest.mark.parametrize(
-    ("options", "backend"),
-    [
-        ({"clip_norm": 0.5}, "eager"),
-        pytest.param({"update_in_backward": True}, "eager", marks=LATE),
-        pytest.param({"clip_norm": 0.5}, "aot_eager", marks=LATE),
-        pytest.param({"clip_norm": 0.5}, "fsdp_compile", marks=LATE),
-    ],
+    ("options", "backend", "strategy"),
+    [({"clip_norm": 0.5}, "eager", None), pytest.param({"update_in_backward": True}, "eager", None, marks=LATE)]
+    + [pytest.param({"clip_norm": 0.5}, backend, None, marks=LATE) for backend in ("aot_eager", "fsdp_compile")]
+    + [pytest.param({"clip_norm": 0.5}, backend, "NO_SHARD", marks=LATE) for backend in ("eager", "fsdp_compile")],
 )
-def test_compile_step(four: Ranks, options: dict[str, Any], backend: str) -> None:
-    """Whole steps, clipped or with updates in backward, are equal too."""
-    four.run(_whole_steps, options, backend)
-
-
-@LATE
-@pytest.mark.parametrize("backend", ["eager", "fsdp_compile"])
-def test_compile_step_of_copies(four: Ranks, backend: str) -> None:
-    """And those of models that each rank has a copy of."""
-    four.run(_whole_steps, {"clip_norm": 0.5}, backend, ShardingStrategy.NO_SHARD)
+def test_compile_step(four: Ranks, options: dict[str, Any], backend: str, strategy: str | None) -> None:
+    """Whole steps, clipped or with updates in backward, are equal too, also of models that each rank has a copy of."""
+    four.run(_whole_steps, options, backend, ShardingStrategy[strategy] if strategy else None)
 
 
 @on_ranks(2)

@@ -13,7 +13,7 @@ from families import FAMILIES
 from models import Case, part
 from third_party import THIRD_PARTY
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffload, MixedPrecision
+from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_compile import checkpoint, compile_step, fully_shard
 
@@ -86,32 +86,6 @@ def test_aot_eager(eight: Ranks, name: str, optimizer: str) -> None:
 def test_inductor(eight: Ranks, name: str, optimizer: str) -> None:
     """Steps of Inductor's code, whose kernels round otherwise than eager ones, are equal on 1, 2 and 4 ranks."""
     assert eight.run(_train, name, "inductor", ((optimizer, {}),), (1, 2, 4)) == [[]] * max(WORLDS)
-
-
-def _placements(rank: int) -> list[str]:
-    """Which ways to place and run a model differ from one rank that has all microbatches."""
-    gpt: Any = {"optimizer": "adamw", "steps": 4, "microbatches": MICROBATCHES, "dropout": 0.1}
-    alone = _group(1)
-    expected = trained(CASES["gpt"], alone, "eager", process_group=alone, **gpt) if rank == 0 else None
-    dist.barrier()
-    meshes = [init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")) for shape in ((2, 4), (4, 2))]
-    ways: list[tuple[str, dict[str, Any]]] = [
-        *(("eager", {"mesh": mesh}) for mesh in meshes),
-        ("eager", {"mesh": meshes[0], "reshard_after_forward": False}),
-        ("eager", {"mesh": meshes[0], "reshard_after_forward": 2}),
-        ("eager", {"mesh": meshes[1], "cpu_offload": CPUOffload(True)}),
-        ("eager", {"reshard_after_forward": 2}),
-        ("eager", {"reshard_after_forward": 4}),
-        ("aot_eager", {"mesh": meshes[0]}),
-        ("aot_eager", {"reshard_after_forward": 2}),
-    ]
-    found = [(how, options, trained(CASES["gpt"], None, how, **gpt, **options)) for how, options in ways]
-    return [f"{how}, {options}" for how, options, each in found if rank == 0 and each != expected]
-
-
-def test_hybrid_and_two_stages(eight: Ranks) -> None:
-    """2 x 4 and 4 x 2 ranks, slices of 2 or 4 ranks between forward and backward, offloaded: equal to one rank."""
-    assert eight.run(_placements) == [[]] * max(WORLDS)
 
 
 def _updates_in_backward(rank: int) -> list[str]:

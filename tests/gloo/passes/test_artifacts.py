@@ -151,19 +151,21 @@ def test_first_rank_compiles_for_all(tmp_path: Path, backend: str, world_size: i
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("how", "ranks", "removed"),
+    ("backend", "how", "ranks", "removed"),
     [
-        *(("world", 3, removed) for removed in ((), (0,), (1,), (1, 2))),
-        *(("hybrid", 4, removed) for removed in ((0,), (2,), (1, 2, 3))),
+        ("fsdp_compile", "world", 2, ()),
+        *(("inductor", "world", 3, removed) for removed in ((), (0,), (1,), (1, 2))),
+        *(("inductor", "hybrid", 4, removed) for removed in ((0,), (2,), (1, 2, 3))),
     ],
     ids=str,
 )
-def test_some_caches_are_gone(tmp_path: Path, how: str, ranks: int, removed: tuple[int, ...]) -> None:
-    """Ranks whose caches are empty and ranks whose caches are full end alike, with the numbers that they had before."""
-    before = start(tmp_path, ranks, how=how)
+def test_some_caches_are_gone(tmp_path: Path, backend: str, how: str, ranks: int, removed: tuple[int, ...]) -> None:
+    """A second start loads what the first one compiled. Ranks whose caches are empty and ranks whose caches are full
+    end alike, with the numbers that they had before."""
+    before = start(tmp_path, ranks, backend, how=how)
     for rank in removed:
         shutil.rmtree(tmp_path / f"rank{rank}")
-    reports = start(tmp_path, ranks, how=how)
+    reports = start(tmp_path, ranks, backend, how=how)
     assert reports[0].misses == (2 if 0 in removed else 0)
     check_loaded(reports)
     assert [report.losses for report in reports] == [report.losses for report in before]

@@ -9,14 +9,21 @@ import torch
 import torch.distributed as dist
 from models import MODELS
 
-from ..ranks import Ranks
+from ..ranks import Ranks, on_ranks
 from ..training import OPTIMIZERS, backward, executor, mine, shard
 
 STEPS = 20
 
 
-def _train(rank: int, name: str, how: str) -> None:
-    """Train with fresh batches and both ways to clear gradients; any recompilation after step 0 raises."""
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("tied", "aot_eager")]
+    + [pytest.param(name, "aot_eager", marks=pytest.mark.nightly) for name in MODELS if name != "tied"]
+    + [pytest.param("mlp", "inductor", marks=pytest.mark.nightly)],
+)
+@on_ranks(2)
+def test_one_compilation(name: str, how: str) -> None:
+    """Twenty steps need one full graph, with fresh batches and both ways to clear gradients."""
     case = MODELS[name]
     model = shard(case)
     run, optimizer = executor(model, how), OPTIMIZERS["adamw"](model.parameters())
@@ -25,20 +32,6 @@ def _train(rank: int, name: str, how: str) -> None:
             backward(run, case, mine(case, step))
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 4 < 2)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly if name != "tied" else ()) for name in MODELS]
-)
-def test_one_compilation(two: Ranks, name: str) -> None:
-    """Twenty steps need one full graph."""
-    two.run(_train, name, "aot_eager")
-
-
-@pytest.mark.nightly
-def test_one_compilation_with_inductor(two: Ranks) -> None:
-    """So they do with Inductor."""
-    two.run(_train, "mlp", "inductor")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..eager.test_outputs import _Outer
 from ..ranks import NIGHTLY, on_ranks
-from ..training import assert_bitwise, build, local, mine, shard
+from ..training import build, local, mine, shard
 
 MLP = MODELS["mlp"]
 
@@ -65,29 +65,6 @@ def test_sizes_vary(rank: int, name: str, how: str, dynamic: bool | None) -> Non
         torch.testing.assert_close(losses[0], losses[1])
     for (name, ours), (_, theirs) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
         torch.testing.assert_close(local(ours.grad), local(theirs.grad), rtol=1e-4, atol=1e-6, msg=name)
-
-
-# --- grad modes -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-@on_ranks(2)
-def test_grad_and_training_modes() -> None:
-    """Graphs with and without gradients, for training and evaluation, live side by side."""
-    eager, model = shard(MLP), shard(MLP)
-    run = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for seed in range(3):
-        with nullcontext() if seed == 0 else _compiled_already():
-            for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
-                for training in (True, False):
-                    model.train(training), eager.train(training)
-                    with mode():
-                        outputs = [each(mine(MLP, seed)[0]) for each in (run, eager)]
-                    assert torch.equal(*outputs) and outputs[0].requires_grad == outputs[1].requires_grad
-                    if mode is torch.enable_grad:
-                        for output in outputs:
-                            output.square().mean().backward()
-            assert_bitwise(model, eager, f"round {seed}")
 
 
 # --- losses, arguments, outputs ---------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """Ways in which sharded training under a compiler goes wrong without a word, seen in numbers. Each has its test.
 
 Elsewhere, beside what they belong to:
-    tied parameters come back untied                            test_parity.py: test_eager_on_two
+    tied parameters come back untied                            test_parity.py: test_end
     padding carries NaN into norms, gradients or parameters     test_steps.py: test_padding_is_never_seen
     weights gathered before optimizer.step() are read after it  test_unshard.py: test_older_values_are_not_used
-    a graph that one rank has cached runs wrongly on another    test_cache.py; test_no_recompile.py: test_all_ranks_*
+    a graph that one rank has cached runs wrongly on another    test_artifacts.py; test_no_recompile.py: test_all_*
     silent ZeRO-2: full parameters kept from forward to backward    fake/test_passes.py: test_forward_saves_only_*
     waits right behind their starts, gathers at the top, late reduces  fake/test_order.py
 """
