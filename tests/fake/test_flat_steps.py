@@ -422,7 +422,9 @@ def test_errors() -> None:
 
 
 def test_groups() -> None:
-    """Groups by name, added later and with options of their own; parameters of two models, and plain ones beside."""
+    """Groups by name, added later and with options of their own, and a plain parameter beside segments, whose state is
+    made later than theirs and stays.
+    """
 
     def make(params: list[Any]) -> torch.optim.Optimizer:
         plain = nn.Parameter(torch.ones(64))
@@ -437,13 +439,14 @@ def test_groups() -> None:
             plain = side.optimizer.param_groups[1]["params"][-1]
             side.optimizer.zero_grad()
             backward(side.model, number)
-            plain.grad = torch.full((64,), 1.0 + number)
+            plain.grad = torch.full((64,), 1.0 + number) if number > 1 else None
             if number == 3:
                 known = {id(each) for group in side.optimizer.param_groups for each in group["params"]}
                 side.optimizer.add_param_group({"params": [each for each in side.params if id(each) not in known]})
             side.step()
             count = len(side.params) if number > 2 else len(side.params) - 6
             assert side.flat == (count if side.is_flat else 0)
+            assert side.optimizer.state.get(plain, {}).get("step", 0) == max(0, number - 1)
         assert_same(*[[side.optimizer.state_dict(), [each.to_local() for each in side.params]] for side in sides])
 
 
@@ -495,27 +498,6 @@ def test_made_before_sharding() -> None:
             with counting() as counts:
                 optimizer.step()
             assert sum(counts) == sharded
-
-
-def test_state_of_plain_parameters_that_comes_later() -> None:
-    """Parameters beside segments that get their first gradient after some steps keep the state that this step makes."""
-    sides = []
-    for is_flat in (True, False):
-        sharded, beside = model(), nn.Linear(64, 1)
-        nn.init.constant_(beside.weight, 0.1)
-        nn.init.zeros_(beside.bias)
-        optimizer = torch.optim.AdamW([*sharded.parameters(), *beside.parameters()], lr=0.1)
-        flat_step(optimizer, is_flat)
-        for number in range(6):
-            optimizer.zero_grad()
-            backward(sharded, number)
-            if number > 2:
-                beside(torch.full((1, 64), float(number))).sum().backward()
-            optimizer.step()
-        state = optimizer.state_dict()["state"]
-        sides.append([list(beside.parameters()), state, [param.to_local() for param in sharded.parameters()]])
-        assert state[len(state) - 1]["step"] == 3
-    assert_same(*sides)
 
 
 def test_differentiable() -> None:

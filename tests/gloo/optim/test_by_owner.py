@@ -305,12 +305,13 @@ def test_refusals(rank: int) -> None:
     failure, why = (ArithmeticError, "it failed") if rank == 0 else (RuntimeError, "failed on rank 0.*: it failed")
     with pytest.raises(failure, match=why):
         by_owner(model.parameters(), failing)
-    optimizer = by_owner(model.parameters(), lambda params: Failing(params, lr=0.1))
+    optimizer = by_owner(model.parameters(), lambda params: Failing(params, lr=0.1, momentum=0.9))
     _set_gradients((model,), 0)
     with pytest.raises(failure, match=why):  # the first update of parameters
         optimizer.step()
     Failing.fails = False
     optimizer.step()
+    assert len(optimizer.state) == len(MATRICES), "what other ranks own is told once it was updated"
     Failing.fails = True
     if rank == 0:
         with pytest.raises(ArithmeticError):

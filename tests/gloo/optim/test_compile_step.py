@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from models import MODELS, Case, Inputs, Residual, Stack, mlp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
 from fsdp_compile import FullyShardedDataParallel, compile_step, fully_shard
@@ -269,25 +268,6 @@ def test_between_steps() -> None:
 
 
 @on_ranks(2)
-def test_state_dicts() -> None:
-    """State dicts of model and optimizer between steps are those of the loop, and a run that loads them goes on so."""
-    both = Both(clip_norm=CLIP)
-    for number in range(3):
-        both.train(number)
-    pairs = zip(both.models, both.optimizers, strict=True)
-    saved = [copy.deepcopy((model.state_dict(), optimizer.state_dict())) for model, optimizer in pairs]
-    for one, other in zip(*map(torch.utils._pytree.tree_leaves, saved), strict=True):
-        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other, (one, other)
-    for number in range(3, 6):
-        inputs, target = batch(CASE, number)
-        both.step(inputs, target=target)
-    both.models[0].load_state_dict(saved[1][0])  # of the other model, which stands where the first one stood
-    both.optimizers[0].load_state_dict(saved[1][1])
-    for number in range(3, 6):
-        both.compare(number)
-
-
-@on_ranks(2)
 def test_scaler(rank: int) -> None:
     """A GradScaler scales, skips a step whose gradients are infinite on one rank, and goes on, as in the loop."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
@@ -442,37 +422,19 @@ SHARDINGS: dict[str, dict[str, Any]] = {
     "NO_SHARD": {"sharding_strategy": ShardingStrategy.NO_SHARD},
     "bf16": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
     "offload": {"cpu_offload": CPUOffload(offload_params=True)},
-    "two_stages": {"reshard_after_forward": 2},
-    "hybrid": {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "mesh": (2, 2)},
 }
 
 
-def _sharded(rank: int, names: list[str], backend: str) -> None:
-    for name in names:
-        options = dict(SHARDINGS[name])
-        if "mesh" in options:
-            options["mesh"] = init_device_mesh("cpu", options["mesh"], mesh_dim_names=("replicas", "shards"))
-        sharding = FullyShardedDataParallel if name == "SHARD_GRAD_OP" else fully_shard
-        made = [sharding(build(CASE), **options) for _ in range(2)]
-        both = Both(CASE, how=backend, build=lambda case, made=made: made.pop(), clip_norm=CLIP, accumulate=2)
-        for number in range(3):
-            losses = both.train(number)
-            if backend == "aot_eager":
-                assert torch.equal(*losses), (name, number)
-                assert_bitwise(*both.models, f"{name}, step {number}")
-        torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4, msg=f"{name}: {{}}".format)
-
-
-@pytest.mark.parametrize("names", [["bf16"], pytest.param(list(SHARDINGS)[:-2], marks=LATE)])
-def test_other_shardings(two: Ranks, names: list[str]) -> None:
+@pytest.mark.parametrize("names", [["bf16"], pytest.param(list(SHARDINGS), marks=LATE)])
+@on_ranks(2)
+def test_other_shardings(names: list[str]) -> None:
     """Other strategies, precisions and devices: what cannot be updated as a whole is as in the loop.
 
-    test_regional has NO_SHARD every day.
+    test_regional has NO_SHARD every day, and test_update_in_backward has replicas.
     """
-    two.run(_sharded, names, "aot_eager")
-
-
-@LATE
-def test_groups_of_ranks(four: Ranks) -> None:
-    """Two stages of gathers, and replicas."""
-    four.run(_sharded, ["two_stages", "hybrid"], "aot_eager")
+    for name in names:
+        sharding = FullyShardedDataParallel if name == "SHARD_GRAD_OP" else fully_shard
+        made: list[Any] = [sharding(build(CASE), **SHARDINGS[name]) for _ in range(2)]
+        both = Both(CASE, build=lambda case, made=made: made.pop(), clip_norm=CLIP, accumulate=2)
+        for number in range(3):
+            both.compare(number, what=name)
