@@ -62,7 +62,7 @@ from fsdp_compile.edits.writeback import UserEdits
 from fsdp_compile.fsdp_module import FSDPModule
 from fsdp_compile.optim.flat import step_on_flat_shards
 from fsdp_compile.parameter_owner import HasShardedParameters
-from fsdp_compile.state_dict.loaded_optimizer import watch_optimizers
+from fsdp_compile.state_dict.optimizer import watch_optimizers
 from fsdp_compile.tested_torch import TESTED_TORCH, is_untested
 
 if TYPE_CHECKING:

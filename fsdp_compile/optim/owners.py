@@ -75,7 +75,7 @@ class ByOwner(Optimizer):
         ValueError: a parameter is on the meta device, or tensor-parallel.
     """
 
-    shards_own_state = True  # for state_dict/loaded_optimizer.py
+    shards_own_state = True  # for state_dict/optimizer.py
 
     def __init__(self, params: Iterable[Any], make_optimizer: Callable[[list[Group]], Optimizer]) -> None:
         self.owners: dict[Tensor, int] = {}

@@ -2,7 +2,6 @@
 
 sharded_value.py       values of sharded state dicts, and rows as FSDP1 has them
 model.py               `state_dict` and `load_state_dict` of a sharded module: full, sharded or local
-loaded_optimizer.py    the state that an optimizer loads becomes sharded as its parameters
-optimizer.py           the same by parameter names, also for checkpoints; torch's older functions for it
+optimizer.py           state of optimizers, sharded as parameters and by their names, also for checkpoints
 _torch.py              the private torch names that this folder and checkpoint/ need
 """

@@ -16,6 +16,7 @@ only the same rank of equally many can load them. The default is SHARDED after `
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -81,12 +82,16 @@ def set_state_dict_type(
         RuntimeError: a config is of another class.
         AssertionError: units have different kinds before.
     """
-    config_class, optim_config_class = _CONFIGS[state_dict_type]
-    config = _checked_config("state_dict_config", state_dict_config, config_class)
-    optim_config = _checked_config("optim_state_dict_config", optim_state_dict_config, optim_config_class)
+    chosen = default_settings(state_dict_type)
+    for name, given in (("state_dict_config", state_dict_config), ("optim_state_dict_config", optim_state_dict_config)):
+        expected = type(getattr(chosen, name))
+        if given is not None and type(given) is not expected:
+            raise RuntimeError(f"{name}: expected a {expected.__name__}, found a {type(given).__name__}; pass the "
+                               f"class that belongs to the state_dict_type")  # fmt: skip
+        setattr(chosen, name, given or getattr(chosen, name))
     before = _common_settings(module, lambda settings: settings.state_dict_type)  # which has one class of each config
     for unit in units_used_below(module):
-        unit.state_settings = StateDictSettings(state_dict_type, config, optim_config)  # type: ignore[arg-type]  # checked
+        unit.state_settings = replace(chosen)
     return before or StateDictSettings(None, None, None)  # type: ignore[arg-type]  # as torch's function
 
 
@@ -110,13 +115,6 @@ def state_dict_type(
     finally:
         for unit, settings in before.items():
             unit.state_settings = settings
-
-
-def _checked_config(name: str, config: object, expected: type) -> object:
-    if config is not None and type(config) is not expected:
-        raise RuntimeError(f"{name}: expected a {expected.__name__}, found a {type(config).__name__}; pass the class "
-                           f"that belongs to the state_dict_type")  # fmt: skip
-    return expected() if config is None else config
 
 
 def _common_settings(module: nn.Module, compared: Callable[[StateDictSettings], Any]) -> StateDictSettings | None:
@@ -334,10 +332,8 @@ def _full_copies(unit: Unit) -> list[Tensor]:
     """Copies of the unit's parameters in full shape; without values on ranks that get none under `rank0_only`."""
     config = settings_of(unit).state_dict_config
     device = "meta" if not _has_values(unit) else "cpu" if config.offload_to_cpu else unit.device
-    copies: list[Tensor] = []
-    for flat in unit.flats:
-        copies += [view.to(device, copy=True) for view in flat.full_views(unit.gather(flat.shard))]
-    return copies
+    views = (view for flat in unit.flats for view in flat.full_views(unit.gather(flat.shard)))
+    return [view.to(device, copy=True) for view in views]
 
 
 def _has_values(unit: Unit) -> bool:

@@ -1,14 +1,25 @@
-"""State of optimizers over sharded parameters by names: `optim_state_dict`, and back.
+"""State of optimizers over sharded parameters: sharded as these are, and by their names.
 
     optimizer.state_dict()      {0: {"exp_avg": original shape, "step": ()}, ...}, groups of integers
     optim_state_dict            {"blocks.0.weight": {"exp_avg": original shape, "step": ()}, ...}, groups of names
     state_to_save               the same over the optimizer's memory, for checkpoints
 
 For full state the ranks first check that they have the same state, then gather one parameter after the other.
+
+`optimizer.state_dict()` is torch's own, of the sharded tensors that the optimizer has. But `load_state_dict` takes
+tensors as they come, and `Adagrad` makes some with its parameters, so a hook on steps of all optimizers looks once at
+each: nothing else tells of an optimizer before it updates full state on every rank.
+
+    exp_avg   full, sharded in another way, or of FSDP1   ShardedTensor of the parameter's shape, cut or gathered
+              sharded as the parameter                    itself, over the same memory: nothing is communicated
+    others    0-d and other plain tensors, numbers        the same: equal on all ranks
+    nested    dicts, lists, tuples, dataclasses           the same containers, with each tensor converted as above
 """
 
+import functools
 import itertools
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,26 +32,108 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.core.sharding import clean_names, units_used_below
+from fsdp_compile.core.sharding import clean_name, clean_names, units_used_below
 from fsdp_compile.core.unit import Unit, unit_of
-from fsdp_compile.state_dict.loaded_optimizer import (
-    SCALARS,
-    State,
-    StateDict,
-    local_state,
-    params_by_key,
-    watch_state,
-)
 from fsdp_compile.state_dict.model import FULL, SHARDED, is_first_rank, settings_of
-from fsdp_compile.state_dict.sharded_value import full_tensor, managed, torch_value
-from fsdp_compile.tensors.nested import ABSENT, Path, dotted, leaves, map_leaves
+from fsdp_compile.state_dict.sharded_value import full_tensor, is_alike, local_of, managed, torch_value
+from fsdp_compile.tensors.nested import ABSENT, Path, dotted, leaves, map_leaves, nested_as
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from fsdp_compile.tensors.tensor_parallel import is_dtensor
 
+StateDict = dict[str, Any]
+State = dict[str, Any]  # of one parameter
 Group = dict[str, Any]  # of parameters
 Params = list[dict[str, Any]] | Iterable[nn.Parameter]
+
+
+# State of a parameter of shape () has that shape too. These are not sharded: one per parameter in torch's optimizers.
+SCALARS = ("step", "mu_product", "eta", "mu")
+
+# torch's hook on steps belongs to the process, and so do these two sets.
+_watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_unrelated: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # had no sharded parameter when last looked at
+_register_once = functools.cache(register_optimizer_step_pre_hook)
+
+
+def watch_optimizers() -> None:
+    """Call `watch_state` on each optimizer before its next step. Called whenever parameters have been sharded."""
+    _register_once(watch_state)
+    _unrelated.clear()
+
+
+def watch_state(optimizer: Optimizer, *_: Any) -> None:
+    """Shard the state of `optimizer`, and from now on what it loads, if it has sharded parameters.
+
+    One with a true attribute `shards_own_state` is left alone: optim/owners.py shards state in another way.
+    """
+    if optimizer not in _watched and optimizer not in _unrelated:
+        _watch_optimizer(optimizer)
+
+
+@torch.compiler.disable  # once for each optimizer, in a step that may be compiled
+def _watch_optimizer(optimizer: Optimizer) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if getattr(optimizer, "shards_own_state", False) or not any(managed(param) is not None for param in params):
+        _unrelated.add(optimizer)
+        return
+    _watched.add(optimizer)
+    try:
+        optimizer.register_load_state_dict_pre_hook(_before_load)
+    except AttributeError:  # it has no hooks, as it is around another optimizer, which is watched when it steps
+        return
+    for param in params:
+        if param in optimizer.state:
+            optimizer.state[param] = local_state(param, optimizer.state[param])
+
+
+def _before_load(optim: Optimizer, state_dict: StateDict) -> StateDict:
+    """What `load_state_dict` of a watched optimizer gets: state that is sharded as its parameters."""
+    for own, group in zip(optim.param_groups, state_dict["param_groups"], strict=False):
+        if "lr" in own and "lr" not in group:
+            raise ValueError(
+                "load_state_dict: a parameter group has no lr; torch's set_optimizer_state_dict loses the options of a "
+                "group if an empty one is before it: save and load with fsdp_compile.checkpoint, or leave out the "
+                "empty group"
+            )
+    states = dict(state_dict["state"])
+    for key, param in params_by_key(optim, state_dict["param_groups"]):
+        if key in states:
+            states[key] = local_state(param, nested_as(optim.state.get(param, {}), states[key]))
+    return {**state_dict, "state": states}
+
+
+def params_by_key(
+    optimizer: Optimizer, groups: list[dict[str, Any]], named: dict[str, nn.Parameter] | None = None
+) -> Iterator[tuple[Any, nn.Parameter]]:
+    """The optimizer's parameters, each with its key in the parameter groups of a state dict: an integer, or a name, of
+    which `named` says what it means.
+    """
+    for own, saved in zip(optimizer.param_groups, groups, strict=False):
+        for key, param in zip(saved["params"], own["params"], strict=False):
+            yield key, (named or {}).get(clean_name(key), param) if isinstance(key, str) else param
+
+
+def local_state(param: nn.Parameter, state: State) -> State:
+    """One parameter's state as its optimizer has it: tensors of the parameter's shape are sharded like it.
+
+    They share memory with given ones that are sharded in the same way. RuntimeError for another rank's part.
+    """
+    sharded = managed(param)
+
+    def to_local(path: Path, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        local = None
+        if sharded is not None and (value.dim() or not (sharded.dim() or path[-1] in SCALARS)):
+            local = local_of(sharded, value, f"optimizer state {dotted(path)} of parameter {sharded.spec.named()}")
+        if local is None:
+            return full_tensor(value)
+        return ShardedTensor(local if is_alike(value, sharded.spec) else local.clone(), sharded.spec)
+
+    return dict(map_leaves(to_local, state))
 
 
 # --- to names ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ sharded_view.py       lazy views of them
 unsharded_tensor.py   the same with all elements on the rank
 sharded_rules.py      what operators do with sharded tensors
 sharded_reductions.py the same of sums, norms and comparisons
-averaging.py          the gradients of parameters that are used outside of their unit's forward
 tensor_parallel.py    parameters that are DTensors over other dimensions of the mesh
 nested.py             tensors in lists, dicts and dataclasses
 write_items.py        what torch.distributed.checkpoint writes of them

@@ -31,15 +31,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_compile.core._torch import local_shape_and_offset
-from fsdp_compile.tensors._torch import (
-    COPIES_ROWS,
-    LOADS_ROWS,
-    MAKES_SPECS,
-    READS_FIELDS,
-    asked_by,
-    dispatcher_asks,
-    spec_of,
-)
+from fsdp_compile.tensors import _torch
+from fsdp_compile.tensors._torch import COPIES_ROWS, LOADS_ROWS, asked_by, dispatcher_asks
 from fsdp_compile.tensors.shard_spec import ShardSpec
 
 _ALL = -1  # as `FlatShard.row`, to code that copies rows of a full tensor: all, of which `copy_` chooses elements
@@ -65,7 +58,7 @@ class FlatShard(Shard):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, FlatShard):
             return self.ranges == other.ranges
-        if isinstance(other, Shard) and asked_by() == MAKES_SPECS:
+        if isinstance(other, Shard) and asked_by() == _torch.MAKES_SPECS:
             raise ValueError(
                 "placements: a DTensor cannot have those of a sharded parameter, of which each rank stores a range of "
                 "the flattened elements; use distribute_tensor(full, mesh, placements), or DTensor.from_local with "
@@ -108,7 +101,7 @@ class AsDTensor:
     @property
     def __class__(self) -> type:
         """`DTensor` to `isinstance`; `type` tells the class."""
-        is_dtensor = self.is_dtensor and not (asked_by().startswith(READS_FIELDS) or dispatcher_asks())
+        is_dtensor = self.is_dtensor and not (asked_by().startswith(_torch.READS_FIELDS) or dispatcher_asks())
         return DTensor if is_dtensor else type(self)
 
     @__class__.setter
@@ -153,7 +146,7 @@ class AsDTensor:
     @property
     def _spec(self) -> Any:
         if self.has_rows:
-            return spec_of(self)
+            return _torch.spec_of(self)
         raise AttributeError(
             f"_spec: {self.spec.named()}, is sharded by ranges of its flattened elements, which no DTensorSpec "
             f"describes: read device_mesh and placements; beside another DTensor, call full_tensor()"

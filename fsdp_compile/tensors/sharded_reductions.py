@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from fsdp_compile.core._torch import norms, without_torch_function
 from fsdp_compile.core.exact_sums import exact_sums, powers_of_norm
-from fsdp_compile.tensors.averaging import average_gradients
 from fsdp_compile.tensors.shard_spec import ShardSpec
-from fsdp_compile.tensors.sharded_rules import gather, is_sharded, operand, plain
+from fsdp_compile.tensors.sharded_rules import average_gradients, gather, is_sharded, operand, plain
 from fsdp_compile.tensors.sharded_tensor import RULES, FlatGradient, Rule, ShardedTensor, bump_version, gradients
 
 aten = torch.ops.aten

@@ -36,20 +36,15 @@ class UnusedParameters:
     """Which parameters of a flat one nothing on this rank has used, in what adds up to the next gradient of the shard.
 
     Each backward pass has notes of its own: a reentrant checkpoint runs one within another one, of the same parameters.
-
-    Args:
-        running: returns an object for the running backward pass, another one for each; None outside of any.
-
-    Attributes:
-        leave_out: given the reduced gradient and indices that this rank has not used, returns those that the pass is to
-            give no gradient; None: zeros are given to all.
-        is_asked: whether it is called where this rank has used all, too.
+    `running` returns an object for the running one, another one for each; None outside of any.
     """
 
     def __init__(self, running: Callable[[], object]) -> None:
         self._running = running
+        # Given the reduced gradient and indices that this rank has not used, returns those that the pass is to give no
+        # gradient; None: zeros are given to all.
         self.leave_out: Callable[[Tensor, Indices], Indices] | None = None
-        self.is_asked = True
+        self.is_asked = True  # whether it is called where this rank has used all, too
         self._unused: dict[object, Indices] = {}  # by backward pass
         self._of_graphs: dict[object, list[Tensor]] = {}  # gradients of the shard that have been noted
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from fsdp_compile.core.sharding import clean_names
-from fsdp_compile.state_dict.loaded_optimizer import watch_state
+from fsdp_compile.state_dict.optimizer import watch_state
 
 CASES = MODELS | MODULES
 STRATEGIES = ["FULL_SHARD", "neighbours", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", None]
