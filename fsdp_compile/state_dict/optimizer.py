@@ -149,8 +149,8 @@ def optim_state_dict(
 
     FULL: plain tensors, gathered; all ranks must call it, and with `rank0_only` all but the first get {}. SHARDED: a
     `ShardedTensor` for each tensor, without communication; if it was set, DTensors with rows as FSDP1 has them, for
-    which all ranks gather. LOCAL: what this rank has. Scalars, such as step counts, stay
-    0-d. Values are copies, by default on the CPU, except for LOCAL.
+    which all ranks gather. LOCAL: what this rank has. Scalars, such as step counts, stay 0-d. Values are copies, by
+    default on the CPU, except for LOCAL.
 
     Args:
         model: the module that was sharded, or one around it.
@@ -376,34 +376,25 @@ def _groups_of(optim: Optimizer | None, optim_input: Params | None) -> list[dict
 
 
 def _from_first_rank(unit: Unit, model: nn.Module, state_dict: StateDict | None) -> StateDict:
-    """Send the first rank's state dict to all; each rank keeps the elements that it stores."""
+    """Send the first rank's state dict to all, parameter by parameter; each rank keeps the elements that it stores."""
     from_first = [unit.group.find()]  # through which the first of all ranks that share the unit reaches the others
     if unit.replicas is not None and from_first[0].rank() == 0:
         from_first.insert(0, unit.replicas.find())
-    mine = state_dict or {"state": {}, "param_groups": []}
-    own = dict(leaves(mine["state"])) if is_first_rank(unit) else {}
-    outlines = map_leaves(
-        lambda _, leaf: torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf, mine["state"]
-    )
-    sent = (outlines, mine["param_groups"])
-    for group in from_first:
-        sent = collectives.broadcast_object(sent, group)
 
-    def received(path: Path, outline: Any) -> Any:
-        if not isinstance(outline, Tensor):
-            return outline
-        value = own[path].to(unit.device).contiguous() if own else torch.empty_like(outline, device=unit.device)
+    def sent(value: Any) -> Any:
         for group in from_first:
-            collectives.broadcast(value, group)
+            value = collectives.broadcast_object(value, group)
         return value
 
-    params = {name: param for param, name in clean_names(model).items()}
-    states = {}
-    for name, outline in sent[0].items():
-        state = map_leaves(received, outline, (name,))
+    mine = state_dict or {"state": {}, "param_groups": []}
+    names, groups = sent((list(mine["state"]), mine["param_groups"]))
+    params, states = {name: param for param, name in clean_names(model).items()}, {}
+    for name in names:
+        here = map_leaves(lambda _, leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, mine["state"].get(name))
+        state = sent(here)
         if name in params:
             states[name] = local_state(params[name], state)
-    return {"state": states, "param_groups": sent[1]}
+    return {"state": states, "param_groups": groups}
 
 
 # --- of checkpoints, by names: without communication, and without a step of the optimizer -----------------------------

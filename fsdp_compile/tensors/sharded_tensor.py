@@ -91,9 +91,6 @@ class ShardedTensor(AsDTensor, Tensor):
         self.local, self.spec = local, spec
         return self
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
     @classmethod
     def of_each(cls, flat: "FlatGradient") -> list["ShardedTensor"]:
         """One sharded tensor for each parameter of a flat gradient, which is split when one is first read."""
@@ -193,9 +190,6 @@ class ShardedTensor(AsDTensor, Tensor):
     def tolist(self) -> Any:
         """As `Tensor.tolist`. TypeError if this rank has only a part."""
         return self._whole().tolist()
-
-    def __array__(self, dtype: Any = None) -> Any:
-        return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
     def _whole(self) -> Tensor:
         if self.spec.is_whole:
@@ -311,10 +305,7 @@ class FlatGradient:
 
     @staticmethod
     def behind(params: Sequence[nn.Parameter], specs: Sequence[ShardSpec]) -> "list[FlatGradient]":
-        """The flat gradients that the gradients of `params` are segments of, each once; [] if some gradient is none.
-
-        `specs`: of the parameters.
-        """
+        """The flat gradients that the gradients of `params` are segments of, each once; [] if some gradient is none."""
         with without_torch_function():
             grads = list(map(_GRAD, params))
         flats = FlatGradient.of(grads)  # at every step of an optimizer: the work for each parameter runs in C

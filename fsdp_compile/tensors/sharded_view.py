@@ -36,9 +36,6 @@ class ShardedView(AsDTensor, Tensor):
         self.base, self.steps, self._gathered = base, steps, None
         return self
 
-    def __init__(self, *_: Any) -> None:
-        pass
-
     @property
     def outline(self) -> Tensor:
         """The view of a full tensor without values."""
@@ -86,8 +83,8 @@ class ShardedView(AsDTensor, Tensor):
         local = self.local.detach()
         return local.as_strided(chunk.sizes, self.stride(), local.storage_offset() + chunk.start)
 
-    numpy, tolist, __array__ = ShardedTensor.numpy, ShardedTensor.tolist, ShardedTensor.__array__
-    to_local, storage, data_ptr = ShardedTensor.to_local, ShardedTensor.storage, ShardedTensor.data_ptr
+    numpy, tolist, to_local = ShardedTensor.numpy, ShardedTensor.tolist, ShardedTensor.to_local
+    storage, data_ptr = ShardedTensor.storage, ShardedTensor.data_ptr
     __create_chunk_list__, __create_write_items__, __get_tensor_shard__ = chunks_of, write_items, tensor_of
 
     def over(self, base: ShardedTensor) -> "ShardedView":
