@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 10_328,
-    "the story and what it imports": 14_843,
-    PACKAGE: 36_406,
+    "the story": 10_327,
+    "the story and what it imports": 14_752,
+    PACKAGE: 36_311,
     "tests": 47_139,
     "bench": 4_931,
     "docs, README, change log": 5_177,

@@ -34,8 +34,7 @@ from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.forward_pass import Listener
-from fsdp_compile.tensors.sharded_rules import has_hooks
-from fsdp_compile.tensors.sharded_tensor import FlatGradient, ShardedTensor
+from fsdp_compile.tensors.sharded_tensor import FlatGradient, ShardedTensor, has_hooks
 from fsdp_compile.tensors.unused import NONE, Indices, set_unused
 
 FIRST = 2

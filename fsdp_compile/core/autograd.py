@@ -32,8 +32,7 @@ from fsdp_compile.core._torch import (
 )
 from fsdp_compile.core.backward_pass import running_backward
 from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.tensors.sharded_rules import has_hooks
-from fsdp_compile.tensors.sharded_tensor import FlatGradient, ShardedTensor, set_grad
+from fsdp_compile.tensors.sharded_tensor import FlatGradient, ShardedTensor, has_hooks, set_grad
 from fsdp_compile.tensors.unused import Indices, UnusedParameters
 
 # Note [Why reduces are waited for behind the flat shard]

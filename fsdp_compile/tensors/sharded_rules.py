@@ -125,12 +125,6 @@ def average_gradients(args: Iterable[Any]) -> None:
             average_gradients(arg)
 
 
-def has_hooks(param: Any) -> bool:
-    """Whether users registered hooks on `param`; that of `average_gradients` does not count."""
-    own = "_averages" in vars(param)
-    return param._post_accumulate_grad_hooks is not None or len(param._backward_hooks or ()) > own
-
-
 @never_compile
 def _average_gradient(param_ref: Callable[[], Any], gradient: Tensor | None) -> Tensor | None:
     """Hook: turn a plain gradient into the mean over ranks, sharded as the parameter is."""

@@ -264,6 +264,12 @@ def is_tracked(tensor: Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
+def has_hooks(param: Any) -> bool:
+    """Whether users registered hooks on `param`; that of `average_gradients` in sharded_rules.py does not count."""
+    own = "_averages" in vars(param)
+    return param._post_accumulate_grad_hooks is not None or len(param._backward_hooks or ()) > own
+
+
 class _LocalPart(torch.autograd.Function):
     """This rank's elements of a sharded tensor, 1-D, and their gradient. Replicas get the mean of theirs."""
 
