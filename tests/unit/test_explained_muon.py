@@ -9,17 +9,11 @@ from models import GPT
 from fsdp_compile import explain, fully_shard
 from fsdp_compile.explain.matrices import costs_of_plan, explain_matrices, muon_of
 from fsdp_compile.explain.report import read_report
-from fsdp_compile.optim.owner_plan import OwnerPlan
 from fsdp_compile.passes.cost.hardware import device
 
 
 def tokens(batch: int, sequence: int) -> tuple[torch.Tensor]:
     return (torch.zeros(batch, sequence, dtype=torch.long),)
-
-
-def owner_plans_of(ranks: int) -> list[OwnerPlan]:
-    found = explain_matrices(GPT, muon_of, fully_shard, link="custom:1e-5,1e9", device="h100", world_size=ranks)
-    return [costs.plan for costs in found]
 
 
 def test_explain(tmp_path: Path) -> None:
@@ -30,8 +24,8 @@ def test_explain(tmp_path: Path) -> None:
     report = explain(GPT, tokens, world_size=[8, 64], optimizer="muon", **given)
     one, several = (prediction.matrices for prediction in report.predictions)
     hardware = device("h100-80")
-    (plan,) = owner_plans_of(8)
-    assert one == (costs_of_plan(plan, 2, hardware.connect(8), hardware).plain,), "two bytes of each element"
+    (costs,) = explain_matrices(GPT, muon_of, fully_shard, link="custom:1e-5,1e9", device="h100", world_size=8)
+    assert one == (costs_of_plan(costs.plan, 2, hardware.connect(8), hardware).plain,), "two bytes of each element"
     assert several[0].there > one[0].there
     alone, crossing = (int(each[0].owners.rpartition(" to other nodes")[0].split()[-1].replace(",", ""))
                        for each in (one, several))  # fmt: skip

@@ -2,13 +2,10 @@
 
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import MODELS
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
@@ -148,27 +145,13 @@ def test_ranks_without_parts(rank: int) -> None:
     assert model.clip_grad_norm_(1.0).isnan() and model.clip_grad_norm_(1.0, math.inf).isnan()
 
 
-@contextmanager
-def _hybrid(model: nn.Module) -> Iterator[nn.Module]:
-    """Pairs of ranks share a copy: ranks 0 and 1, ranks 2 and 3."""
-    shards = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    copies = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    groups = shards[dist.get_rank() // 2], copies[dist.get_rank() % 2]
-    fully_shard(model, process_group=groups, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-    yield model
-    for group in (*shards, *copies):
-        if dist.get_rank() in dist.get_process_group_ranks(group):
-            dist.destroy_process_group(group)
-
-
 @on_ranks(4)
 def test_hybrid() -> None:
     """Copies are not summed (E-CLIP-2)."""
-    reference = build(MLP)
-    with _hybrid(build(MLP)) as model:
-        backward(reference, MLP, whole(MLP, 1))
-        backward(model, MLP, mine(MLP, 1))
-        _clip_both(model, reference, 0.05, 2.0)
+    reference, model = build(MLP), shard(MLP, "HYBRID_SHARD", devices_per_node=2)
+    backward(reference, MLP, whole(MLP, 1))
+    backward(model, MLP, mine(MLP, 1))
+    _clip_both(model, reference, 0.05, 2.0)
 
 
 @on_ranks(2)
