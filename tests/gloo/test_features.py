@@ -51,17 +51,8 @@ TWO = Case(lambda: mlp(2), vectors, squared_error)
 BLOCK, LAYER = Node("mlp", unit=True), Node()
 CHECKPOINTS = ("reentrant", "non-reentrant")
 OUTPUTS = ("tuple", "dict", "dataclass", "view")
-BETWEEN = (
-    "eval",
-    "abandon",
-    "failed forward",
-    "failed backward",
-    "deepcopy",
-    "data",
-    "summon",
-    "new parameter",
-    "remove",
-)
+BETWEEN = ("eval", "abandon", "failed forward", "failed backward", "deepcopy", "data", "summon", "functional call",
+           "state", "full state", "optimizer state", "roll back", "new parameter", "remove")  # fmt: skip
 
 
 def _nest(*children: Node, **how: Any) -> Node:

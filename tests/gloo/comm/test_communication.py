@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fsdp_compile import checkpoint, export
 from fsdp_compile.comm import collectives
 
-from ..ranks import Ranks, on_ranks
+from ..ranks import on_ranks
 from ..training import (
     OPTIMIZERS,
     assert_bitwise,
@@ -92,22 +92,6 @@ def _per_unit(model: nn.Module, calls: list[_Call], kind: str) -> list[int]:
 # --- collectives and memory -------------------------------------------------------------------------------------------
 
 
-def _count(rank: int, how: str, strategy: str) -> dict[str, list[int]]:
-    model = shard(MLP, strategy)
-    run, optimizer = executor(model, how), OPTIMIZERS["momentum"](model.parameters())
-    seen = []
-    for seed in range(5):
-        with _spied() as calls:
-            backward(run, MLP, mine(MLP, seed))
-            optimizer.step()
-            optimizer.zero_grad()
-        if seed < 2:  # here ranks also ask whether one leaves something out (test_unused.py)
-            continue
-        seen.append({kind: _per_unit(model, calls, kind) for kind in ("gather", "reduce", "all_reduce")})
-    assert seen[0] == seen[1] == seen[2], seen
-    return seen[0]
-
-
 @pytest.mark.parametrize(
     ("strategy", "gathers", "reduces", "all_reduces"),  # of the root, of each block
     [
@@ -116,25 +100,32 @@ def _count(rank: int, how: str, strategy: str) -> dict[str, list[int]]:
         ("NO_SHARD", [0, 0], [0, 0], [1, 1]),
     ],
 )
-def test_collectives_per_step(two: Ranks, strategy: str, gathers: list, reduces: list, all_reduces: list) -> None:
+@on_ranks(2)
+def test_collectives_per_step(strategy: str, gathers: list, reduces: list, all_reduces: list) -> None:
     """Eager steps run the collectives that the strategy promises and no more (E-TEST-4, E-STRAT-3)."""
-    expected = {"gather": gathers, "reduce": reduces, "all_reduce": all_reduces}
-    assert two.run(_count, "eager", strategy) == [expected] * 2
+    model = shard(MLP, strategy)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    for seed in range(4):
+        with _spied() as calls:
+            backward(model, MLP, mine(MLP, seed))
+            optimizer.step()
+            optimizer.zero_grad()
+        if seed > 1:  # before, ranks also ask whether one leaves something out (test_unused.py)
+            found = [_per_unit(model, calls, kind) for kind in ("gather", "reduce", "all_reduce")]
+            assert found == [gathers, reduces, all_reduces]
 
 
-def _kinds(rank: int, how: str) -> set[str]:
-    run = executor(shard(MLP, "FULL_SHARD"), how)
+@pytest.mark.parametrize("how", ["eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@on_ranks(2)
+def test_nothing_that_gloo_copies(how: str) -> None:
+    """Gathers are broadcasts of slices and reduces exchanges, eagerly and in generated code: gloo copies the others."""
+    run = executor(shard(MLP), how)
     for seed in (2, 3):  # here ranks also ask whether one leaves something out, which gloo copies
         backward(run, MLP, mine(MLP, seed))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         backward(run, MLP, mine(MLP, 1))
-    return {event.name for event in profiler.events() if event.name.startswith("gloo:")}
-
-
-@pytest.mark.parametrize("how", ["eager", pytest.param("inductor", marks=pytest.mark.nightly)])
-def test_nothing_that_gloo_copies(two: Ranks, how: str) -> None:
-    """Gathers are broadcasts of slices and reduces exchanges, eagerly and in generated code: gloo copies the others."""
-    assert two.run(_kinds, how) == [{"gloo:broadcast", "gloo:all_to_all"}] * 2
+    kinds = {event.name for event in profiler.events() if event.name.startswith("gloo:")}
+    assert kinds == {"gloo:broadcast", "gloo:all_to_all"}
 
 
 def _gathered_bytes(calls: list[_Call]) -> Counter[int]:
@@ -248,18 +239,6 @@ def _threads_of_gloo() -> int:
 # --- activation checkpointing -----------------------------------------------------------------------------------------
 
 
-def _recompute(rank: int, where: str, how: str, strategy: str) -> tuple[list[int], list[int]]:
-    plain, case = (Case(partial(checkpointed, kind), vectors, squared_error) for kind in ("none", where))
-    expected, model = shard(plain, strategy), shard(case, strategy)
-    run = executor(model, how)
-    for seed in (1, 2):
-        backward(expected, plain, mine(plain, seed))
-        with _spied() as calls:
-            backward(run, case, mine(case, seed))
-        assert_bitwise(model, expected, f"pass {seed}")
-    return _per_unit(model, calls, "gather"), _per_unit(model, calls, "reduce")
-
-
 @sharded
 @pytest.mark.parametrize(
     ("where", "how"),
@@ -268,14 +247,23 @@ def _recompute(rank: int, where: str, how: str, strategy: str) -> tuple[list[int
         *[pytest.param(where, "aot_eager", marks=pytest.mark.nightly) for where in ("inside", "around", "pair")],
     ],
 )
-def test_checkpointing(two: Ranks, where: str, how: str, strategy: str) -> None:
+@on_ranks(2)
+def test_checkpointing(where: str, how: str, strategy: str) -> None:
     """Recomputing activations in or around units changes no bit, gathers once in forward and backward, reduces once.
 
     E-AC-1.
     """
-    for gathers, reduces in two.run(_recompute, where, how, strategy):
-        assert all(count <= 2 for count in gathers), gathers
-        assert all(count == 1 for count in reduces), reduces
-        # Without our passes a traced region gathers again; tests/fake/test_checkpoints.py has them.
-        if strategy == "SHARD_GRAD_OP" and where != "reentrant" and (how == "eager" or where == "inside"):
-            assert all(count == 1 for count in gathers), gathers
+    plain, case = (Case(partial(checkpointed, kind), vectors, squared_error) for kind in ("none", where))
+    expected, model = shard(plain, strategy), shard(case, strategy)
+    run = executor(model, how)
+    for seed in (1, 2):
+        backward(expected, plain, mine(plain, seed))
+        with _spied() as calls:
+            backward(run, case, mine(case, seed))
+        assert_bitwise(model, expected, f"pass {seed}")
+    gathers, reduces = _per_unit(model, calls, "gather"), _per_unit(model, calls, "reduce")
+    assert all(count <= 2 for count in gathers), gathers
+    assert all(count == 1 for count in reduces), reduces
+    # Without our passes a traced region gathers again; tests/fake/test_checkpoints.py has them.
+    if strategy == "SHARD_GRAD_OP" and where != "reentrant" and (how == "eager" or where == "inside"):
+        assert all(count == 1 for count in gathers), gathers

@@ -5,14 +5,12 @@ from collections import Counter
 import pytest
 import torch
 from models import MODELS, MODULES
-from torch import nn
 from torch.distributed import ReduceOp, reduce_scatter_tensor
 from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_compile import fully_shard, summon_full_params
 
-from ..passes.test_no_recompile import _printed
-from ..ranks import Ranks, on_ranks
+from ..ranks import on_ranks
 from ..training import (
     OPTIMIZERS,
     assert_bitwise,
@@ -113,26 +111,3 @@ def test_compiled_as_eager() -> None:
             for optimizer in optimizers if step != 1 else ():
                 optimizer.step()
                 optimizer.zero_grad()
-
-
-def _print(rank: int) -> list[str]:
-    layers = nn.Sequential(nn.Linear(7, 8, bias=False), nn.Linear(8, 5, bias=False))  # no kernels to build
-    model = fully_shard(layers, auto_wrap_policy={nn.Linear}, **HALVES)
-    with (
-        _printed() as texts,
-        torch._inductor.config.patch(fx_graph_cache=False),
-        torch._functorch.config.patch(enable_autograd_cache=False),
-    ):
-        backward(executor(model, "inductor"), MLP, mine(MLP, 0))
-    names = {stage.name: f"group {index}" for index, stage in enumerate(units(model)[0].stages)}
-    for name, number in names.items():
-        texts = [text.replace(name, number) for text in texts]
-    return texts
-
-
-@pytest.mark.nightly
-def test_all_ranks_print_the_same_graphs(four: Ranks) -> None:
-    """But for the names of groups, as under hybrid sharding, nothing in a graph depends on the rank."""
-    first, *others = four.run(_print)
-    assert any("group 1" in text for text in first)
-    assert all(texts == first for texts in others)

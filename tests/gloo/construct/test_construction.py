@@ -23,7 +23,6 @@ from ..training import (
 )
 
 MLP = MODELS["mlp"]
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 HOWS: list[Any] = ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)]
 
 

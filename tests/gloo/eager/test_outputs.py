@@ -37,7 +37,6 @@ MLP = MODELS["mlp"]
 FREED = r"is at version 10000\d+; expected|its base or another view of its base has been modified inplace"
 """What autograd says where it would read memory that is not there: of a parameter itself, and of a view of one."""
 sharded = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 
 
 # --- outputs ----------------------------------------------------------------------------------------------------------

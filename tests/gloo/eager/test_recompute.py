@@ -32,7 +32,6 @@ from ..training import (
 )
 
 MLP = MODELS["mlp"]
-all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 
 
 # --- retained graphs ----------------------------------------------------------------------------------------------

@@ -1,13 +1,13 @@
 """What torch and frameworks do with parameters of FSDP2, each in a few lines, beside FSDP2 itself.
 
 Each call site is a function of a sharded model after one backward, and returns tensors or numbers: equal to those of
-FSDP2, or refused by an error that says what to do. docs/frameworks.md has them as a table.
+FSDP2, or refused by an error that says what to do. docs/frameworks.md says whose they are.
 """
 
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -376,67 +376,36 @@ def another_first(model: nn.Module) -> Any:
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
-class Site(NamedTuple):
-    """A call site; `refused`: a part of the error's text, where it is refused."""
-
-    run: Callable[[nn.Module], Any]
-    who: str
-    refused: str = ""
-
-
-SITES = [
-    Site(total_norm, "torch, verl, VeOmni, transformers: the total norm, gathered if it is a DTensor"),
-    Site(norm_by_mesh, "transformers: a norm for each mesh"),
-    Site(local_norm, "VeOmni, Automodel: norms of local gradients, summed over ranks"),
-    Site(local_maximum, "VeOmni, Automodel: the same of infinite order"),
-    Site(norm_by_placements, "Automodel: reduced over the dimensions that are not replicated"),
-    Site(scale_locally, "Automodel: clipping, of local gradients"),
-    Site(scale_local_field, "VeOmni: local gradients by the field `_local_tensor`", "call to_local"),
-    Site(copy_distributed, "Automodel: full values, distributed, copied into parameters"),
-    Site(copy_into_data, "VeOmni: the same into `.data`"),
-    Site(load_distributed, "torch: a state dict of distributed tensors"),
-    Site(assign_distributed, "accelerate: the same with assign=True"),
-    Site(put_in_place, "peft, transformers: a DTensor in the place of a parameter"),
-    Site(rows_in_place, "transformers: from_pretrained(distributed_config=), rows of a file"),
-    Site(set_full, "torch, Automodel: set_model_state_dict of full values"),
-    Site(set_from_first_rank, "verl: the same, sent by the first rank"),
-    Site(copy_local_rows, "Automodel: rows of a redistributed tensor, copied into local ones", "use distribute_tensor"),
-    Site(add_redistributed, "VeOmni: an update, redistributed and added", "use distribute_tensor"),
-    Site(
-        as_dtensor_of_rows, "torch, Automodel: DTensor.from_local with placements of a parameter", "distribute_tensor"
-    ),
-    Site(as_dtensor_of_local_field, "VeOmni: DTensor.from_local of `_local_tensor`", "call to_local"),
-    Site(replicate_the_rest, "accelerate: what is no DTensor becomes one"),
-    Site(save_and_restore, "verl: local values, saved and restored"),
-    Site(save_with_spec, "verl: the same with the field `_spec`", "read device_mesh and placements"),
-    Site(stored_numbers, "Automodel, transformers: how many numbers a rank stores"),
-    Site(addresses, "accelerate, TRL: parameters by the addresses of local values"),
-    Site(stream_weights, "TRL, verl: each parameter in full"),
-    Site(gather_state_dict, "VeOmni, verl: each value of a state dict in full"),
-    Site(replicate_ahead, "slime, Miles: the same by redistribute, several under way"),
-    Site(full_state_dict, "torch, verl: a full state dict"),
-    Site(offload_and_load, "verl, SkyRL: a model and its optimizer's state to the CPU and back, then a step"),
-    Site(sum_of_gradients, "Automodel: full_tensor(grad_placements=[Partial()]) for a head"),
-    Site(is_sharded_at_all, "Automodel, accelerate: whether a model is sharded"),
-    Site(groups_by_mesh, "VeOmni, transformers: groups of parameters by mesh"),
-    Site(sharded_dimensions, "VeOmni: which dimensions are sharded"),
-    Site(cast_frozen, "Automodel: casts of what is no DTensor"),
-    Site(average_what_is_replicated, "transformers: gradients averaged of what is no DTensor"),
-    Site(distribute_again, "torch: distribute_tensor of what is distributed"),
-    Site(beside_another, "torch: a parameter and another DTensor"),
-    Site(another_first, "torch: another DTensor and a parameter", "call full_tensor()"),
-]
-
-
+SITES: dict[str, Callable[[nn.Module], Any]] = {
+    each.__name__: each
+    for each in (
+        total_norm, norm_by_mesh, local_norm, local_maximum, norm_by_placements, scale_locally, scale_local_field,
+        copy_distributed, copy_into_data, load_distributed, assign_distributed, put_in_place, rows_in_place,
+        set_full, set_from_first_rank, copy_local_rows, add_redistributed, as_dtensor_of_rows,
+        as_dtensor_of_local_field, replicate_the_rest, save_and_restore, save_with_spec, stored_numbers, addresses,
+        stream_weights, gather_state_dict, replicate_ahead, full_state_dict, offload_and_load, sum_of_gradients,
+        is_sharded_at_all, groups_by_mesh, sharded_dimensions, cast_frozen, average_what_is_replicated,
+        distribute_again, beside_another, another_first,
+    )
+}  # fmt: skip
+REFUSED = {  # by name, a part of the error
+    "scale_local_field": "call to_local",
+    "copy_local_rows": "use distribute_tensor",
+    "add_redistributed": "use distribute_tensor",
+    "as_dtensor_of_rows": "distribute_tensor",
+    "as_dtensor_of_local_field": "call to_local",
+    "save_with_spec": "read device_mesh and placements",
+    "another_first": "call full_tensor()",
+}
 LOADS = (copy_distributed, copy_into_data, load_distributed, assign_distributed, put_in_place, rows_in_place, set_full,
          set_from_first_rank)  # fmt: skip
 
 
-def _found(site: Site, fsdp: Any, mesh: DeviceMesh | None) -> tuple[Any, str]:
+def _found(name: str, fsdp: Any, mesh: DeviceMesh | None) -> tuple[Any, str]:
     """What a site returns, or the text of its error."""
     model = sharded(fsdp, mesh)
     try:
-        return site.run(model), ""
+        return SITES[name](model), ""
     except Exception as error:
         return None, f"{fsdp.__name__}, {type(error).__name__}: {error}"
 
@@ -445,20 +414,20 @@ def _beside_fsdp2(rank: int, chosen: list[str], names: tuple[str, ...] = ()) -> 
     """What is wrong at each of the chosen sites, or nothing; `names` of the dimensions of a mesh of 2 x 2 ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names) if names else None
     wrong = []
-    for site in (each for each in SITES if each.run.__name__ in chosen):
-        found, error = _found(site, fsdp_compile, mesh)
-        if site.refused or error:
-            wrong.append("" if site.refused and site.refused in error else f"{site.run.__name__}: {error or found}")
+    for name in chosen:
+        found, error = _found(name, fsdp_compile, mesh)
+        if name in REFUSED or error:
+            wrong.append("" if name in REFUSED and REFUSED[name] in error else f"{name}: {error or found}")
             continue
-        if site.run in LOADS:  # FSDP2 does not load rows that ranks of two meshes cannot share evenly
+        if SITES[name] in LOADS:  # FSDP2 does not load rows that ranks of two meshes cannot share evenly
             expected, error = [*values().values()], ""
         else:
-            expected, error = _found(site, torch.distributed.fsdp, mesh)
+            expected, error = _found(name, torch.distributed.fsdp, mesh)
         if not error and len(found) != len(expected):
             error = f"expected {len(expected)} values, found {len(found)}"
         pairs = () if error else zip(found, expected, strict=True)
         differing = [f"expected {other}, found {one}" for one, other in pairs if not _equal(one, other)]
-        wrong.append("; ".join(f"{site.run.__name__}: {each}" for each in [error, *differing] if each))
+        wrong.append("; ".join(f"{name}: {each}" for each in [error, *differing] if each))
     return wrong
 
 
@@ -468,35 +437,27 @@ def _equal(one: Any, other: Any) -> bool:
     return one.shape == other.shape and torch.allclose(one.detach(), other.detach(), rtol=1e-5, atol=1e-6)
 
 
-ALL = [site.run.__name__ for site in SITES]
 LOADS_OF_TWO = [each for each in LOADS if each is not rows_in_place]
 OF_TWO_MESHES = [norm_by_mesh, stream_weights, gather_state_dict, full_state_dict, is_sharded_at_all, *LOADS_OF_TWO]
 
 
-def test_beside_fsdp2(two: Ranks) -> None:
-    """Each call site gives what it gives with FSDP2, or what was loaded, or says why not; also if uneven or tied."""
-    for found in two.run(_beside_fsdp2, ALL):
-        assert not any(found), "\n".join(filter(None, found))
-
-
-def test_on_one_rank(one: Ranks) -> None:
-    """The same on one rank, which stores all elements."""
-    (found,) = one.run(_beside_fsdp2, ALL)
-    assert not any(found), "\n".join(filter(None, found))
-
-
-@pytest.mark.nightly
-def test_with_replicas(four: Ranks) -> None:
-    """The same on two replicas of two ranks each."""
-    of_replicas = [each for each in ALL if each != "rows_in_place"]
-    for found in four.run(_beside_fsdp2, of_replicas, ("replicate", "shard")):
-        assert not any(found), "\n".join(filter(None, found))
-
-
-@pytest.mark.nightly
-def test_with_tensor_parallelism(four: Ranks) -> None:
-    """What gathers, loads and clips is right where tensor parallelism has distributed the parameters before."""
-    for found in four.run(_beside_fsdp2, [each.__name__ for each in OF_TWO_MESHES], ("dp", "tp")):
+@pytest.mark.parametrize(
+    ("world", "chosen", "mesh"),
+    [
+        ("two", [*SITES], ()),  # uneven, and tied
+        ("one", [*SITES], ()),  # a rank that stores all elements
+        *(
+            pytest.param("four", chosen, mesh, marks=pytest.mark.nightly)
+            for chosen, mesh in (
+                ([name for name in SITES if name != "rows_in_place"], ("replicate", "shard")),
+                ([each.__name__ for each in OF_TWO_MESHES], ("dp", "tp")),  # parameters that were distributed before
+            )
+        ),
+    ],
+)
+def test_beside_fsdp2(request: pytest.FixtureRequest, world: str, chosen: list[str], mesh: tuple[str, ...]) -> None:
+    """Each call site gives what it gives with FSDP2, or what was loaded, or says why not."""
+    for found in request.getfixturevalue(world).run(_beside_fsdp2, chosen, mesh):
         assert not any(found), "\n".join(filter(None, found))
 
 

@@ -23,7 +23,7 @@ from fsdp_compile import FSDPModule, fully_shard
 from fsdp_compile.core.unit import unit_of
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
-from ..ranks import NIGHTLY, Ranks, on_ranks
+from ..ranks import NIGHTLY, on_ranks
 from ..training import local, stored_here
 
 
@@ -181,7 +181,12 @@ def _set_forward(model: nn.Module, how: str) -> None:
         model.forward = MethodType(patched, model)  # type: ignore[method-assign]  # what is tested
 
 
-def _own_forward(rank: int, how: str, when: str, strategy: str) -> None:
+@pytest.mark.parametrize("how", ["replaced", "autocast"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_forward_set_on_the_instance(rank: int, how: str, when: str, strategy: str) -> None:
+    """A `forward` that was set on the module itself, before or after sharding, runs with parameters gathered."""
     reference, sharded = _net(), _net()
     _set_forward(reference, how)
     if when == "before":
@@ -200,14 +205,6 @@ def _own_forward(rank: int, how: str, when: str, strategy: str) -> None:
         here = stored_here(param, other.grad)
         if here is not None:
             torch.testing.assert_close(local(param.grad), here, **close)
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_forward_set_on_the_instance(two: Ranks, strategy: str) -> None:
-    """A `forward` that was set on the module itself, before or after sharding, runs with parameters gathered."""
-    for how in ("replaced", "autocast"):
-        for when in ("before", "after"):
-            two.run(_own_forward, how, when, strategy)
 
 
 class _Called(nn.Sequential):

@@ -322,7 +322,17 @@ def test_equal_to_eager() -> None:
             assert torch.equal(ours(mine(MLP, 9)[0]), theirs(mine(MLP, 9)[0]))
 
 
-def _watch(rank: int, strategy: str, how: str) -> tuple[list[int], list[int]]:
+@pytest.mark.parametrize(
+    ("strategy", "how", "gathers"),
+    [
+        ("FULL_SHARD", "aot_eager", [1, 2]),
+        pytest.param("FULL_SHARD", "inductor", [1, 2], marks=LATE),
+        pytest.param("SHARD_GRAD_OP", "inductor", [1, 1], marks=LATE),
+    ],
+)
+@on_ranks(2)
+def test_gathered_memory_and_collectives(strategy: str, how: str, gathers: list[int]) -> None:
+    """The eager runtime frees between forward and backward what a compiled block has saved (I4), and reduces once."""
     model = _compile_blocks(shard(MLP, strategy), how)
     block = model.blocks[0]._fsdp.units[0].flats[0].layout.numel
     backward(model, MLP, mine(MLP, 0))
@@ -332,36 +342,20 @@ def _watch(rank: int, strategy: str, how: str) -> tuple[list[int], list[int]]:
         loss.backward()
         _assert_freed(calls, "after backward while the loss is alive")
     assert all(unit.unsharded_params is unit.unsharded_flats is None for unit in units(model))
-    return _per_unit(model, calls, "gather"), _per_unit(model, calls, "reduce")
+    assert (_per_unit(model, calls, "gather"), _per_unit(model, calls, "reduce")) == (gathers, [1, 1])
 
 
-@pytest.mark.parametrize(
-    ("strategy", "how", "gathers"),
-    [
-        ("FULL_SHARD", "aot_eager", [1, 2]),
-        pytest.param("FULL_SHARD", "inductor", [1, 2], marks=LATE),
-        pytest.param("SHARD_GRAD_OP", "inductor", [1, 1], marks=LATE),
-    ],
-)
-def test_gathered_memory_and_collectives(two: Ranks, strategy: str, how: str, gathers: list[int]) -> None:
-    """The eager runtime frees between forward and backward what a compiled block has saved (I4), and reduces once."""
-    assert two.run(_watch, strategy, how) == [(gathers, [1, 1])] * 2
-
-
-def _unshard_ahead(rank: int) -> list[int]:
-    model = _compile_blocks(shard(MLP, "FULL_SHARD"), "aot_eager")
+@on_ranks(2)
+def test_what_was_gathered_by_hand_is_used() -> None:
+    """As in eager: a compiled block reads what `unshard()` gathered for it, and gathers no second time (E-PRE-7)."""
+    model = _compile_blocks(shard(MLP), "aot_eager")
     backward(model, MLP, mine(MLP, 0))
     with _spied() as calls:
         for block in model.blocks:
             block.unshard()
         with torch.no_grad():
             MLP.loss(model, mine(MLP, 1))
-    return _per_unit(model, calls, "gather")
-
-
-def test_what_was_gathered_by_hand_is_used(two: Ranks) -> None:
-    """As in eager: a compiled block reads what `unshard()` gathered for it, and gathers no second time (E-PRE-7)."""
-    assert two.run(_unshard_ahead) == [[1, 1]] * 2
+    assert _per_unit(model, calls, "gather") == [1, 1]
 
 
 @pytest.mark.nightly
