@@ -13,12 +13,27 @@ from fsdp_compile.compare.report import Comparison
 from fsdp_compile.compare.rounds import compare
 from fsdp_compile.compare.systems import OURS, Task
 from fsdp_compile.compare.verdicts import Report, Row
-from fsdp_compile.explain.calibrate import Block
 from fsdp_compile.tools.check import check_loaded
 
 STEPS, TOKENS, WIDTH, LENGTH, BATCH = 3, 32, 32, 16, 2
 WAYS = ("eager", "aot_eager", "inductor")
 SYSTEMS = ("fsdp2", *OURS)
+
+
+class Block(nn.Module):
+    """A block of a transformer."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp_norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
+        self.down, self.heads = nn.Linear(4 * width, width), heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of `x`, (batch, length, width), the same shape."""
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
 
 class _GPT(nn.Module):

@@ -12,16 +12,14 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from fsdp_compile.explain.ranks import process_group
 from fsdp_compile.passes.cost.hardware import Hardware, Link, Source, with_figures
 from fsdp_compile.passes.graph.prices import hardware_at
 from fsdp_compile.passes.measure import fit_link, link_times, seconds_of
@@ -41,8 +39,7 @@ HEADS = {"cpu": (4, 4, 64), "cuda": (1, 16, 128)}  # batch, heads, width of a he
 CHAINS = {"cpu": (1 << 18, 1 << 20, 1 << 22), "cuda": (1 << 22, 1 << 25, 1 << 28)}  # elements
 UPDATE = {"cpu": 1 << 22, "cuda": 1 << 28}  # elements
 LARGEST, COMING = 1 << 28, 600.0  # bytes of a collective that is timed; seconds to wait for other ranks
-STEP_BLOCKS, STEP_RANKS = (2, 8), 8
-DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float32)}
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
 @dataclass
@@ -50,13 +47,13 @@ class Case:
     """Something that is timed.
 
     Attributes:
-        kind: what it measures: "product", "attention", "attention backward", "chain", "eager", "copy", "update",
-            "launch" or "step".
+        kind: what it measures: "product", "attention", "attention backward", "chain", "eager", "copy", "update" or
+            "launch".
         call: does it once.
         work: operations of products and attention, which is causal; bytes that the others read and write or send.
-        size: the inner dimension of a product, the length of attention's sequence, or how many blocks a step has.
+        size: the inner dimension of a product, or the length of attention's sequence.
         dtype: of products and attention.
-        times: seconds of one call, one value for each round.
+        seconds: of one call, as `time_in_rounds` has found.
     """
 
     kind: str
@@ -64,19 +61,13 @@ class Case:
     work: float
     size: int = 0
     dtype: str = ""
-    times: list[float] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> float:
-        """Of one call, over all rounds."""
-        return midmean(self.times)
+    seconds: float = 0.0
 
 
 def calibrate(
     device_type: str | None = None,
     base: str | Hardware | None = None,
     seconds: float = 120,
-    shard: Callable[[nn.Module], nn.Module] | None = None,
 ) -> tuple[Hardware, int]:
     """Measure this machine.
 
@@ -84,8 +75,6 @@ def calibrate(
         device_type: "cuda" or "cpu"; None: the GPU, if there is one.
         base: hardware, or its name, whose numbers stand where nothing is measured; None: by the name of the device.
         seconds: how long it takes, with what compiles first, but for a few rounds at least; at most 300.
-        shard: shards a model in place; on a CPU, steps of small models then tell what blocks and steps take beside
-            their kernels. A GPU computes while the host does that.
 
     Returns:
         The hardware, and this process's rank: under torchrun every rank takes part, and one file is to be written.
@@ -107,23 +96,18 @@ def calibrate(
         where = torch.cuda.get_device_name(at)
     begin = hardware_at(at, base)
     source = Source("measured", f"fsdp-compile calibrate, torch {torch.__version__}, {where}")
-    with process_group(STEP_RANKS) if kind == "cpu" and shard else nullcontext():
-        cases = [*device_cases(at), *(step_cases(shard) if kind == "cpu" and shard else ())]
-        Rounds(cases, at).run(end - time.perf_counter())
+    cases = [*device_cases(at)]
+    time_in_rounds(cases, at, end - time.perf_counter())
     made = fitted(cases, begin, source)
     if ranks > 1:
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
         try:
             here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-            level = "network" if ranks > here else "node"
+            level, rings = ("network", here) if ranks > here else ("node", 1)
             assert dist.group.WORLD is not None
-            link = fitted_link(
-                link_times(dist.group.WORLD, at, LARGEST, COMING),
-                getattr(made, level),
-                f"{source.source}, {ranks} ranks",
-                here if level == "network" else 1,
-            )
-            made = replace(made, network=link) if level == "network" else replace(made, node=link)
+            times = link_times(dist.group.WORLD, at, LARGEST, COMING)
+            found = fitted_link(times, getattr(made, level), f"{source.source}, {ranks} ranks", rings)
+            made = replace(made, **{level: found})  # type: ignore[arg-type]  # a field of links
         finally:
             dist.destroy_process_group()
     return made, rank
@@ -134,12 +118,11 @@ def calibrate(
 
 def device_cases(device: torch.device) -> Iterator[Case]:
     """Cases for one device."""
-    kind, names = device.type, {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES[device.type]}
-    for dtype, name in names.items():
-        for m, k, n in PRODUCTS[kind]:
-            a, b = (torch.randn(rows, k, dtype=dtype, device=device) for rows in (m, n))
-            yield Case("product", partial(F.linear, a, b), 2.0 * m * k * n, k, name)
-    dtype, name = next(iter(names.items()))
+    kind, dtype = device.type, DTYPES[device.type]
+    name = str(dtype).removeprefix("torch.")
+    for m, k, n in PRODUCTS[kind]:
+        a, b = (torch.randn(rows, k, dtype=dtype, device=device) for rows in (m, n))
+        yield Case("product", partial(F.linear, a, b), 2.0 * m * k * n, k, name)
     batch, heads, width = HEADS[kind]
     attend: Callable[..., Tensor] = partial(F.scaled_dot_product_attention, is_causal=True)
     for length in LENGTHS[kind]:
@@ -169,83 +152,27 @@ def _chain(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return total, F.layer_norm(total, total.shape[-1:])
 
 
-class Block(nn.Module):
-    """A block of a transformer; also `fsdp-compile selfcheck` trains some."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp_norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
-        self.down, self.heads = nn.Linear(4 * width, width), heads
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Of `x`, (batch, length, width), the same shape."""
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
-
-
-def step_cases(shard: Callable[[nn.Module], nn.Module]) -> Iterator[Case]:
-    """Whole steps of models that compute next to nothing, on a process group that is there; size is their blocks."""
-    x = torch.ones(1, 4, 16)
-
-    def step(model: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer) -> None:
-        model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for blocks in STEP_BLOCKS:
-        model = shard(nn.Sequential(*(Block(16, 1) for _ in range(blocks))))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, foreach=True)
-        yield Case("step", partial(step, torch.compile(model, fullgraph=True), optimizer), 1.0, blocks)
-
-
 # --- timing -----------------------------------------------------------------------------------------------------------
 
 
-class Rounds:
-    """Cases that are timed alternately: in every round each of them for about `BURST` seconds.
+def time_in_rounds(cases: Sequence[Case], device: torch.device, seconds: float) -> None:
+    """Time cases alternately, in every round each for about `BURST` seconds; the median of its rounds counts.
 
-    Args:
-        cases: what to time; each gets one value in `times` for each round.
-        device: where they run.
-    """
-
-    def __init__(self, cases: Sequence[Case], device: torch.device) -> None:
-        self.cases, self.device, self.done = cases, device, 0
-        for case in cases:
-            _burst(case, 1, device)  # which may compile
-        self.repeats = [max(1, math.ceil(BURST / max(_burst(case, 1, device), 1e-9))) for case in cases]
-
-    def round(self) -> None:
-        """Time each case once, in an order that is reversed from round to round."""
-        order = list(zip(self.cases, self.repeats, strict=True))[:: 1 if self.done % 2 else -1]
-        for case, repeats in order:
-            case.times.append(_burst(case, repeats, self.device))
-        self.done += 1
-
-    def run(self, seconds: float) -> Sequence[Case]:
-        """Rounds until `seconds` have passed, but at least `LEAST_ROUNDS`; the cases with their times."""
-        end = time.perf_counter() + seconds
-        while self.done < LEAST_ROUNDS or time.perf_counter() < end:
-            self.round()
-        return self.cases
-
-
-def midmean(values: Sequence[float]) -> float:
-    """The mean of the middle half: robust as a median, and of a sum nearly the sum of those of its terms."""
-    ordered = sorted(values)
-    quarter = len(ordered) // 4
-    return statistics.fmean(ordered[quarter : len(ordered) - quarter])
-
-
-def _burst(case: Case, repeats: int, device: torch.device) -> float:
-    """Seconds of a call, of so many one after another.
-
+    The order is reversed from round to round. There are at least `LEAST_ROUNDS`, and more until `seconds` have passed.
     One thread is timed by the time that it computes: what other programs compute meanwhile does not count.
     """
+    end = time.perf_counter() + seconds
     alone = device.type == "cpu" and torch.get_num_threads() == 1
-    return seconds_of(case.call, device, time.process_time if alone else time.perf_counter, repeats)
+    timed = partial(seconds_of, device=device, clock=time.process_time if alone else time.perf_counter)
+    for case in cases:
+        timed(case.call)  # which may compile
+    repeats = [max(1, math.ceil(BURST / max(timed(case.call), 1e-9))) for case in cases]
+    times: list[list[float]] = [[] for _ in cases]
+    while len(times[-1]) < LEAST_ROUNDS or time.perf_counter() < end:
+        for at in range(len(cases))[:: 1 if len(times[-1]) % 2 else -1]:
+            times[at].append(timed(cases[at].call, repeats=repeats[at]))
+    for case, found in zip(cases, times, strict=True):
+        case.seconds = statistics.median(found)
 
 
 # --- constants --------------------------------------------------------------------------------------------------------
@@ -260,23 +187,15 @@ def fitted(cases: Sequence[Case], base: Hardware, source: Source) -> Hardware:
     of: dict[str, list[Case]] = {}
     for case in cases:
         of.setdefault(case.kind, []).append(case)
-    dtypes = list(dict.fromkeys(case.dtype for case in of["product"]))
-    peak = dict(base.peak)
-    if base.name == "cpu" or not set(dtypes) <= set(peak):
-        peak |= {dtype: max(case.work / case.seconds for case in of["product"] if case.dtype == dtype)
-                 for dtype in dtypes}  # fmt: skip
-    main = [case for case in of["product"] if case.dtype == dtypes[0]]
+    peak, dtype = dict(base.peak), of["product"][0].dtype
+    if base.name == "cpu" or dtype not in peak:
+        peak[dtype] = max(case.work / case.seconds for case in of["product"])
     (efficiency, ramp), (forward, forward_ramp) = (
         _fit_ramp([(case.work / peak[case.dtype], case.size, case.seconds) for case in those])
-        for those in (main, of["attention"])
+        for those in (of["product"], of["attention"])
     )
     backward = [case.seconds / (case.work / peak[case.dtype] / forward * (1 + forward_ramp / case.size))
                 for case in of["attention backward"]]  # fmt: skip
-    beside: dict[str, float] = {}
-    if "step" in of:
-        (few, short), (many, long) = sorted((case.size, case.seconds) for case in of["step"])
-        each = max(0.0, (long - short) / (many - few))  # of a block: half of it in each direction
-        beside = {"layer_seconds": each / 2, "step_seconds": max(0.0, short - few * each)}
     rates = {kind: statistics.median(case.work / case.seconds for case in of[kind])
              for kind in ("copy", "chain", "eager", "update")}  # fmt: skip
     bandwidth = rates["copy"] if base.name == "cpu" else base.bandwidth
@@ -294,7 +213,6 @@ def fitted(cases: Sequence[Case], base: Hardware, source: Source) -> Hardware:
         eager_efficiency=rates["eager"] / bandwidth,
         update_efficiency=rates["update"] / bandwidth,
         kernel_seconds=of["launch"][0].seconds,
-        **beside,
     )
 
 

@@ -1,21 +1,15 @@
-"""Calibration: constants that agree with measured times, the hardware file, and what a calibration replaces."""
+"""Calibration: constants that agree with measured times, and the hardware file."""
 
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from fsdp_compile.explain.calibrate import LEAST_ROUNDS, Case, Rounds, fitted, fitted_link, midmean
-from fsdp_compile.explain.prediction import hardware_of
-from fsdp_compile.passes.cost.hardware import (
-    Hardware,
-    Source,
-    device,
-    read_hardware,
-    to_json,
-    with_figures,
-)
+from fsdp_compile.explain.calibrate import BURST, LEAST_ROUNDS, Case, fitted, fitted_link, time_in_rounds
+from fsdp_compile.passes.cost.hardware import Hardware, Source, device, read_hardware
 from fsdp_compile.passes.cost.roofline import (
     attention_seconds,
     chain_seconds,
@@ -38,9 +32,8 @@ def cases(hardware: Hardware) -> list[Case]:
     made += [Case("attention", nothing, 1e12, length, "bfloat16") for length in (512, 2048, 8192)]
     made += [Case("attention backward", nothing, 2.5e12, length, "bfloat16") for length in (512, 2048, 8192)]
     made += [Case(kind, nothing, 1e9) for kind in ("chain", "eager", "copy", "update", "launch")]
-    made += [Case("step", nothing, 1.0, blocks) for blocks in (2, 8)]
     for case in made:
-        case.times = [_seconds(case, hardware)]
+        case.seconds = _seconds(case, hardware)
     return made
 
 
@@ -55,18 +48,17 @@ def _seconds(case: Case, hardware: Hardware) -> float:
         "copy": case.work / hardware.bandwidth,
         "update": update_seconds(case.work, hardware),
         "launch": hardware.kernel_seconds,
-        "step": hardware.step_seconds + 2 * case.size * hardware.layer_seconds,
     }[case.kind]
 
 
 def test_constants_are_found_again() -> None:
     """From times that follow the cost model, the constants that made them."""
     made = replace(device("h100-80"), product_ramp=128.0, attention_ramp=256.0, chain_efficiency=0.7,
-                   eager_efficiency=0.3, update_efficiency=0.6, layer_seconds=2e-4, step_seconds=3e-3)  # fmt: skip
+                   eager_efficiency=0.3, update_efficiency=0.6)  # fmt: skip
     source = Source("measured", "here")
     again = fitted(cases(made), device("h100-80"), source)
     known, expected = ({name: value for name, value, _, _ in each.figures()} for each in (again, made))
-    assert known == pytest.approx(expected, rel=1e-6) and known["layer_seconds"]
+    assert known == pytest.approx(expected, rel=1e-6)
     assert again.sources["product_efficiency"] == source and again.sources["memory"] != source
 
 
@@ -84,27 +76,19 @@ def test_a_link_is_found_again() -> None:
 def test_rounds_alternate() -> None:
     """Each round times each case once, and the order is reversed from round to round."""
     calls: list[str] = []
-    timed = Rounds([Case("chain", lambda name=name: calls.append(name), 1.0) for name in "abc"], CPU)
-    timed.repeats = [1, 1, 1]
-    calls.clear()
-    timed.run(0.0)
-    assert [len(case.times) for case in timed.cases] == [LEAST_ROUNDS] * 3
-    assert "".join(calls[:6]) in ("abccba", "cbaabc")
-    assert midmean([100.0, 1.0, 2.0, 3.0, 0.0, 2.0, 2.0, 2.0]) == 2.0
+    made = [Case("chain", partial(_slow, calls, name), 1.0) for name in "abc"]
+    time_in_rounds(made, CPU, 0.0)
+    assert "".join(calls) == "abcabc" + ("cbaabc" * LEAST_ROUNDS)[: 3 * LEAST_ROUNDS], (
+        "two calls before the first round"
+    )
+    assert all(case.seconds >= BURST for case in made)
 
 
-def test_calibration_replaces_what_was_measured(tmp_path: Path) -> None:
-    """Of a calibration only what was measured or fitted takes the place of the hardware's own constants."""
-    base = device("h100-80")
-    made = with_figures(replace(device("a100-80"), name="h100-80"), Source("measured", "here"), chain_efficiency=0.5)
-    made = replace(made, node=replace(made.node, bandwidth=1e11, origin="measured"))
-    (tmp_path / "here.json").write_text(to_json(made))
-    used = hardware_of(base, tmp_path / "here.json")
-    assert (used.chain_efficiency, used.sources["chain_efficiency"].origin) == (0.5, "measured")
-    assert (used.name, used.peak, used.network, used.node.bandwidth) == (base.name, base.peak, base.network, 1e11)
-    assert hardware_of(None, tmp_path / "here.json").peak == made.peak
-    with pytest.raises(ValueError, match="calibration: expected a file of h200, found one of h100-80"):
-        hardware_of("h200", tmp_path / "here.json")
+def _slow(calls: list[str], name: str) -> None:
+    calls.append(name)
+    end = time.perf_counter() + 2 * BURST
+    while time.perf_counter() < end:
+        pass
 
 
 def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,4 +110,3 @@ def test_this_machine(tmp_path: Path) -> None:
     measured = {name for name, source in made.sources.items() if source.origin == "measured"}
     assert {"peak", "bandwidth", "product_efficiency", "attention_efficiency", "chain_efficiency"} <= measured
     assert 1e9 < made.peak["float32"] < 1e14 and 1e8 < made.bandwidth < 1e13 and 0 < made.product_efficiency <= 1.5
-    assert 0 < made.layer_seconds < 0.1 and 0 < made.step_seconds < 1

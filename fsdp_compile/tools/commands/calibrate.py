@@ -30,11 +30,10 @@ def run(args: argparse.Namespace) -> None:
     """Measure this machine and write a hardware file."""
     check_folders(args.out)
     say(f"measuring this machine in {args.seconds} seconds, the first of which compile")
-    from fsdp_compile.api import fully_shard
     from fsdp_compile.explain.calibrate import calibrate
     from fsdp_compile.passes.cost.hardware import to_json
 
-    made, rank = calibrate(args.device, args.hardware, args.seconds, fully_shard)
+    made, rank = calibrate(args.device, args.hardware, args.seconds)
     if args.name is not None:
         made = replace(made, name=args.name)
     if rank == 0:
