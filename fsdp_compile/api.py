@@ -312,8 +312,6 @@ def explain(
     batch: int | Sequence[int] = 1,
     sequence: int | Sequence[int] = 2048,
     hardware: "str | Path | Hardware | None" = None,
-    calibration: str | Path | None = None,
-    name: str | None = None,
     alternatives: bool = True,
     **options: Any,
 ) -> "Report":
@@ -330,15 +328,12 @@ def explain(
             one prediction for each combination.
         batch: sequences per rank of one forward.
         sequence: tokens of a sequence.
-        hardware: name of a hardware file that the package has, the path of another one, or a `Hardware`; None: what
-            `calibration` was made for, or else "h100-80".
-        calibration: path of a hardware file as `fsdp-compile calibrate` writes it, whose measured constants take the
-            place of those of `hardware`, which has to have the same name.
-        name: of the model; None: the name of its class.
+        hardware: name of a hardware file that the package has, the path of another one, such as `fsdp-compile
+            calibrate` writes, or a `Hardware`; None: "h100-80".
         alternatives: whether other settings are tried too, for `Prediction.alternatives` and `.best`.
         options: the other fields of `fsdp_compile.explain.prediction.Setting`: strategy, checkpointing, accumulation,
-            precision, optimizer, clip, runtime, compile_step, compiled, compiled_loss, network, ranks_per_node,
-            shard_size, keep, reduce_dtype.
+            precision, optimizer, clip, runtime, compiled, network, ranks_per_node, shard_size, keep, reduce_dtype,
+            wire_gather, wire_reduce.
 
     Returns:
         A report: `str()` gives a table, `to_json()` and `to_trace()` the other forms.
@@ -352,10 +347,10 @@ def explain(
     from fsdp_compile.explain.prediction import hardware_of, settings_of
     from fsdp_compile.explain.report import Report
 
-    used = hardware_of(hardware, calibration)
+    used = hardware_of(hardware)
     settings = settings_of({"world_size": world_size, "batch": batch, "sequence": sequence, **options}, used)
-    return Report(tuple(predict_step(model, settings, example_inputs, hardware=used, name=name,
-                                     alternatives=alternatives, shard=fully_shard)))  # fmt: skip
+    return Report(tuple(predict_step(model, settings, example_inputs, hardware=used, alternatives=alternatives,
+                                     shard=fully_shard)))  # fmt: skip
 
 
 def explain_plan(
@@ -381,7 +376,7 @@ def explain_plan(
         example_inputs: positional arguments of a forward, or as in `explain`. Under `torch.no_grad()` the plan is that
             of a forward alone.
         link: what connects the ranks, as in `CompileConfig`.
-        world_size: number of ranks, where no process group is initialized: a fake one of that size is used meanwhile.
+        world_size: number of ranks, which need not exist; None: those of the process group that is initialized.
         device: what computes, as in `CompileConfig`.
         budget: number of bytes that may live at once, or None for no limit.
         optimizer: "adamw", "adam", "momentum" or "sgd": its update follows; "muon": Muon for the matrices of repeated
@@ -395,13 +390,12 @@ def explain_plan(
 
     Raises:
         PlanError: no plan fits into `budget`.
-        ValueError: a name is unknown, or `world_size` is missing, or stands beside a process group of another size.
+        ValueError: a name is unknown, or `world_size` is missing, or not that of a model that is sharded.
     """
     from fsdp_compile.explain.batch import batch_of
-    from fsdp_compile.explain.sharded import check_update, explain_sharded  # imports Inductor
+    from fsdp_compile.explain.sharded import explain_sharded  # imports Inductor
     from fsdp_compile.passes.inductor import checked
 
-    check_update(optimizer, clip)
     check_type("link", link, str)
     check_type("model", model, nn.Module | Callable)
     check_type("example_inputs", example_inputs, Sequence | Callable | None)

@@ -59,7 +59,11 @@ def prediction(world_size: int = 64, batch: int = 1, blocks: int = 8, model: str
             CollectiveTime("all-gather", level, 2 * blocks, 2 * blocks * GIB // 2, 2 * blocks * transfer, exposed),
             CollectiveTime("reduce-scatter", level, blocks, blocks * GIB // 2, blocks * transfer, 0.0),
         ),
-        top=(Collective("gather blocks.0", "all-gather", level, GIB // 2, transfer, transfer, "dependency"),),
+        top=(
+            Collective(
+                "gather blocks.0", "all-gather", level, GIB // 2, transfer, transfer, "dependency", "", GIB // 2
+            ),
+        ),
         memory=Memory(
             **sizes,
             activations=peak - sum(sizes.values()),
@@ -75,7 +79,6 @@ def prediction(world_size: int = 64, batch: int = 1, blocks: int = 8, model: str
             Constant("launch", 4.5e-6, "s", "measured", "calibrate on this machine"),
             Constant("bytes per second of chains", 2.6e12, "bytes/s", "assumed", "0.78 of the data sheet's 3.35e12"),
         ),
-        warnings=("The head and the loss are 21 % of the operations.",) if batch > 1 else (),
     )
     change = replace(setting, checkpointing="full")
     full = Alternative(

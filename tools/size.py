@@ -22,8 +22,8 @@ FUNCTION_LINES = 90
 LIMITS = {
     "the story": 10_327,
     "the story and what it imports": 14_752,
-    PACKAGE: 36_311,
-    "tests": 47_012,
+    PACKAGE: 35_918,
+    "tests": 46_970,
     "bench": 4_931,
     "docs, README, change log": 5_177,
 }

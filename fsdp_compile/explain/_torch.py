@@ -8,6 +8,8 @@ min_cut_rematerialization_partition
                            as Inductor partitions; obeys `recompute` and `ac_graph_id` in nodes' metadata
 select_decomp_table        the decompositions that Inductor uses
 pytree                     trees of arguments and of what modules return
+_World                     all process groups; `_world`, the one that counts, is looked up in its module at each call
+_unregister_process_group  takes a name away from those that functional collectives find
 """
 
 import warnings
@@ -18,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed.distributed_c10d as c10d
 from torch import fx
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
@@ -25,7 +28,25 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-__all__ = ["Graphs", "fake_tensors", "is_fake", "partitioned", "pytree"]
+from fsdp_compile.passes._torch import fake_store
+
+__all__ = ["Graphs", "fake_ranks", "fake_tensors", "is_fake", "partitioned", "pytree"]
+
+
+@contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
+    """A process group of so many ranks that need not exist; those that there are come back with the end."""
+    kept, tables = c10d._world, ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg")
+    none: dict[str, Any] = {name: {} for name in tables}
+    # Names are counted, and no two groups of a process may have the same.
+    c10d._world = type("NoGroups", (c10d._World,), {**none, "group_count": kept.group_count + 10**6})()
+    try:
+        c10d.init_process_group("fake", rank=0, world_size=world_size, store=fake_store())
+        yield
+    finally:
+        for name in c10d._world.pg_names.values():
+            c10d._unregister_process_group(name)
+        c10d._world = kept
 
 
 @contextmanager
@@ -80,6 +101,7 @@ def partitioned(
         return cut(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
 
     def keep(name: str, gm: fx.GraphModule, example_inputs: Any) -> Any:
+        gm.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))  # random operators too
         setattr(graphs, name, gm.graph)
         return make_boxed_func(gm.forward)
 

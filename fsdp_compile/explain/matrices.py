@@ -1,12 +1,11 @@
 """What the matrices of Muon cost in a step: seconds of Newton-Schulz, bytes of both exchanges, what is not hidden.
 
-    print(explain_matrices(build_model, make_muon, link="h100-network", device="h100", world_size=64))
+    print(explain_matrices(build_model, make_muon, fully_shard, link="h100-ib400", device="h100", world_size=64))
 
 Owners are planned as a step plans them, from shapes: no rank, memory or GPU is needed.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import nn
@@ -23,17 +22,6 @@ from fsdp_compile.passes.cost.hardware import link as link_named
 from fsdp_compile.passes.cost.roofline import launch_seconds, product_seconds
 
 
-@dataclass(frozen=True)
-class MatrixCosts(MatrixTimes):
-    """`MatrixTimes`, whose seconds are those of the slowest rank, and the plan that they follow from.
-
-    Attributes:
-        plan: who owns what.
-    """
-
-    plan: OwnerPlan
-
-
 def explain_matrices(
     model: nn.Module | Callable[[], nn.Module],
     make_optimizer: Callable[[nn.Module], Optimizer],
@@ -42,8 +30,8 @@ def explain_matrices(
     link: str,
     device: str,
     world_size: int | None = None,
-) -> list[MatrixCosts]:
-    """Predict the matrices' part of a step, for each group of ranks that matrices are sharded over.
+) -> list[tuple[OwnerPlan, MatrixTimes]]:
+    """Predict the matrices' part of a step: who owns what, and what it takes, for each group of ranks.
 
     Args:
         model: a sharded model, one of which `shard` shards a copy, or a function that makes either, whose tensors get
@@ -52,13 +40,13 @@ def explain_matrices(
         shard: such as `fully_shard`.
         link: what connects the ranks, as in `CompileConfig`.
         device: what computes, likewise.
-        world_size: number of ranks, where no process group is initialized.
+        world_size: as in `explain_plan`.
 
     Raises:
-        ValueError: a name is unknown, or `world_size` is missing, or stands beside a process group of another size.
+        ValueError: a name is unknown, or `world_size` is missing, or not that of a model that is sharded.
     """
     with sharded(model, shard, world_size) as made:
-        return list(costs_of_matrices(make_optimizer(made), link_named(link), device_named(device)))
+        return costs_of_matrices(make_optimizer(made), link_named(link), device_named(device))
 
 
 def muon_of(model: nn.Module) -> Muon:
@@ -70,7 +58,7 @@ def muon_of(model: nn.Module) -> Muon:
     return Muon(list(dict.fromkeys(matrices)))
 
 
-def costs_of_matrices(optimizer: Optimizer, link: Link, hardware: Hardware) -> tuple[MatrixCosts, ...]:
+def costs_of_matrices(optimizer: Optimizer, link: Link, hardware: Hardware) -> list[tuple[OwnerPlan, MatrixTimes]]:
     """What a step of `optimizer` computes with complete matrices, for each group of ranks.
 
     Args:
@@ -83,10 +71,10 @@ def costs_of_matrices(optimizer: Optimizer, link: Link, hardware: Hardware) -> t
     params = [param for group in optimizer.param_groups for param in group["params"]]
     is_muon = type(optimizer) is Muon  # which sends bfloat16; others are taken to send what they store
     width = 2 if is_muon else max((param.element_size() for param in params), default=0)
-    return tuple(costs_of_plan(plan, width, link, hardware) for plan in updates.plans.values())
+    return [(plan, _costs_of(plan, width, link, hardware)) for plan in updates.plans.values()]
 
 
-def costs_of_plan(plan: OwnerPlan, width: int, link: Link, hardware: Hardware) -> MatrixCosts:
+def _costs_of(plan: OwnerPlan, width: int, link: Link, hardware: Hardware) -> MatrixTimes:
     """Price a plan; `width`: bytes of an element that is exchanged, each way."""
     stages, ranks = sorted(set(plan.stages)), range(plan.size)
     computing = {rank: dict.fromkeys(stages, 0.0) for rank in ranks}
@@ -111,14 +99,11 @@ def costs_of_plan(plan: OwnerPlan, width: int, link: Link, hardware: Hardware) -
     loads = [at_home[rank] + sum(of_stage[rank] for of_stage in by_stage) for rank in ranks]
     end = _end([at_home[rank] for rank in ranks], by_stage, exchange)
     waiting = min(ranks, key=loads.__getitem__)  # results of the last stage are waited for by all
-    return MatrixCosts(
-        plan=plan,
+    return MatrixTimes(
         owners=f"{plan}, {far:,} to other nodes",
         compute=max(loads),
-        there=sum(exchange),
-        back=sum(exchange),
-        bytes_there=sum(moved),
-        bytes_back=sum(moved),
+        exchange=sum(exchange),
+        bytes=sum(moved),
         exposed=end - max(loads),
         waits=end - loads[waiting],
         waiting=waiting,

@@ -22,7 +22,7 @@ from fsdp_compile.explain.ranks import sharded
 from fsdp_compile.explain.scheduled import Message, Scheduled
 from fsdp_compile.explain.trace import Model
 from fsdp_compile.explain.work import StepWork, UnitWork
-from fsdp_compile.passes.cost.hardware import Hardware, Link, device, link
+from fsdp_compile.passes.cost.hardware import Hardware, device, link
 from fsdp_compile.passes.cost.roofline import launch_seconds, level_of, update_seconds
 from fsdp_compile.passes.graph.prices import Prices, work_seconds
 from fsdp_compile.passes.plan.schedule import order_of_blocks
@@ -67,9 +67,9 @@ class Priced:
             self.shards = min(world, setting.shard_size or per_node)
         replicas = world // self.shards
         link, replica_link = (hardware.connect(n) for n in (per_node, max(1, per_node // self.shards)))
-        self._groups = {"shards": (self.shards, link), "replicas": (replicas, replica_link)}
+        groups = {"shards": (self.shards, link), "replicas": (replicas, replica_link)}
         launch = launch_seconds(self.shards, link) if self.shards > 1 else 0.0
-        self.prices = Prices(hardware, self._groups, launch)
+        self.prices = Prices(hardware, groups, launch)
         # Bytes of an element of what is gathered and of what is reduced.
         self._gathered_width = self._packed_width = 4 if setting.precision == "fp32" else 2
         if setting.reduce_dtype is not None:
@@ -95,7 +95,7 @@ class Priced:
                     self.prices.message("shards", full, full * part if part < 1 else None)
                     for full, part in zip((gathered, packed), self._ratios, strict=True)
                 )
-            if self._groups["replicas"][0] > 1:
+            if self.prices.groups["replicas"][0] > 1:
                 sent = packed * self._ratios[1] / self.shards
                 replicate = self.prices.message("replicas", sent, is_all_reduce=True)
             is_copied = self.shards > 1 or self._gathered_width < 4
@@ -173,7 +173,7 @@ class Priced:
         return Scheduled(
             workload,
             order_of_blocks(workload),
-            levels=(level_of(*self._groups["shards"], 1), level_of(*self._groups["replicas"], 1)),
+            levels=(level_of(*self.prices.groups["shards"], 1), level_of(*self.prices.groups["replicas"], 1)),
             shards=self.shards,
             passes=self.setting.accumulation,
             update=update_of(self.work.parameters / self.shards, self.setting, self.hardware),
@@ -181,7 +181,6 @@ class Priced:
             optimizer=optimizer,
             gradients=(*gradients, parameters),
             logits=self.work.end.logits_bytes,
-            fragments=self.hardware.fragments,
             messages=dict(self._messages(workload)),
         )
 
@@ -196,23 +195,13 @@ class Priced:
                     yield f"{kind} {unit.name}", Message(format, size, round(size * part))
 
     @property
-    def group(self) -> tuple[int, Link]:
-        """How many ranks store one copy of the parameters, and what connects them."""
-        return self._groups["shards"]
-
-    @property
-    def tokens(self) -> int:
-        """Of one pass; sequences where the model has no tokens."""
-        return self.work.tokens or self.setting.batch
-
-    @property
     def tokens_per_second(self) -> float:
         """Per GPU."""
-        return self.setting.accumulation * self.tokens / self.scheduled.step
+        return self.setting.accumulation * self.work.tokens / self.scheduled.step
 
     def alternative(self, change: str) -> Alternative:
         """This step as an alternative to that of another setting."""
-        memory = self.scheduled.memory(self.hardware.memory)
+        memory = self.scheduled.memory(self.hardware)
         step, speed = self.scheduled.step, self.tokens_per_second
         return Alternative(change, self.setting, step, speed, memory.peak, memory.fits)
 
@@ -241,14 +230,9 @@ def _first_product(block: UnitWork) -> int:
 def price(work: StepWork, setting: Setting, hardware: Hardware) -> Prediction:
     """Predict a step that does `work` in each of its passes."""
     priced = Priced(work, setting, hardware)
-    half, single = hardware.peak.get("bfloat16", 0.0), hardware.peak.get("float32", 0.0)
-    warnings = []
-    if setting.precision == "fp32" and half > 2 * single > 0 and hardware.memory is not None:
-        warnings.append(f"precision: fp32 on {hardware.name} leaves its matrix units unused, and is up to "
-                        f"{half / single:.0f} times slower than bf16")  # fmt: skip
     model, repeated = priced.work.model_flops, priced.work.recomputed_flops
-    return priced.scheduled.predict(work.model, work.parameters, setting, hardware, priced.tokens,
-                                    (model, model + repeated), tuple(warnings))  # fmt: skip
+    flops = model, model + repeated
+    return priced.scheduled.predict(work.model, work.parameters, setting, hardware, work.tokens, flops)
 
 
 # --- many settings ---------------------------------------------------------------------------------------------------
@@ -260,7 +244,6 @@ def predict_step(
     example_inputs: Callable[..., Sequence[Any]] | None = None,
     *,
     hardware: Hardware | None = None,
-    name: str | None = None,
     alternatives: bool = True,
     shard: Callable[[nn.Module], nn.Module] | None = None,
 ) -> list[Prediction]:
@@ -271,7 +254,6 @@ def predict_step(
         settings: clusters and options.
         example_inputs: as in `explain`.
         hardware: of all settings; None: by the names that they give.
-        name: of the model; None: the name of its class.
         alternatives: whether other settings are tried too, for `Prediction.alternatives` and `.best`.
         shard: such as `fully_shard`, for the matrices of Muon; None: these are left out.
 
@@ -282,7 +264,7 @@ def predict_step(
     for setting in settings:
         here = hardware or device(setting.hardware, "hardware")
         used.append(here if setting.network is None else replace(here, network=link(setting.network, "network")))
-    traced = Model(model, example_inputs, name)
+    traced = Model(model, example_inputs)
     predictions = []
     for setting, here in zip(settings, used, strict=True):
         made = price(traced.work(setting), setting, here)
@@ -290,10 +272,10 @@ def predict_step(
             others = _Others(traced, setting, here)
             made = replace(made, alternatives=tuple(others.changed(made)), best=others.best(made))
         if setting.optimizer == "muon" and shard is not None:
-            ranks, between = Priced(traced.work(setting), setting, here).group
+            ranks, between = Priced(traced.work(setting), setting, here).prices.groups["shards"]
             with sharded(model, shard, ranks) as whole:
                 costs = costs_of_matrices(muon_of(whole), between, here)
-            made = replace(made, matrices=tuple(each.plain for each in costs))
+            made = replace(made, matrices=tuple(times for _, times in costs))
         predictions.append(made)
     return predictions
 
@@ -317,36 +299,26 @@ class _Others:
         return ["FULL_SHARD", "SHARD_GRAD_OP", *(["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"] if several else [])]
 
     def changed(self, made: Prediction) -> Iterator[Alternative]:
-        """The setting with one thing changed."""
-        setting = self.setting
-        words = {"none": "no checkpointing", "selective op": "selective op", "full": "full checkpointing"}
-        for checkpointing, text in words.items():
-            if checkpointing != setting.checkpointing:
-                yield self._priced(checkpointing=checkpointing).alternative(f"checkpointing: {text}")
-        for strategy in self._strategies:
-            if strategy != setting.strategy:
-                yield self._priced(strategy=strategy).alternative(f"strategy: {strategy}")
+        """The setting with one thing changed; if neither it nor twice its ranks fit, also the fewest ranks that do."""
+        setting, ranks = self.setting, 2 * self.setting.world_size
         blocks = sum(block.count for block in self.model.work(setting).blocks)
+        words = {"none": "no checkpointing", "selective op": "selective op", "full": "full checkpointing"}
+        changes: list[tuple[str, str, Any]] = [
+            *((f"checkpointing: {text}", "checkpointing", name) for name, text in words.items()),
+            *((f"strategy: {name}", "strategy", name) for name in self._strategies),
+        ]
         if setting.strategy in ("FULL_SHARD", "HYBRID_SHARD") and blocks > 1:
-            half = blocks // 2
-            yield self._priced(keep=half).alternative(f"keep {half} of {blocks} blocks unsharded for backward")
-        if setting.keep:
-            yield self._priced(keep=0).alternative("keep no block unsharded for backward")
-        for batch in (setting.batch // 2, setting.batch * 2):
-            if batch:
-                yield self._priced(batch=batch).alternative(f"batch: {batch}")
-        twice = self._priced(world_size=2 * setting.world_size).alternative(f"{2 * setting.world_size:,} ranks")
-        yield twice
-        if made.fits is False and twice.fits is False:
-            ranks = 4 * setting.world_size
-            while ranks <= LARGEST:
-                found = self._priced(world_size=ranks).alternative(
-                    f"{ranks:,} ranks, the fewest that fit, in powers of two"
-                )
-                if found.fits:
-                    yield found
-                    break
-                ranks *= 2
+            changes.append((f"keep {blocks // 2} of {blocks} blocks unsharded for backward", "keep", blocks // 2))
+        changes.append(("keep no block unsharded for backward", "keep", 0))
+        changes += [(f"batch: {batch}", "batch", batch) for batch in (setting.batch // 2, setting.batch * 2) if batch]
+        for change, field, value in changes:
+            if value != getattr(setting, field):
+                yield self._priced(**{field: value}).alternative(change)
+        yield (larger := self._priced(world_size=ranks).alternative(f"{ranks:,} ranks"))
+        while made.fits is False and larger.fits is False and (ranks := 2 * ranks) <= LARGEST:
+            change = f"{ranks:,} ranks, the fewest that fit, in powers of two"
+            if (larger := self._priced(world_size=ranks).alternative(change)).fits:
+                yield larger
 
     def best(self, made: Prediction) -> Alternative | None:
         """The setting with the most tokens per second that fits, unless that is the one that was asked for."""

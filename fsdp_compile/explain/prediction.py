@@ -8,14 +8,13 @@ Seconds, bytes and tokens are per rank.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import product
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal
 
 from fsdp_compile.config import check_type
-from fsdp_compile.passes.cost.hardware import Hardware, Origin, device, read_hardware
+from fsdp_compile.passes.cost.hardware import Hardware, Origin, device
 from fsdp_compile.passes.cost.roofline import Level
 
 FORMAT = 2
@@ -26,9 +25,8 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRI
 PRECISIONS = ("fp32", "bf16", "fp16", "amp_bf16", "amp_fp16", "fp8")
 OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "muon", "none")
 RUNTIMES = ("fsdp_compile", "fsdp2")
-WIRE_FORMATS = ("bf16", "fp8", "int8")
+WIRE_FORMATS = ("bf16", "fp8", "int8")  # those of `fsdp_compile.Wire`
 USUAL = "h100-80"  # hardware, where none is named
-"""Those of `fsdp_compile.Wire`."""
 
 _LEAST = {"world_size": 1, "batch": 1, "sequence": 1, "accumulation": 1, "keep": 0, "ranks_per_node": 1,
           "shard_size": 1}  # fmt: skip
@@ -59,8 +57,6 @@ class Setting:
         compiled: whether the step runs compiled, with fused chains, or eagerly, one kernel for each operator.
         runtime: "fsdp_compile", this package, whose compiled graphs contain the collectives; or "fsdp2", which issues
             them between blocks, compiled or not.
-        compiled_loss: whether what is outside of blocks, such as the loss, runs compiled; None: as the blocks with
-            "fsdp_compile", and not with "fsdp2", with which torchtitan compiles each block alone.
         network: name of the link between nodes, or `custom:LATENCY,BANDWIDTH` for each rank; None: as the hardware
             file says.
         keep: blocks that are not resharded after forward, counted from the last one, where the strategy reshards.
@@ -86,7 +82,6 @@ class Setting:
     shard_size: int | None = None
     compiled: bool = True
     runtime: str = "fsdp_compile"
-    compiled_loss: bool | None = None
     network: str | None = None
     keep: int = 0
     reduce_dtype: str | None = None
@@ -110,7 +105,6 @@ class Setting:
             ("wire_reduce", (None, *WIRE_FORMATS) if self.runtime == "fsdp_compile" else (None,)),
             ("clip", (True, False)),
             ("compiled", (True, False)),
-            ("compiled_loss", (None, True, False)),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: expected one of {', '.join(map(str, known))}, found {getattr(self, name)!r}")
@@ -124,9 +118,8 @@ class Setting:
 
     @property
     def compiles_loss(self) -> bool:
-        """`compiled_loss`, or what None stands for."""
-        by_runtime = self.compiled and self.runtime == "fsdp_compile"
-        return by_runtime if self.compiled_loss is None else self.compiled_loss
+        """Whether what is outside of blocks is compiled too: not with FSDP2, where each block is compiled alone."""
+        return self.compiled and self.runtime == "fsdp_compile"
 
 
 # --- what a prediction says -------------------------------------------------------------------------------------------
@@ -147,7 +140,7 @@ class Collective:
             gradient comes late. "link": it queued behind another collective. "memory": the budget did not let it start
             earlier, or made something wait for it. "compute": what computes beside it is too short.
         format: in which its values are sent; empty: in full. Of a launch of several units all of theirs.
-        sent: bytes of the same buffers in that format; None: as `bytes`.
+        sent: bytes of the same buffers in that format.
     """
 
     name: str
@@ -157,8 +150,8 @@ class Collective:
     seconds: float
     exposed: float
     limit: str
-    format: str = ""
-    sent: int | None = None
+    format: str
+    sent: int
 
 
 @dataclass(frozen=True)
@@ -253,10 +246,8 @@ class MatrixTimes:
     Attributes:
         owners: in words, how many matrices there are, and how they are dealt to ranks.
         compute: seconds of Newton-Schulz, or what the optimizer computes, of the slowest rank.
-        there: seconds of the exchanges to owners.
-        back: seconds of the exchanges from owners.
-        bytes_there: the most that a rank sends or receives on the way to owners.
-        bytes_back: on the way back.
+        exchange: seconds of the exchanges to owners, and as many of those from owners.
+        bytes: the most that a rank sends or receives in each of the two.
         exposed: seconds that all of it takes beyond `compute`, if no other updates run beside the first exchange.
         waits: seconds in which the rank that computes least waits, for exchanges and for others.
         waiting: that rank.
@@ -265,34 +256,23 @@ class MatrixTimes:
 
     owners: str
     compute: float
-    there: float
-    back: float
-    bytes_there: float
-    bytes_back: float
+    exchange: float
+    bytes: float
     exposed: float
     waits: float
     waiting: int
     gathered: float
 
     def lines(self) -> Iterator[str]:
-        """What `print` shows."""
+        """What a report shows."""
         yield self.owners
-        yield f"compute   {1000 * self.compute:.2f} ms; if each rank computed all: {1000 * self.gathered:.2f} ms"
-        for name, seconds, nbytes in (
-            ("to owners", self.there, self.bytes_there),
-            ("back", self.back, self.bytes_back),
-        ):
-            yield f"{name:9} {1000 * seconds:.2f} ms, at most {nbytes / 2**20:.1f} MiB of a rank"
-        exposed, both, waits = (f"{1000 * each:.2f} ms" for each in (self.exposed, self.there + self.back, self.waits))
-        yield f"exposed   {exposed} of {both}; rank {self.waiting} waits longest, {waits} with that for others"
+        yield f"compute   {1e3 * self.compute:.2f} ms; if each rank computed all: {1e3 * self.gathered:.2f} ms"
+        mebibytes, exposed, waits = self.bytes / 2**20, 1e3 * self.exposed, 1e3 * self.waits
+        yield f"exchange  {1e3 * self.exchange:.2f} ms each way, at most {mebibytes:.1f} MiB of a rank"
+        yield f"exposed   {exposed:.2f} ms; rank {self.waiting} waits longest, {waits:.2f} ms with that for others"
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
-
-    @property
-    def plain(self) -> "MatrixTimes":
-        """These fields alone."""
-        return MatrixTimes(**{each.name: getattr(self, each.name) for each in fields(MatrixTimes)})
 
 
 @dataclass(frozen=True)
@@ -320,7 +300,6 @@ class Prediction:
         alternatives: the setting with one thing changed, and combinations that fit.
         best: the one of these with the most tokens per second that fits; None if the setting itself is that.
         constants: what the prediction depends on.
-        warnings: sentences about the setting.
         matrices: what Muon computes with complete matrices behind the step, for each group of ranks; no part of `step`.
     """
 
@@ -343,19 +322,12 @@ class Prediction:
     alternatives: tuple[Alternative, ...] = ()
     best: Alternative | None = None
     constants: tuple[Constant, ...] = ()
-    warnings: tuple[str, ...] = ()
     matrices: tuple[MatrixTimes, ...] = ()
 
     @property
     def fits(self) -> bool | None:
         """Whether the peak is within the GPU's memory; None if that is not known."""
         return self.memory.fits
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields by name, as JSON has them, with `format` and `fits`."""
-        fields = asdict(self)
-        fields["memory"]["fits"] = self.fits
-        return {"format": FORMAT, "fits": self.fits, **fields}
 
 
 # --- options: nothing here imports torch, so that a command refuses them at once --------------------------------------
@@ -376,24 +348,7 @@ def settings_of(chosen: Mapping[str, Any], hardware: Hardware) -> list[Setting]:
     return [Setting(**each, hardware=hardware.name) for each in made]
 
 
-def hardware_of(hardware: str | Path | Hardware | None, calibration: str | Path | None) -> Hardware:
-    """Look up hardware; what a calibration has measured or fitted replaces its own constants.
-
-    Raises:
-        ValueError: hardware of that name is unknown, a file is no hardware file, or the calibration is of another one.
-    """
+def hardware_of(hardware: str | PathLike[str] | Hardware | None) -> Hardware:
+    """Look up hardware by its name or the path of its file. ValueError if there is none, or it is no hardware file."""
     check_type("hardware", hardware, str | PathLike | Hardware | None)
-    check_type("calibration", calibration, str | PathLike | None)
-    base = hardware if isinstance(hardware, Hardware) else device(str(hardware), "hardware") if hardware else None
-    if calibration is None:
-        return base or device(USUAL)
-    measured = read_hardware(Path(calibration))
-    if base is None:
-        return measured
-    if measured.name != base.name:
-        raise ValueError(f"calibration: expected a file of {base.name}, found one of {measured.name}")
-    known = {name: source for name, source in measured.sources.items() if source.origin in ("measured", "fitted")}
-    links = {name: link for name in ("node", "network")
-             if (link := getattr(measured, name)).origin == "measured"}  # fmt: skip
-    figures = {name: getattr(measured, name) for name in known}
-    return replace(base, **figures, **links, sources={**base.sources, **known})
+    return hardware if isinstance(hardware, Hardware) else device(str(hardware or USUAL), "hardware")

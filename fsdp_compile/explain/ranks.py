@@ -8,37 +8,25 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compile.core.sharding import sharding_of
-from fsdp_compile.explain._torch import fake_tensors
-from fsdp_compile.passes._torch import fake_store
-
-
-@contextmanager
-def process_group(world_size: int | None) -> Iterator[None]:
-    """Yield the initialized process group, of `world_size` ranks, or else a fake one that ends with the context."""
-    if dist.is_initialized():
-        if world_size not in (None, dist.get_world_size()):
-            raise ValueError(f"world_size: expected {dist.get_world_size()}, as the process group has, found "
-                             f"{world_size}")  # fmt: skip
-        yield
-        return
-    if world_size is None:
-        raise ValueError("world_size: expected the number of ranks, as no process group is initialized, found None")
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=fake_store())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+from fsdp_compile.explain._torch import fake_ranks, fake_tensors
 
 
 @contextmanager
 def sharded(
     model: nn.Module | Callable[[], nn.Module], shard: Callable[[nn.Module], nn.Module], world_size: int | None
 ) -> Iterator[nn.Module]:
-    """Yield `model`, or what it makes, which gets no memory, sharded by `shard` within `process_group(world_size)`.
+    """Yield `model`, or what it makes, which gets no memory, sharded by `shard` over `world_size` ranks.
 
-    A model that is sharded already stays as it is; of another one a copy is sharded.
+    A model that is sharded already stays as it is; of another one a copy is sharded. The ranks are those of the process
+    group that is initialized, or else of a fake one, which ends with the context: then the one before is there again.
     """
-    given = model if isinstance(model, nn.Module) else None
-    with process_group(world_size), nullcontext() if given is not None else fake_tensors():
+    there = dist.get_world_size() if dist.is_initialized() else None
+    given, makes = (model, nullcontext()) if isinstance(model, nn.Module) else (None, fake_tensors())
+    ranks = there if world_size is None else world_size
+    if ranks is None:
+        raise ValueError("world_size: expected the number of ranks, as no process group is initialized, found None")
+    if given is not None and sharding_of(given) and there not in (None, ranks):
+        raise ValueError(f"world_size: expected {there}, over which the model is sharded, found {ranks}")
+    with nullcontext() if ranks == there else fake_ranks(ranks), makes:
         made = model() if given is None else given
         yield made if sharding_of(made) else shard(made if given is None else copy.deepcopy(made))

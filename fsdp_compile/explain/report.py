@@ -1,34 +1,21 @@
 """Predictions of one model, or the plan of a sharded one, and the forms in which they are read.
 
 str(report)        a table of settings, and one of them in detail; of `explain_plan` each collective
-report.to_json()   every field; `read_report` gives back an equal report
+report.to_json()   every field
 report.to_trace()  for ui.perfetto.dev: what computes, links, memory in use
 """
 
 import json
-import math
-import reprlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, field
+from typing import Any, get_args
 
-from fsdp_compile.config import read_json
-from fsdp_compile.explain.prediction import (
-    FORMAT,
-    Collective,
-    CollectiveKind,
-    Prediction,
-    Setting,
-)
+from fsdp_compile.explain.prediction import FORMAT, CollectiveKind, Prediction, Setting
 from fsdp_compile.explain.scheduled import Scheduled
-from fsdp_compile.passes.plan.plan import Plan, Timeline, simulate
+from fsdp_compile.passes.plan.plan import Plan, simulate
 from fsdp_compile.passes.plan.schedule import order_of_blocks
-from fsdp_compile.passes.plan.workload import Workload
 
-DERIVED = {"format", "fits"}  # what `to_dict` adds to the fields
 LANES = {"compute": "compute", "node": "links within nodes", "network": "links between nodes"}
 LEVELS = {"node": "within nodes", "network": "between nodes"}
 FITS = {True: "fits", False: "too much", None: "unknown"}
@@ -41,12 +28,11 @@ class Report:
 
     Attributes:
         predictions: one for each setting, in the order in which they were asked for; at least one.
-        scheduled: of `explain_plan`: the step as the planner has it, which JSON leaves out. None of `explain`, in whose
-            report the attributes from `workload` to `collectives` are an AttributeError.
+        planned: `scheduled` of `explain_plan`, which JSON leaves out; None of `explain`.
     """
 
     predictions: tuple[Prediction, ...]
-    scheduled: Scheduled | None = field(default=None, compare=False)
+    planned: Scheduled | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not self.predictions:
@@ -59,52 +45,28 @@ class Report:
         return max(fitting, key=lambda each: each.tokens_per_second, default=None)
 
     @property
-    def workload(self) -> Workload:
-        """What the step of `explain_plan` computes and communicates."""
-        return self._planned.workload
+    def scheduled(self) -> Scheduled:
+        """The step of `explain_plan` as the planner has it: workload, plan, timeline, bound, single collectives."""
+        if self.planned is None:
+            raise AttributeError("explain reports no plan; explain_plan does")
+        return self.planned
 
     @property
     def plan(self) -> Plan:
-        """When it communicates."""
-        return self._planned.plan
-
-    @property
-    def timeline(self) -> Timeline:
-        """The seconds and bytes that this takes."""
-        return self._planned.timeline
-
-    @property
-    def budget(self) -> int | None:
-        """The number of bytes that may live at once, or None for no limit."""
-        return self._planned.budget
-
-    @property
-    def bound(self) -> float:
-        """A lower bound: no plan takes fewer seconds."""
-        return self._planned.bound
-
-    @property
-    def collectives(self) -> list[Collective]:
-        """All launches."""
-        return self._planned.collectives
-
-    @property
-    def _planned(self) -> Scheduled:
-        if self.scheduled is None:
-            raise AttributeError("explain reports no plan; explain_plan does")
-        return self.scheduled
+        """When the step of `explain_plan` communicates."""
+        return self.scheduled.plan
 
     def __str__(self) -> str:
-        if self.scheduled is not None:
-            return "\n".join(_plan(self.scheduled)) + "\n"
+        if self.planned is not None:
+            return "\n".join(_plan(self.planned)) + "\n"
         return "\n".join(_predictions(self.predictions, self.best or self.predictions[0])) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
-        """What the JSON holds."""
-        return {"format": FORMAT, "predictions": [each.to_dict() for each in self.predictions]}
+        """What the JSON holds: all fields by name, and whether each prediction fits."""
+        return {"format": FORMAT, "predictions": [{"fits": each.fits, **asdict(each)} for each in self.predictions]}
 
     def to_json(self) -> str:
-        """JSON with every field of every prediction."""
+        """JSON of `to_dict`."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
 
     def to_trace(self) -> str:
@@ -185,7 +147,6 @@ def _detail(prediction: Prediction) -> Iterator[str]:
     if origins:
         counted = ", ".join(f"{times} {origin}" for origin, times in origins.items())
         yield from ("", f"constants {counted}; the JSON lists them with their sources")
-    yield from ("", *(f"warning: {each}" for each in p.warnings)) if p.warnings else ()
 
 
 def _settings(predictions: Sequence[Prediction]) -> Iterator[str]:
@@ -246,14 +207,15 @@ def _plan(step: Scheduled) -> Iterator[str]:
     heads = ("~collective", "bytes", *(("~format", "sent") if has_formats else ()), "ms", "hidden", "exposed",
              "~limited by")  # fmt: skip
     yield from table(heads, [
-        (each.name, f"{each.bytes:,}", *((each.format or "full", f"{_sent(each):,}") if has_formats else ()),
+        (each.name, f"{each.bytes:,}", *((each.format or "full", f"{each.sent:,}") if has_formats else ()),
          *(f"{1e3 * seconds:.3f}" for seconds in (each.seconds, each.seconds - each.exposed, each.exposed)), each.limit)
         for each in step.collectives
     ])  # fmt: skip
     if has_formats:
         kinds = {kind: [each for each in step.collectives if each.kind == kind] for kind in get_args(CollectiveKind)}
-        sums = [(kind, str(len(those)), f"{sum(each.bytes for each in those):,}", f"{sum(map(_sent, those)):,}")
-                for kind, those in kinds.items() if those]  # fmt: skip
+        totals = {kind: [sum(getattr(each, name) for each in those) for name in ("bytes", "sent")]
+                  for kind, those in kinds.items() if those}  # fmt: skip
+        sums = [(kind, str(len(kinds[kind])), *(f"{size:,}" for size in sizes)) for kind, sizes in totals.items()]
         yield from ("", *table(("~collectives", "number", "bytes", "sent"), sums))
     seconds, computing = step.timeline.makespan, sum(task.seconds for task in workload.tasks)
     gap = max(0.0, seconds / step.bound - 1) if step.bound else 0.0
@@ -269,54 +231,3 @@ def _plan(step: Scheduled) -> Iterator[str]:
     yield from step.sources
     for costs in step.matrices:
         yield from ("", "matrices of Muon, behind the step above:", *costs.lines())
-
-
-def _sent(single: Collective) -> int:
-    return single.bytes if single.sent is None else single.sent
-
-
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
-def read_report(path: Path) -> Report:
-    """The report that `to_json` wrote to a file, which may have been changed by anybody.
-
-    Raises:
-        ValueError: the file is no such JSON; the field that is wrong is named.
-    """
-    table = read_json(path)
-    if not isinstance(table, dict) or table.get("format") != FORMAT:
-        given = table.get("format") if isinstance(table, dict) else table
-        raise ValueError(f"format: expected {FORMAT}, found {reprlib.repr(given)}")
-    return Report(_decode(tuple[Prediction, ...], table.get("predictions"), "predictions"))
-
-
-def _decode(kind: Any, value: Any, where: str) -> Any:
-    """`value`, from JSON, as the type `kind` of a field called `where`."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if isinstance(kind, type) and is_dataclass(kind):
-        if not isinstance(value, dict):
-            raise ValueError(f"{where}: expected an object, found {reprlib.repr(value)}")
-        types, known = get_type_hints(kind), {each.name for each in fields(kind)}
-        if unknown := sorted(set(value) - known - DERIVED):
-            raise ValueError(f"{where}.{reprlib.repr(unknown[0])}: expected no such field, found one")
-        for each in fields(kind):
-            if each.name not in value and each.default is MISSING:
-                raise ValueError(f"{where}.{each.name}: expected a value, found none")
-        return kind(**{name: _decode(types[name], value[name], f"{where}.{name}") for name in known & set(value)})
-    if origin in (Union, UnionType):
-        rest = next(each for each in arguments if each is not NoneType)
-        return None if value is None else _decode(rest, value, where)
-    if origin is tuple and isinstance(value, list):
-        kinds = [arguments[0]] * len(value) if arguments[-1] is ... else arguments
-        if len(kinds) == len(value):
-            return tuple(_decode(each, item, f"{where}[{at}]")
-                         for at, (each, item) in enumerate(zip(kinds, value, strict=True)))  # fmt: skip
-    if origin is Literal and value in arguments and isinstance(value, str):
-        return value
-    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
-    if kind in (int, str, bool) and type(value) is kind:
-        return value
-    expected = " or ".join(map(repr, arguments)) if origin is Literal else getattr(kind, "__name__", str(kind))
-    raise ValueError(f"{where}: expected {expected}, found {reprlib.repr(value)}")

@@ -1,7 +1,7 @@
 """A step as the planner has it, a workload and a plan: what runs when, and the prediction that it makes."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -49,7 +49,6 @@ class Scheduled:
         optimizer: bytes of its state, also part of that.
         gradients: bytes of their shards at each task and at the end, also part of that; empty: not known.
         logits: bytes of that at the end of forward and the beginning of backward.
-        fragments: bytes that the allocator holds beside those that are alive, as a part of these.
         messages: what is sent in a format, by collective, as in "gather blocks.0".
         matrices: of what Muon computes with complete matrices behind the step, for each group of ranks.
         sources: where the seconds come from, a line each.
@@ -66,7 +65,6 @@ class Scheduled:
     optimizer: int = 0
     gradients: tuple[int, ...] = ()
     logits: int = 0
-    fragments: float = 0.0
     messages: Mapping[str, Message] = field(default_factory=dict)
     matrices: tuple[MatrixTimes, ...] = ()
     sources: tuple[str, ...] = ()
@@ -95,30 +93,26 @@ class Scheduled:
             gathers = step.kind == "gather"
             sizes = {name: units[name].gathered if gathers else units[name].packed for name in step.units}
             limit = self._limit(step, span, sum(sizes.values()), queued=span.start <= before)
-            single = self._single(span, "all-gather" if gathers else "reduce-scatter", sum(sizes.values()), limit)
-            found.append(self._in_formats(single, step.kind, sizes))
+            found.append(self._launch(step.kind, "all-gather" if gathers else "reduce-scatter", span, sizes, limit))
             before = span.end
         for span in timeline.replicas:
             sizes = {name: units[name].packed // self.shards for name in span.name.split(" ")[1:]}
             at_the_end = span.end >= timeline.makespan * (1 - 1e-9)
-            single = self._single(span, "all-reduce", sum(sizes.values()), "dependency" if at_the_end else "compute")
-            found.append(self._in_formats(single, "replicate", sizes))
+            limit = "dependency" if at_the_end else "compute"
+            found.append(self._launch("replicate", "all-reduce", span, sizes, limit))
         return found
 
-    def _in_formats(self, single: Collective, kind: str, sizes: Mapping[str, int]) -> Collective:
-        """`single`, a launch for units of these sizes, with what it sends."""
-        sent = {name: self.messages.get(f"{kind} {name}", Message("", size, size)) for name, size in sizes.items()}
-        if not any(each.format for each in sent.values()):
-            return single
-        return replace(single, format=" ".join(sorted({each.format or "full" for each in sent.values()})),
-                       bytes=sum(each.bytes for each in sent.values()),
-                       sent=sum(each.sent for each in sent.values()))  # fmt: skip
-
-    def _single(self, span: Span, kind: CollectiveKind, size: int, limit: str) -> Collective:
+    def _launch(
+        self, name: str, kind: CollectiveKind, span: Span, sizes: Mapping[str, int], limit: str
+    ) -> Collective:  # fmt: skip
+        """A launch for units of these sizes; `name` is that of their messages."""
         exposed = self.timeline.exposed_of(span)
-        hidden = exposed <= 1e-9 * self.timeline.makespan
-        level = self.levels[kind == "all-reduce"]
-        return Collective(span.name, kind, level, size, span.seconds, *(0.0, "") if hidden else (exposed, limit))
+        if exposed <= 1e-9 * self.timeline.makespan:
+            exposed, limit = 0.0, ""
+        sent = [self.messages.get(f"{name} {unit}", Message("", size, size)) for unit, size in sizes.items()]
+        formats = sorted({each.format or "full" for each in sent}) if any(each.format for each in sent) else ()
+        return Collective(span.name, kind, self.levels[kind == "all-reduce"], sum(each.bytes for each in sent),
+                          span.seconds, exposed, limit, " ".join(formats), sum(each.sent for each in sent))  # fmt: skip
 
     def _limit(self, step: Step, span: Span, size: int, queued: bool) -> str:
         """What exposes a gather or a reduce, if it is exposed."""
@@ -134,8 +128,9 @@ class Scheduled:
         full = self.budget is not None and self.timeline.memory[step.at - 1] + size > self.budget
         return "memory" if full else "compute"
 
-    def memory(self, capacity: int | None) -> Memory:
+    def memory(self, hardware: Hardware | None) -> Memory:
         """By part, at the moment at which the most is alive. What no attribute tells apart counts as activations."""
+        capacity, fragments = (hardware.memory, hardware.fragments) if hardware else (None, 0.0)
         memory, tasks, workload = self.timeline.memory, self.workload.tasks, self.workload
         at = max(range(len(memory)), key=memory.__getitem__)
         gathered, peak = self._gathered_at(at), memory[at]
@@ -148,7 +143,7 @@ class Scheduled:
         gradients = self.gradients[at] if self.gradients else 0
         logits = self.logits if workload.backward - at in (0, 1) else 0
         activations = max(0, beneath - self.parameters - gradients - self.optimizer - logits)
-        packed, other = max(0, peak - beneath - gathered), int(self.fragments * peak)
+        packed, other = max(0, peak - beneath - gathered), int(fragments * peak)
         return Memory(self.parameters, gradients, self.optimizer, activations, logits, gathered, packed, other,
                       peak + other, name, capacity)  # fmt: skip
 
@@ -182,29 +177,22 @@ class Scheduled:
             if single.seconds:  # one rank sends nothing
                 yield TimelineSpan(single.level, span.name, span.start, span.end, single.exposed)
 
-    def _memory_over_time(self) -> tuple[tuple[float, int], ...]:
+    def _memory_over_time(self, fragments: float) -> tuple[tuple[float, int], ...]:
         makespan = self.timeline.makespan
         starts = [0.0, *(span.start for span in self.timeline.compute[1:]), makespan]
         points = [(0.0, -1), *zip(starts, self.timeline.memory, strict=True)]
         if self.gradients:
             points.append((makespan + self.update, self._kept))
-        points = [(seconds, int((1 + self.fragments) * size)) for seconds, size in points]
+        points = [(seconds, int((1 + fragments) * size)) for seconds, size in points]
         return tuple(point for before, point in pairwise(points) if point[1] != before[1])
 
     def predict(
         self, model: str, parameters: int, setting: Setting, hardware: Hardware | None, tokens: int,
-        flops: tuple[int, int], warnings: tuple[str, ...] = (),
+        flops: tuple[int, int],
     ) -> Prediction:  # fmt: skip
-        """The prediction of this step.
+        """The prediction of this step, with the names of `Prediction`.
 
-        Args:
-            model: name of the model.
-            parameters: how many it has.
-            setting: what was asked.
-            hardware: what it runs on; None: not known.
-            tokens: of one pass.
-            flops: operations of one pass, without and with those that backward repeats.
-            warnings: sentences about the setting.
+        `tokens` and `flops` are of one pass: operations without and with those that backward repeats.
         """
         workload, passes = self.workload, self.passes
         seconds = {"forward": 0.0, "backward": 0.0}
@@ -234,12 +222,11 @@ class Scheduled:
             hfu=hfu,
             collectives=tuple(collectives),
             top=tuple(sorted(sent, key=lambda each: -each.seconds)[:_MOST_TOP]),
-            memory=self.memory(hardware.memory if hardware else None),
+            memory=self.memory(hardware),
             timeline=tuple(self._spans()),
-            memory_over_time=self._memory_over_time(),
+            memory_over_time=self._memory_over_time(hardware.fragments if hardware else 0.0),
             constants=tuple(
                 Constant(name, value, unit, source.origin, source.source) for name, value, unit, source in figures
             ),
-            warnings=warnings,
-            matrices=tuple(each.plain for each in self.matrices),
+            matrices=self.matrices,
         )

@@ -9,7 +9,7 @@ from the figures of the link and of the device that the configuration names.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,14 +20,14 @@ from fsdp_compile.comm.formats import ratio
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.explain.batch import Batch
 from fsdp_compile.explain.matrices import costs_of_matrices, muon_of
-from fsdp_compile.explain.predict import UPDATE_MOVES, update_of
+from fsdp_compile.explain.predict import update_of
 from fsdp_compile.explain.prediction import Setting
 from fsdp_compile.explain.ranks import sharded
 from fsdp_compile.explain.report import Report
 from fsdp_compile.explain.scheduled import Message, Scheduled
 from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import reset_dynamo
-from fsdp_compile.passes.cost.hardware import Hardware, link
+from fsdp_compile.passes.cost.hardware import link
 from fsdp_compile.passes.graph.analyze import GraphInfo, analyze
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
 from fsdp_compile.passes.graph.prices import ALL_REDUCES, group_of, hardware_at, prices_of
@@ -35,48 +35,9 @@ from fsdp_compile.passes.graph.work import node_work, size_of
 from fsdp_compile.passes.inductor import compile_with
 from fsdp_compile.passes.joint.reshard_by_cost import budget_of_step
 from fsdp_compile.passes.pipeline import GraphContext, Pass
-from fsdp_compile.passes.plan.plan import Plan, verify
+from fsdp_compile.passes.plan.plan import verify
 from fsdp_compile.passes.plan.schedule import search_plan
 from fsdp_compile.passes.plan.workload import Workload
-
-MUON = "muon"
-"""Muon for the matrices of repeated blocks, AdamW for the rest."""
-
-
-def check_update(optimizer: str | None, clip: bool) -> None:
-    """Raise ValueError if the name of an optimizer is unknown, or nothing can be clipped."""
-    if optimizer is None and clip:
-        raise ValueError("clip: expected an optimizer beside it, for without one there is no update, found none")
-    if optimizer is not None and optimizer not in UPDATE_MOVES:
-        raise ValueError(f"optimizer: expected one of {', '.join(UPDATE_MOVES)}, found {optimizer!r}")
-
-
-def report(
-    workload: Workload,
-    plan: Plan,
-    budget: int | None = None,
-    *,
-    setting: Setting | None = None,
-    hardware: Hardware | None = None,
-    model: str = "model",
-    parameters: int = 0,
-    flops: int = 0,
-    **links: Any,
-) -> Report:
-    """Verify `plan` and report on it. What lives beside gathered and packed buffers counts as activations.
-
-    `flops` are operations of products and attention in a forward and backward; all else is as in `Prediction` and, what
-    is known of links and matrices, in `Scheduled`.
-
-    Raises:
-        PlanError: the plan breaks a rule, or needs more than `budget` bytes.
-    """
-    verify(workload, plan, budget)
-    setting = setting or Setting(1)
-    shards = setting.shard_size or setting.world_size
-    step = Scheduled(workload, plan, budget, shards=shards, **links)
-    tokens = setting.batch * setting.sequence
-    return Report((step.predict(model, parameters, setting, hardware, tokens, (flops, flops)),), step)
 
 
 def explain_sharded(
@@ -88,59 +49,50 @@ def explain_sharded(
     optimizer: str | None = None,
     clip: bool = False,
 ) -> Report:
-    """Plan a step of `model`, and report on it.
+    """Plan a step of `model`, and report on it: as `explain_plan`, whose arguments and errors these are, but for two.
 
     Args:
-        model: a model, or a function that makes one, whose tensors get no memory.
         shard: shards it, or a copy of it, if it is not sharded; called with a process group initialized.
         batch: given the model, returns the arguments of a forward.
-        config: names the link, and perhaps the device and the budget.
-        world_size: the number of ranks, where no process group is initialized.
-        optimizer: whose update follows; None: none does.
-        clip: whether gradients are clipped before it.
-
-    Raises:
-        PlanError: no plan fits into the budget.
-        ValueError: `world_size` is missing or does not fit, or the model's graph has no sharded parameters.
     """
+    if optimizer is None and clip:
+        raise ValueError("clip: expected an optimizer beside it, for without one there is no update, found none")
+    updated: dict[str, Any] = {"optimizer": optimizer or "none", "clip": clip}
+    Setting(1, **updated)  # refuses names that are unknown, before anything is traced
     with sharded(model, shard, world_size) as made:
         workload, setting, flops, links = read_step(made, *batch(made), config)
         parameters = sum(each.numel() for each in made.parameters())
         trained = sum(each.numel() for each in made.parameters() if each.requires_grad)
         hardware = hardware_at(next(made.parameters()).device, config.device)
         between = link(config.link or "")
-        matrices = costs_of_matrices(muon_of(made), between, hardware) if optimizer == MUON else ()
+        costs = costs_of_matrices(muon_of(made), between, hardware) if optimizer == "muon" else ()
     if config.device not in (None, "cpu"):  # on that device, though not here, one launch serves several units
         workload = replace(workload, can_coalesce=True)
+    setting, shards = replace(setting, hardware=hardware.name, **updated), setting.shard_size or setting.world_size
     if optimizer is not None:
-        setting = replace(setting, optimizer=optimizer, clip=clip)
-        links["update"] = update_of(trained / (setting.shard_size or setting.world_size), setting, hardware)
-    setting = replace(setting, hardware=hardware.name)
-    plan, name = search_plan(workload, budget_of_step(workload, config.budget)).plan, type(made).__name__
-    return report(workload, plan, config.budget, setting=setting, hardware=hardware, model=name,
-                  parameters=parameters, flops=flops, matrices=matrices, **links)  # fmt: skip
-
-
-class _Read(NamedTuple):
-    """Of a joint graph: the step, the setting, its operations, and what `Scheduled` has of links."""
-
-    workload: Workload
-    setting: Setting
-    flops: int
-    links: dict[str, Any]
+        links["update"] = update_of(trained / shards, setting, hardware)
+    plan = search_plan(workload, budget_of_step(workload, config.budget)).plan
+    verify(workload, plan, config.budget)
+    # What lives beside gathered and packed buffers counts as activations.
+    step = Scheduled(workload, plan, config.budget, shards=shards, matrices=tuple(times for _, times in costs), **links)
+    tokens = setting.batch * setting.sequence
+    found = step.predict(type(made).__name__, parameters, setting, hardware, tokens, (flops, flops))
+    return Report((found,), step)
 
 
 class _GraphRead(Exception):
     """Raised to end a compilation once its joint graph has been read."""
 
 
-def read_step(model: nn.Module, inputs: Sequence[object], named: Mapping[str, Any], config: CompileConfig) -> "_Read":
-    """Read the joint graph of a sharded model.
+def read_step(
+    model: nn.Module, inputs: Sequence[object], named: Mapping[str, Any], config: CompileConfig
+) -> tuple[Workload, Setting, int, dict[str, Any]]:
+    """Of a sharded model's joint graph: the step, the setting, its operations, and what `Scheduled` has of links.
 
     Raises:
         ValueError: it has no sharded parameters.
     """
-    found: list[_Read] = []
+    found = list[tuple[Workload, Setting, int, dict[str, Any]]]()
 
     def read_graph(context: GraphContext) -> None:
         prices = prices_of(context.graph, config)
@@ -157,8 +109,6 @@ def read_step(model: nn.Module, inputs: Sequence[object], named: Mapping[str, An
             strategy="HYBRID_SHARD" if is_hybrid else "FULL_SHARD",
             shard_size=max((group_of(each).size() for each in gathers), default=1) if is_hybrid else None,
             precision="bf16" if torch.bfloat16 in dtypes else "fp16" if torch.float16 in dtypes else "fp32",
-            optimizer="none",
-            clip=False,
             network=config.link,
         )
         flops = sum(node_work(node).flops for node in context.graph.nodes)
@@ -168,7 +118,7 @@ def read_step(model: nn.Module, inputs: Sequence[object], named: Mapping[str, An
             replicated = [each for each in starts if each.target in ALL_REDUCES]
             links["levels"] = prices.level(set(starts).difference(replicated)), prices.level(replicated)
             links["sources"] = tuple(prices.sources())
-        found.append(_Read(info.workload, setting, flops, links))
+        found.append((info.workload, setting, flops, links))
         raise _GraphRead
 
     passes = PASSES[0], Pass("read_graph", "joint", read_graph)  # behind `insert_collectives`

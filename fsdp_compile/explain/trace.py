@@ -4,14 +4,15 @@
     Model.traced     one block of each kind, and what is outside of blocks
       _calls         runs a forward in which each distinct block runs once; notes its inputs, others return as it did
       _block         forward and backward of one block with these inputs, after the partitioner
-      _outside       those of the model with an operator in place of each block, which only keeps the order
-    Read             what nodes compute and how long values live, by passes/graph as in a plan
+      _outside       the same of what comes before the first block, and of what follows the last one
+    unit_of          what nodes compute and how long values live, by passes/graph as in a plan
 
 Blocks are traced apart from the rest, so that a model of 126 takes as long as one of two. The partitioner chooses what
 is saved and recomputed; full checkpointing is added afterwards (`StepWork.checkpointed`).
 """
 
 import copy
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy
-from torch.utils.flop_counter import register_flop_formula
 
 from fsdp_compile.construct.blocks import repeated_blocks
 from fsdp_compile.explain._torch import Graphs, fake_tensors, is_fake, partitioned, pytree
@@ -33,88 +33,21 @@ from fsdp_compile.explain.prediction import Setting
 from fsdp_compile.explain.work import BATCHES, Kernels, NotAffine, StepWork, UnitWork, at_batch
 from fsdp_compile.passes._torch import is_tangent
 from fsdp_compile.passes.graph.lifetimes import Lifetime, inlined, last_uses_of, lifetimes, live_bytes
-from fsdp_compile.passes.graph.nodes import is_product, packet_of, source_of
+from fsdp_compile.passes.graph.nodes import aten, is_product, packet_of, source_of
 from fsdp_compile.passes.graph.work import SCATTERS, Work, node_work
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "amp_fp16": torch.float16}  # all others: bfloat16
 
 
-# --- operators that stand for attention and for a block ---------------------------------------------------------------
+class _Reached(BaseException):
+    """A forward has come to its first block, which is given `tensor`."""
 
-
-@torch.library.custom_op("fsdp_explain::attention", mutates_args=())
-def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Fused attention: its output, and a number for each row that backward needs. It is traced and never runs."""
-    raise NotImplementedError
-
-
-@attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    # [batch, heads, queries, width], in memory as FlashAttention returns it: [batch, queries, heads, width]
-    batch, heads, queries, width = query.shape[0], query.shape[-3], query.shape[-2], value.shape[-1]
-    out = query.new_empty(batch, queries, heads, width).transpose(1, 2)
-    return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
-
-
-@torch.library.custom_op("fsdp_explain::attention_backward", mutates_args=())
-def attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: Tensor, is_causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values. It is traced and never runs."""
-    raise NotImplementedError
-
-
-attention_backward.register_fake(lambda grad, query, key, value, *_: tuple(map(torch.empty_like, (query, key, value))))
-
-
-def _note_attention(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs[:3], *output)
-    ctx.is_causal = inputs[3]
-
-
-def _attention_gradients(ctx: Any, grad: Tensor, _: Tensor) -> Any:
-    return (*attention_backward(grad, *ctx.saved_tensors, ctx.is_causal), None)
-
-
-attention.register_autograd(_attention_gradients, setup_context=_note_attention)
-
-
-def _attention_flops(query: Any, key: Any, *_: Any, products: int = 2, **__: Any) -> int:
-    """Operations as if every token saw all others: each product is as large as queries times keys."""
-    batch, heads, queries, width = query
-    return products * 2 * batch * heads * queries * key[-2] * width
-
-
-ATTENTION = torch.ops.fsdp_explain.attention
-register_flop_formula(ATTENTION)(_attention_flops)
-register_flop_formula(torch.ops.fsdp_explain.attention_backward)(
-    lambda grad, query, key, *_, **__: _attention_flops(query, key, products=5)  # scores are computed again
-)
-
-
-@torch.library.custom_op("fsdp_explain::block", mutates_args=())
-def block(given: Tensor, shape: Sequence[int], like: Tensor) -> Tensor:
-    """A block in the graph of what is around it: a tensor of `shape`, in the dtype of `like`. It never runs."""
-    raise NotImplementedError
-
-
-block.register_fake(lambda given, shape, like: like.new_empty(shape))
-
-
-def _note_block(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.shape, ctx.dtype = inputs[0].shape, inputs[0].dtype
-
-
-def _block_gradients(ctx: Any, grad: Tensor) -> Any:
-    return block(grad, list(ctx.shape), grad.new_empty(0, dtype=ctx.dtype)), None, None
-
-
-block.register_autograd(_block_gradients, setup_context=_note_block)
-BLOCK = torch.ops.fsdp_explain.block.default
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
 
 class _WithoutValues(TorchFunctionMode):
-    """Trace attention as one operator on every device, and take conditions on values of tensors to hold.
+    """Trace attention as one operator, and take conditions on values of tensors to hold.
 
     Such conditions are checks, for example of Hugging Face's models that no batch is padded or packed.
     """
@@ -125,7 +58,9 @@ class _WithoutValues(TorchFunctionMode):
             query, key, value = args[:3]
             if query.dim() == 4:
                 causal = bool(kwargs.get("is_causal", args[5] if len(args) > 5 else False))
-                return attention(query, key, value, causal)[0]
+                if query.shape[-1] == value.shape[-1]:
+                    return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)[0]
+                return aten._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, causal)[0]
         if func in (Tensor.__bool__, Tensor.item) and args[0].dtype is torch.bool:
             try:
                 return func(*args)
@@ -161,18 +96,14 @@ class Model:
     Args:
         model: a function that makes it, or a module, of which a copy is traced.
         example_inputs: given (batch, sequence), returns positional arguments; None: tokens, see `explain`.
-        name: of the model; None: its class's.
 
     Raises:
         ValueError: `model` is no module and makes none, raises an error, or has tensors on an accelerator.
     """
 
-    def __init__(
-        self, model: nn.Module | Callable[[], Any], example_inputs: Inputs | None = None, name: str | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module | Callable[[], Any], example_inputs: Inputs | None = None) -> None:
         with fake_tensors() as self.mode:
             self.model = _without_memory(model).train()
-        self.name = name or type(self.model).__name__
         self.example_inputs = example_inputs
         self.blocks = repeated_blocks(self.model)
         self.parameters = sum(each.numel() for each in self.model.parameters())
@@ -217,7 +148,7 @@ class Model:
             text = f"{type(error).__name__}: {error}"
             raise ValueError(f"model: expected one that can be traced, found {text}") from error
         units = tuple(replace(blocks[key], count=len([*alike])) for key, alike in groupby(order))
-        return StepWork(self.name, self.parameters, begin, units, end, setting.batch * setting.sequence)
+        return StepWork(type(self.model).__name__, self.parameters, begin, units, end, setting.batch * setting.sequence)
 
     def _calls(self, inputs: list[Any], names: dict[str, Any], dtype: torch.dtype) -> tuple[dict[Any, Call], list[Any]]:
         """One call of each kind of block, and the kinds in the order of all calls."""
@@ -237,9 +168,14 @@ class Model:
                 for each in _tensors(call.returned)
             ))  # fmt: skip
 
-        with _forwards(self.blocks, stand_in):
-            torch.func.functional_call(self.model, _cast(self.model, dtype), tuple(_cast_inputs(inputs, dtype)), names)
+        self._forward(stand_in, _cast(self.model, dtype), (_cast_inputs(inputs, dtype), names))
         return calls, order
+
+    def _forward(self, stand_in: Callable[..., Any], state: dict[str, Tensor], given: Any) -> Any:
+        """What the model returns with this state, where `stand_in` is called in place of blocks, as by `_forwards`."""
+        tensors, names = given
+        with _forwards(self.blocks, stand_in):
+            return torch.func.functional_call(self.model, state, tuple(tensors), names)
 
     def _outside(
         self, inputs: list[Any], names: dict[str, Any], calls: dict[Any, Call], order: list[Any], compiled: bool,
@@ -249,41 +185,42 @@ class Model:
         inside = {id(param) for each in self.blocks for param in each.parameters()}
         state = _cast(self.model, dtype)
         blocks = {path: state.pop(path) for path, each in [*self.model.named_parameters()] if id(each) in inside}
-        upcoming: list[int] = []
+        outputs = _tensors(calls[order[-1]].returned) if order else []
+        handed = [each.detach().requires_grad_() for each in outputs if each.is_floating_point()]
 
-        def stand_in(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            at = upcoming.pop(0)
-            returned = calls[order[at]].returned
-            given = next(each for each in _tensors((args, kwargs)) if each.is_floating_point())
-            outputs = _tensors(returned)
-            alike = [each.shape == given.shape and each.dtype == given.dtype for each in outputs]
-            if 0 < at < len(order) - 1 and alike == [True]:  # only the first and the last one divide the graph
-                return _with_tensors(returned, [given])
-            return _with_tensors(returned, (
-                block(given, list(each.shape), given.new_empty(0, dtype=each.dtype))
-                if each.is_floating_point() else each for each in outputs
-            ))  # fmt: skip
+        def begin(params: dict[str, Tensor], buffers: dict[str, Tensor], given: Any) -> tuple[Tensor, ...]:
+            def stand_in(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                raise _Reached(next(each for each in _tensors((args, kwargs)) if each.is_floating_point()))
 
-        def run(params: dict[str, Tensor], buffers: dict[str, Tensor], given: Any) -> tuple[Tensor]:
-            upcoming[:] = range(len(order))
-            tensors, by_name = given
-            output = torch.func.functional_call(self.model, {**blocks, **params, **buffers}, tuple(tensors), by_name)
-            return (loss_of(output),)
+            try:
+                self._forward(stand_in, {**blocks, **params, **buffers}, given)
+            except _Reached as reached:
+                return (reached.tensor,)
+            return ()
 
-        with _forwards(self.blocks, stand_in):
-            graphs = partitioned(run, (state, _buffers(self.model), (_cast_inputs(inputs, dtype), names)), compiled)
+        def end(params: dict[str, Tensor], buffers: dict[str, Tensor], given: Any, handed: list[Tensor]) -> Any:
+            upcoming = iter(order)
+
+            def stand_in(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                returned, is_last = calls[next(upcoming)].returned, operator.length_hint(upcoming) == 0
+                floats = iter(handed)
+                return _with_tensors(returned, (
+                    each if not each.is_floating_point() else
+                    next(floats) if is_last else torch.empty(each.shape, dtype=each.dtype)
+                    for each in _tensors(returned)
+                ))  # fmt: skip
+
+            return (loss_of(self._forward(stand_in, {**blocks, **params, **buffers}, given)),)
+
+        arguments = (state, _buffers(self.model), (_cast_inputs(inputs, dtype), names))
         outside = sum(each.numel() for each in self.model.parameters() if id(each) not in inside)
-        read = Read(graphs, compiled, len(state))
-        before, after = _around_blocks(graphs.forward)
-        after_backward, before_backward = _around_blocks(graphs.backward)
-        if not order:
-            before, after, before_backward, after_backward = [], before, [], after_backward
         given = sum(each.nbytes for each in inputs if isinstance(each, Tensor))
-        last = _tensors(calls[order[-1]].returned) if order else []
-        passed = sum(each.nbytes for each in last if each.is_floating_point()) if order else given
+        passed = sum(each.nbytes for each in handed) if order else given
+        before = partitioned(begin, arguments, compiled) if order else Graphs()
+        after = partitioned(end, (*arguments, handed), compiled)
         return (
-            read.unit("embedding", 0, given, before, before_backward),
-            read.unit("output", outside, passed, after, after_backward),
+            unit_of("embedding", before, compiled, len(state), 0, given),
+            unit_of("output", after, compiled, len(state), outside, passed),
         )
 
 
@@ -301,9 +238,8 @@ def _block(call: Call, compiled: bool, by_operator: bool, dtype: torch.dtype) ->
     graphs = partitioned(run, (state, _buffers(call.module), tensors), compiled, tag)
     passed = sum(each.nbytes for each in tensors if each.requires_grad)
     parameters = sum(each.numel() for each in call.module.parameters())
-    read = Read(graphs, compiled, len(state))
-    unit = read.unit("blocks", parameters, passed, list(graphs.forward.nodes), list(graphs.backward.nodes))
-    return replace(unit, shapes=tuple(tuple(each.shape) for each in call.module.parameters()))
+    shapes = tuple(tuple(each.shape) for each in call.module.parameters())
+    return replace(unit_of("blocks", graphs, compiled, len(state), parameters, passed), shapes=shapes)
 
 
 @contextmanager
@@ -389,19 +325,12 @@ def save_by_operator(joint: fx.Graph) -> None:
         if is_tangent(node) or not backward.isdisjoint(node.all_input_nodes):
             backward.add(node)
         elif node.op == "call_function":
-            is_attention = any(packet_of(each) is ATTENTION for each in (node, *node.all_input_nodes[:1]))
+            is_attention = any("attention" in str(packet_of(each)) for each in (node, *node.all_input_nodes[:1]))
             is_other_product = is_product(node) and not is_attention
             products += is_other_product
             saved = is_attention or (is_other_product and products % 2 == 1)
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
             node.meta["ac_graph_id"] = 0
-
-
-def _around_blocks(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The nodes before those that stand for blocks, and those behind them; without such nodes all are before."""
-    nodes = list(graph.nodes)
-    ends = [at for at, node in enumerate(nodes) if node.target is BLOCK]
-    return (nodes[: ends[0]], nodes[ends[-1] + 1 :]) if ends else (nodes, [])
 
 
 def kernels_of(nodes: Iterable[fx.Node], compiled: bool) -> Kernels:
@@ -417,66 +346,50 @@ def kernels_of(nodes: Iterable[fx.Node], compiled: bool) -> Kernels:
     return tuple(kernels)
 
 
-class Read:
-    """When values of a traced forward and backward are alive; the parameters are their first inputs.
+def unit_of(name: str, graphs: Graphs, compiled: bool, state: int, parameters: int, input_bytes: int) -> UnitWork:
+    """The numbers of a traced forward and backward.
 
     Args:
+        name: of the unit.
         graphs: what was traced.
         compiled: whether chains are fused.
-        parameters: how many there are.
+        state: how many of its first inputs are parameters.
+        parameters: elements of those that the unit has.
+        input_bytes: as in `UnitWork`.
     """
+    forward = {node: each for node, each in _alive(graphs.forward, compiled).items() if node.op != "placeholder"}
+    returned = {source_of(each) for each in _outputs(graphs.forward, 0, graphs.returned)}
+    origins = {each.name: source_of(each) for each in _outputs(graphs.forward, graphs.returned)}
+    saved = {each for each in origins.values() if each in forward} - returned
+    gradients = {source_of(each) for each in _outputs(graphs.backward, 0, state)}
+    gradients |= {each.all_input_nodes[0] for each in gradients if packet_of(each) in SCATTERS}  # written into
+    backward: dict[fx.Node, Lifetime] = {}  # what forward has saved, by what it saved, and what backward computes
+    for node, each in _alive(graphs.backward, compiled).items():
+        origin = origins.get(node.name)
+        if origin in saved:
+            last = max(each.last, backward[origin].last) if origin in backward else each.last
+            backward[origin] = Lifetime(node, 0, last, forward[origin].size)
+        elif (node.op != "placeholder" or is_tangent(node)) and node not in gradients:
+            backward[node] = each
+    values = [node.meta.get("val") for node in graphs.forward.nodes if is_product(node)]
+    columns = max((each.shape[-1] for each in values if isinstance(each, Tensor)), default=0)
+    forward_peak, _ = _peak([*forward.values()], 0)
+    backward_peak, logits = _peak([*backward.values()], columns)
+    kernels = kernels_of(graphs.forward.nodes, compiled), kernels_of(graphs.backward.nodes, compiled)
+    saved_bytes = sum(forward[each].size for each in saved)
+    return UnitWork(name, parameters, *kernels, input_bytes, saved_bytes, forward_peak, backward_peak, logits)
 
-    def __init__(self, graphs: Graphs, compiled: bool, parameters: int) -> None:
-        self.compiled = compiled
-        self.forward = {node: each for node, each in self._alive(graphs.forward).items() if node.op != "placeholder"}
-        returned = {source_of(each) for each in _outputs(graphs.forward, 0, graphs.returned)}
-        saved = {each.name: source_of(each) for each in _outputs(graphs.forward, graphs.returned)}
-        self.saved = {each for each in saved.values() if each in self.forward} - returned
-        gradients = {source_of(each) for each in _outputs(graphs.backward, 0, parameters)}
-        gradients |= {each.all_input_nodes[0] for each in gradients if packet_of(each) in SCATTERS}  # written into
-        self.backward: dict[fx.Node, Lifetime] = {}
-        self.given: dict[fx.Node, Lifetime] = {}  # what forward has saved, in backward
-        for node, each in self._alive(graphs.backward).items():
-            origin = saved.get(node.name)
-            if origin in self.saved:
-                last = max(each.last, self.given[origin].last) if origin in self.given else each.last
-                self.given[origin] = Lifetime(node, 0, last, self.forward[origin].size)
-            elif (node.op != "placeholder" or is_tangent(node)) and node not in gradients:
-                self.backward[node] = each
 
-    def _alive(self, graph: fx.Graph) -> dict[fx.Node, Lifetime]:
-        """When what a graph computes is alive, and until when its inputs are read."""
-        position = {node: at for at, node in enumerate(n for n in graph.nodes if n.op == "call_function")}
-        in_loops = inlined(graph, joint=False) if self.compiled else set()
-        last = last_uses_of(graph, position, in_loops)
-        return {
-            each.node: replace(each, last=last[each.node]) if each.node.op == "placeholder" else each
-            for each in lifetimes(graph, position, {}, (), stored=set(graph.nodes) - in_loops)
-            if each.node is not None and each.node.target is not BLOCK
-        }
-
-    def unit(
-        self, name: str, parameters: int, input_bytes: int, forward: list[fx.Node], backward: list[fx.Node]
-    ) -> UnitWork:
-        """The numbers of a unit's nodes in forward and in backward; `input_bytes` as in `UnitWork`."""
-        inside, inside_backward = set(forward), set(backward)
-        values = [node.meta.get("val") for node in forward if is_product(node)]
-        columns = max((each.shape[-1] for each in values if isinstance(each, Tensor)), default=0)
-        alive = [each for node, each in self.backward.items() if node in inside_backward]
-        alive += [each for origin, each in self.given.items() if origin in inside]
-        forward_peak, _ = _peak([each for node, each in self.forward.items() if node in inside], 0)
-        backward_peak, logits = _peak(alive, columns)
-        return UnitWork(
-            name,
-            parameters,
-            kernels_of(forward, self.compiled),
-            kernels_of(backward, self.compiled),
-            input_bytes,
-            sum(self.forward[each].size for each in self.saved & inside),
-            forward_peak,
-            backward_peak,
-            logits,
-        )
+def _alive(graph: fx.Graph, compiled: bool) -> dict[fx.Node, Lifetime]:
+    """When what a graph computes is alive, and until when its inputs are read."""
+    position = {node: at for at, node in enumerate(n for n in graph.nodes if n.op == "call_function")}
+    in_loops = inlined(graph, joint=False) if compiled else set()
+    last = last_uses_of(graph, position, in_loops)
+    return {
+        each.node: replace(each, last=last[each.node]) if each.node.op == "placeholder" else each
+        for each in lifetimes(graph, position, {}, (), stored=set(graph.nodes) - in_loops)
+        if each.node is not None
+    }
 
 
 def _peak(alive: Sequence[Lifetime], columns: int) -> tuple[int, int]:

@@ -234,12 +234,12 @@ def test_explain_plan() -> None:
     inputs, _ = CASES["mlp"].batch(1, 4)
     build = partial(mlp, blocks=2)
     found = explain_plan(build, (inputs,), link=SLOW)
-    assert [launch.name for launch in found.collectives[:2]] == ["gather root", "gather blocks.0"]
-    kinds = Counter(launch.name.split()[0] for launch in found.collectives)
+    assert [launch.name for launch in found.scheduled.collectives[:2]] == ["gather root", "gather blocks.0"]
+    kinds = Counter(launch.name.split()[0] for launch in found.scheduled.collectives)
     assert kinds["reduce"] == 3 and 3 <= kinds["gather"] < 6
-    assert found.bound <= found.timeline.makespan and "limited by" in str(found)
+    assert found.scheduled.bound <= found.scheduled.timeline.makespan and "limited by" in str(found)
     far = explain_plan(build, (inputs,), link="h100-ib400-single")  # the ranks are those of different nodes
-    assert [{each.level for each in report.collectives} for report in (found, far)] == [{"node"}, {"network"}]
+    assert [{each.level for each in report.scheduled.collectives} for report in (found, far)] == [{"node"}, {"network"}]
     assert f"\nlink      {SLOW}: assumed, the caller\ndevice    cpu: " in str(found)  # where seconds come from
     measured = explain_plan(build, (inputs,), link="measured:0=1e-5,1e9", device="h100")
     assert "1e-5,1e9: measured, its ranks\ndevice    h100-80: 4 data sheet, 6 fitted, 8 assumed" in str(measured)
@@ -251,8 +251,10 @@ def test_explain_plan() -> None:
     assert same.plan == found.plan and measured.predictions[0].setting.hardware == "h100-80"
     with pytest.raises(PlanError, match=r"budget: expected at least \d+ bytes"):
         explain_plan(build, (inputs,), link=SLOW, budget=1)
-    with pytest.raises(ValueError, match="world_size: expected 4, as the process group has, found 8"):
-        explain_plan(build, (inputs,), link=SLOW, world_size=8)
+    other = explain_plan(build, (inputs,), link=SLOW, world_size=8)
+    assert other.predictions[0].setting.world_size == 8 and torch.distributed.get_world_size() == 4
+    with pytest.raises(ValueError, match="world_size: expected 4, over which the model is sharded, found 8"):
+        explain_plan(fully_shard(build()), (inputs,), link=SLOW, world_size=8)
     model = build()
     before = [(type(module), *module.parameters(recurse=False)) for module in model.modules()]
     with torch.no_grad():
@@ -269,7 +271,7 @@ def test_explain_plan_of_replicas() -> None:
     model = fully_shard(BUILD["mlp"](), mesh=init_device_mesh("cpu", (2, 2)))
     found = explain_plan(model, (inputs,), link=SLOW)
     assert (found.predictions[0].setting.strategy, found.predictions[0].setting.shard_size) == ("HYBRID_SHARD", 2)
-    sizes = {kind: sum(each.bytes for each in found.collectives if each.kind == kind)
+    sizes = {kind: sum(each.bytes for each in found.scheduled.collectives if each.kind == kind)
              for kind in ("reduce-scatter", "all-reduce")}  # fmt: skip
     assert sizes["reduce-scatter"] == 2 * sizes["all-reduce"] > 0
 

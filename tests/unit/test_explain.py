@@ -6,11 +6,18 @@ import pytest
 from expecttest import assert_expected_inline
 from workloads import blocks, no_prefetch
 
-from fsdp_compile.explain.sharded import report
-from fsdp_compile.passes.plan.plan import PlanError
+from fsdp_compile.explain.prediction import Setting
+from fsdp_compile.explain.report import Report
+from fsdp_compile.explain.scheduled import Scheduled
+from fsdp_compile.passes.plan.plan import Plan
 from fsdp_compile.passes.plan.schedule import search_plan
-from fsdp_compile.passes.plan.workload import smallest_budget
+from fsdp_compile.passes.plan.workload import Workload, smallest_budget
 from fsdp_compile.tools.cli import main
+
+
+def report(workload: Workload, plan: Plan, budget: int | None = None) -> Report:
+    step = Scheduled(workload, plan, budget)
+    return Report((step.predict("model", 0, Setting(1), None, 1, (0, 0)),), step)
 
 
 def test_printed():
@@ -44,16 +51,14 @@ rule      16520.000 ms, 471 bytes: the order of blocks, without a search
 def test_limits():
     """Where memory is no limit, dependencies are; within the smallest budget, memory; behind a full link, the link."""
     workload = blocks(9)
-    free = report(workload, search_plan(workload).plan)
+    free = report(workload, search_plan(workload).plan).scheduled
     assert {each.limit for each in free.collectives if each.exposed} == {"dependency", "link"}
     assert free.timeline.exposed == pytest.approx(sum(each.exposed for each in free.collectives))
     least = smallest_budget(workload)
-    tight = report(workload, no_prefetch(workload), least)
+    tight = report(workload, no_prefetch(workload), least).scheduled
     assert "memory" in {each.limit for each in tight.collectives}
-    slow = report(blocks(9, forward=0.1), search_plan(blocks(9, forward=0.1), coalesce=1).plan)
+    slow = report(blocks(9, forward=0.1), search_plan(blocks(9, forward=0.1), coalesce=1).plan).scheduled
     assert sum(each.limit == "link" for each in slow.collectives) > len(slow.collectives) / 2
-    with pytest.raises(PlanError, match="budget: expected at most"):
-        report(workload, no_prefetch(workload), least - 1)
 
 
 def test_trace():
@@ -61,7 +66,7 @@ def test_trace():
     workload = blocks(3)
     found = report(workload, search_plan(workload).plan)
     events = json.loads(found.to_trace())["traceEvents"]
-    assert sum(event["ph"] == "X" for event in events) == len(workload.tasks) + len(found.collectives)
+    assert sum(event["ph"] == "X" for event in events) == len(workload.tasks) + len(found.scheduled.collectives)
 
 
 MODEL = """

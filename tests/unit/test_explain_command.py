@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from fsdp_compile import explain
-from fsdp_compile.explain.report import read_report
 from fsdp_compile.passes.cost.hardware import device, to_json
 from fsdp_compile.tools.cli import main
 
@@ -68,12 +67,12 @@ def test_command(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["explain", f"{model}:make", "--gpus", "8,64", "--batch", "1,2", "--seq", "128", *options]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("Tiny, ") and " in 4 settings\n" in printed and "tokens/s per GPU, MFU" in printed
-    made = read_report(written["json"])
-    shown = [(each.setting.world_size, each.setting.batch) for each in made.predictions]
+    made = json.loads(written["json"].read_text())["predictions"]
+    shown = [(each["setting"]["world_size"], each["setting"]["batch"]) for each in made]
     assert shown == [(8, 1), (8, 2), (64, 1), (64, 2)]
-    assert made.predictions[0].parameters == 256 * 64 + 64 * 256 + 256 + 3 * (2 * 64 + 64 * 192 + 192 + 64 * 64 + 64)
-    for each in made.predictions:
-        assert each.step == pytest.approx(each.forward + each.backward + each.update + each.exposed)
+    assert made[0]["parameters"] == 256 * 64 + 64 * 256 + 256 + 3 * (2 * 64 + 64 * 192 + 192 + 64 * 64 + 64)
+    for each in made:
+        assert each["step"] == pytest.approx(sum(each[part] for part in ("forward", "backward", "update", "exposed")))
     assert json.loads(written["trace"].read_text())["traceEvents"]
 
 
@@ -88,10 +87,6 @@ def test_command(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["{model}:make", "--checkpointing", "some"], "checkpointing: expected one of none, full, "),
         (["{model}:make", "--precision", "int4"], "--precision: expected one of fp32, "),
         (["{model}:make", "--shard-size", "3"], "shard_size: expected a divisor of world_size 8, found 3"),
-        (
-            ["{model}:make", "--calibration", "{nan}"],
-            "chain_efficiency: expected a finite number above 0, found nan",
-        ),
         (
             ["{model}:make", "--hardware", "{nan}"],
             "chain_efficiency: expected a finite number above 0, found nan",

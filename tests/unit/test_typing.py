@@ -56,7 +56,7 @@ assert_type(model.set_requires_gradient_sync(True), None)
 assert_type(model.clip_grad_norm_(1.0), torch.Tensor)
 assert_type(FSDPModule.fsdp_modules(net), list[FSDPModule])
 torch.optim.SGD(model.parameters(), lr=0.1)
-bound: float = explain_plan(model, (torch.ones(2),), link="h100-nvlink").bound
+bound: float = explain_plan(model, (torch.ones(2),), link="h100-nvlink").scheduled.bound
 assert_type(net, Net)
 """
 MISTAKES = (

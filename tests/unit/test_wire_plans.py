@@ -80,17 +80,17 @@ def _report(link: str, **options: Any) -> Any:
 def test_the_plan_prints_formats_and_bytes(emulated: None) -> None:
     """Each collective with its format and what it sends, and sums; without a wire there are no such columns."""
     found = _report("custom:1e-6,1e9", wire=Wire("fp8", "bf16"))
-    assert {(each.kind, each.format) for each in found.collectives} == {
+    assert {(each.kind, each.format) for each in found.scheduled.collectives} == {
         ("all-gather", "fp8"),
         ("reduce-scatter", "bf16"),
     }
     full = _report("custom:1e-6,1e9")
     parts = {"all-gather": 0.2521, "reduce-scatter": 0.5}
     for kind, part in parts.items():
-        sent, size = (sum(getattr(each, name) for each in found.collectives if each.kind == kind)
+        sent, size = (sum(getattr(each, name) for each in found.scheduled.collectives if each.kind == kind)
                       for name in ("sent", "bytes"))  # fmt: skip
         assert sent == pytest.approx(part * size, rel=1e-3)
-        assert size == sum(each.bytes for each in full.collectives if each.kind == kind)
+        assert size == sum(each.bytes for each in full.scheduled.collectives if each.kind == kind)
         assert f"{size:,}" in str(found) and f"{sent:,}" in str(found)
     assert "format" in str(found) and "format" not in str(full)
 

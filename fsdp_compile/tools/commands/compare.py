@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if (args.factory is None) == (args.torchtitan is None):
         raise ValueError("expected either FILE.py:FUNCTION or --torchtitan MODULE:CONFIG")
     check_folders(args.json)
-    hardware = hardware_of(args.hardware, None) if args.hardware else None
+    hardware = hardware_of(args.hardware) if args.hardware else None
     factory, batch, sequence = args.factory, args.batch or 1, args.seq or 256
     if args.torchtitan is not None:
         from fsdp_compile.integrations.torchtitan.compared import config_of

@@ -44,9 +44,7 @@ def add_options(add: Add) -> None:
     add("--network", metavar="LINK", help="between nodes, for each GPU: a link such as ib400, or "
         "custom:<latency in s>,<bandwidth in bytes/s> (default: the hardware's)")
     add("--hardware", metavar="NAME|FILE", help="a name such as h100-80, or a hardware file (JSON); --hardware list "
-        "prints the names (default: that of --calibration, or h100-80)")
-    add("--calibration", type=Path, metavar="FILE", help="what fsdp-compile calibrate has measured, used in place of "
-        "the hardware's own constants")
+        "prints the names (default: h100-80)")
     add("--batch", type=numbers, metavar="N[,N...]", help="sequences per GPU and forward (default: 1)")
     add("--seq", type=numbers, metavar="N[,N...]", help="tokens of a sequence (default: 2048)")
     add("--accumulate", type=positive, metavar="N", help="forwards and backwards of one step (default: 1)")
@@ -82,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
     check_folders(args.json, args.trace)
     check_factory(args.factory)
     settings = {"world_size": 8, **given}
-    hardware = hardware_of(args.hardware, args.calibration)
+    hardware = hardware_of(args.hardware)
     found = len(settings_of(settings, hardware))
     say(f"tracing {args.factory} for {found} setting{'s'[: found > 1]} on {hardware.name}")
     make_model, example_inputs = load_factory(args.factory)
