@@ -13,16 +13,10 @@ rounds in which the variants alternate.
 `--passes` measures instead what each of our passes takes on a whole graph: CPU seconds by number of blocks, the
 exponent of a power law through them, and the sum beside what the unsharded model takes to compile. No code is
 generated for the sharded model.
-
-`--ranks 2 4` measures instead what compiling costs so many gloo ranks, each with a cache folder of its own: what one of
-them takes that compiles alone, which a fake process group plays, and what all of them take together with and without
-`share_artifacts`. With `--shard 2` they use hybrid sharding, with shard groups of two ranks. "codes" counts the
-different sets of generated modules among the ranks: 1 where all run the same code.
 """
 
 import argparse
 import gc
-import hashlib
 import json
 import math
 import os
@@ -34,9 +28,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,7 +42,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.host_overhead import build, cpu_microseconds
 from bench.report import parser, write
-from fsdp_compile import compile_step, fully_shard
+from fsdp_compile import compile_step
 from fsdp_compile.passes.inductor import PASSES, Pass, config_of, pipelines, switched_off
 from fsdp_compile.passes.pipeline import GraphContext
 
@@ -190,65 +182,6 @@ def show_passes(depths: list[int]) -> None:
         print(f"{layers} blocks: passes {ours:.2f} s, unsharded {whole:.1f} s: {ours / whole:.1%}", flush=True)
 
 
-# --- ranks ------------------------------------------------------------------------------------------------------------
-
-
-def measure_rank(layers: int, rank: int, world_size: int, shard: int, alone: int, folder: str) -> Figures:
-    """As `measure`, of a gloo rank of the sharded model, over groups of `shard` ranks; `alone`: no others exist."""
-    torch.set_num_threads(1)
-    store = FakeStore() if alone else dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("fake" if alone else "gloo", rank=rank, world_size=world_size, store=store)
-    tokens = torch.zeros(1, 4, dtype=torch.long)
-    torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))  # imports
-    mesh = dist.init_device_mesh("cpu", (world_size // shard, shard)) if shard < world_size else None
-    compiled = torch.compile(fully_shard(build(layers, False), mesh=mesh), fullgraph=True)
-    before = seconds()
-    compiled(tokens, tokens).backward()
-    spent = since(before)
-    dist.barrier()
-    dist.destroy_process_group()
-    return spent
-
-
-def on_ranks(layers: int, world_size: int, shard: int, share: bool, alone: bool = False) -> Figures:
-    """CPU seconds of all ranks together, or of one `alone`, with empty caches each, and how many codes they run."""
-    running = range(1 if alone else world_size)
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(world_size) as pool:
-
-        def run(rank: int) -> Figures:
-            own = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{rank}", "FSDP_COMPILE_SHARE_ARTIFACTS": str(int(share))}
-            numbers = (layers, rank, world_size, min(shard, world_size), int(alone))
-            return in_process("--rank", *numbers, folder, TORCHINDUCTOR_VEC_ISA_OK="1", **own)
-
-        def code(rank: int) -> frozenset[str]:
-            """Digests of the modules that Inductor has generated."""
-            return frozenset(
-                hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(folder).glob(f"{rank}/*/*.py")
-            )
-
-        ranks = list(pool.map(run, running))
-        codes = set(map(code, running))
-    return {**{part: sum(each[part] for each in ranks) for part in ranks[0]}, "codes": len(codes)}
-
-
-def compare_ranks(layers: int, sizes: list[int], shard: int) -> dict[str, Figures]:
-    """CPU seconds of one rank that compiles alone, and of all ranks."""
-    rows: dict[str, Figures] = {}
-    for size in sizes:
-        one = on_ranks(layers, size, shard, share=False, alone=True)
-        found = {f"one of {size} ranks, alone": one}
-        for share in (True, False):
-            found[f"{size} ranks{', share_artifacts' * share}"] = on_ranks(layers, size, shard, share)
-        rows |= {name: {**row, "of one": row["all"] / one["all"]} for name, row in found.items()}
-    return rows
-
-
-def show_ranks(layers: int, rows: dict[str, Figures]) -> None:
-    print(f"{layers} blocks, CPU s{'':16}" + "".join(f"{part:>10}" for part in next(iter(rows.values()))))
-    for name, row in rows.items():
-        print(f"{name:32}" + "".join(f"{value:10.2f}" for value in row.values()))
-
-
 def main() -> None:
     """Print a table and write `bench/results/compile_time.json`."""
     arguments = parser(__doc__)
@@ -256,11 +189,8 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS[:4])
     arguments.add_argument("--passes", action="store_true", help="measure our passes, and write nothing")
-    arguments.add_argument("--ranks", type=int, nargs="+", help="compare so many ranks, and write nothing")
-    arguments.add_argument("--shard", type=int, default=sys.maxsize, help="ranks of a shard group (default: all)")
     arguments.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     arguments.add_argument("--one-passes", type=int, help=argparse.SUPPRESS)
-    arguments.add_argument("--rank", nargs=6, help=argparse.SUPPRESS)
     args = arguments.parse_args()
     if args.one:
         print(json.dumps(measure(int(args.one[0]), args.one[1])))
@@ -268,11 +198,6 @@ def main() -> None:
         print(json.dumps(measure_passes(args.one_passes)))
     elif args.passes:
         show_passes(args.layers)
-    elif args.rank:
-        print(json.dumps(measure_rank(*map(int, args.rank[:-1]), args.rank[-1])))
-    elif args.ranks:
-        for layers in args.layers:
-            show_ranks(layers, compare_ranks(layers, args.ranks, args.shard))
     else:
         report = {str(layers): compare(layers, args.rounds, args.variants) for layers in args.layers}
         print(f"{'blocks':>6}  {'CPU s':26}" + "".join(f"{part:>10}" for part in ("python", "c++", "all", "step, ms")))

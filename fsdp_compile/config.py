@@ -55,8 +55,7 @@ class CompileConfig:
         profile: has no effect, warns, and will go; plans are made from the figures of `device`.
         plan: path of a file with plans to follow, as `str(plan)` under the headings `forward:` and `backward:`.
         record_profile: likewise.
-        share_artifacts: whether the first rank alone compiles, forward and backward at once, and the others load what
-            it compiled. They wait for it, and compile for themselves if they differ from it in versions or devices.
+        share_artifacts: likewise; `torch.compiler.save_cache_artifacts` takes compiled code to other ranks.
 
     Raises:
         TypeError: a field has a value of another type.
@@ -89,10 +88,11 @@ class CompileConfig:
             raise ValueError(f"check_ranks_timeout must be above 0 seconds, not {self.check_ranks_timeout}")
         if self.budget is not None and self.budget < 1:
             raise ValueError(f"budget must be at least 1 byte, or None, not {self.budget}")
-        if self.profile is not None or self.record_profile:
-            warnings.warn(_NO_PROFILES, FutureWarning, stacklevel=3)
-            object.__setattr__(self, "profile", None)
-            object.__setattr__(self, "record_profile", False)
+        for each in fields(self):
+            if each.name in _WITHOUT_EFFECT and getattr(self, each.name) != each.default:
+                text = f"{each.name} has no effect any more, and version 0.4 will not take it: "
+                warnings.warn(text + _WITHOUT_EFFECT[each.name], FutureWarning, stacklevel=3)
+                object.__setattr__(self, each.name, each.default)
         if self.link == "auto":
             text = "link='auto' is link='measure' now; without a link steps follow the order of blocks: leave it out"
             warnings.warn(text, FutureWarning, stacklevel=3)
@@ -103,11 +103,6 @@ class CompileConfig:
     def without_search(self) -> "CompileConfig":
         """This configuration where no link is known: collectives follow the order of blocks."""
         return replace(self, link=None, device=None, budget=None)
-
-    @property
-    def deciding_code(self) -> "CompileConfig":
-        """This configuration without what decides only who compiles: equal where generated code is."""
-        return replace(self, share_artifacts=False)
 
     @property
     def file_contents(self) -> tuple[str, ...]:
@@ -151,10 +146,15 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 _GONE = {"activations": "torch.utils.checkpoint and torch._functorch.config.activation_memory_budget are what remains"}
 
 
-_NO_PROFILES = (
-    "profile and record_profile have no effect any more, and version 0.4 will not take them: plans are made from the "
-    "figures of the device, which the option device may name, as a file that `fsdp-compile calibrate` has written"
+_PLANS = (
+    "plans are made from the figures of the device, which the option device may name, as a file that `fsdp-compile "
+    "calibrate` has written"
 )
+_WITHOUT_EFFECT = {
+    "profile": _PLANS,
+    "record_profile": _PLANS,
+    "share_artifacts": "each rank compiles; torch.compiler.save_cache_artifacts() of one serves all in a later job",
+}
 
 
 def _text_of(name: str, path: str) -> str:

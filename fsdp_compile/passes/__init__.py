@@ -7,7 +7,6 @@ checks.py      what is checked of graphs while passes run
 printed.py     graphs as text
 agreement.py   what ranks follow together: figures of links, plans
 measure.py     the link between ranks, and how fast they compute
-artifacts.py   compiled code on the way to other ranks
 graph/         reading a graph: tags, kinds of nodes, costs, lifetimes, tasks and units
 joint/         passes on forward and backward in one graph, which the partitioner then splits
 post_grad/     passes on each graph alone

@@ -11,7 +11,6 @@ CustomGraphPass.uuid                      in the key of Inductor's and AOTAutogr
 ShortenTraceback                          an error that Dynamo and, with caches, Inductor do not wrap in one of theirs
 InductorError.inner_exception             what Inductor has wrapped
 callback_handler.end_callbacks            called when a frame or a deferred backward has been compiled, or has failed to
-config.force_non_lazy_backward_lowering   of AOTAutograd: whether a backward is compiled together with its forward
 get_graph_being_compiled                  "model__<index>_<joint|forward|backward|inference>_<n>"
 TracingContext.fw_metadata                num_forward_returns: outputs behind those are saved for backward
 ShapeEnv, bound_sympy                     var_to_range, backed_var_to_val, var_to_sources, by symbol of a size
@@ -38,7 +37,6 @@ read generated code and fail if a gradient is copied or read too late.
 import re
 from bisect import bisect_left
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -46,8 +44,6 @@ from torch import SymInt, Tensor, fx
 from torch._dynamo import reset as reset_dynamo
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import ShortenTraceback
-from torch._dynamo.utils import counters
-from torch._functorch import config as _autograd_config
 from torch._functorch.aot_autograd import get_graph_being_compiled
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
@@ -131,16 +127,6 @@ def call_after_compiling(function: Callable[[Any], None]) -> None:
     """Call `function` whenever Dynamo has compiled a frame, or a backward that was compiled lazily."""
     if function not in callback_handler.end_callbacks:
         callback_handler.register_end_callback(function)
-
-
-def cache_hits() -> int:
-    """Return the number of graphs that this process found in the compiler's caches."""
-    return counters["inductor"]["fxgraph_cache_hit"]
-
-
-def compiling_backward_at_once() -> AbstractContextManager[Any]:
-    """Compile each backward together with its forward, not when it first runs."""
-    return _autograd_config.patch(force_non_lazy_backward_lowering=True)
 
 
 def compile_by_inductor(gm: fx.GraphModule, inputs: list[Any], patches: dict[str, Any]) -> Callable[..., Any]:

@@ -113,7 +113,7 @@ class Pipeline(CustomGraphPass):
         as_gloo = compiles_as_gloo(dist.group.WORLD) if dist.group.WORLD is not None else None
         return (
             hash_of_sources(), torch.__version__, as_gloo, self.stage, *keys,
-            self.config.deciding_code, self.config.file_contents, *others,
+            self.config, self.config.file_contents, *others,
         )  # fmt: skip
 
 

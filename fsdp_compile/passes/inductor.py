@@ -26,7 +26,6 @@ from fsdp_compile.passes._torch import (
     switched_off,
     without_dispatch_modes,
 )
-from fsdp_compile.passes.artifacts import share_artifacts
 from fsdp_compile.passes.checks import check_order, check_saved, check_settings
 from fsdp_compile.passes.cost.hardware import device, link, measured_text
 from fsdp_compile.passes.graph.nodes import is_ours
@@ -191,8 +190,8 @@ def checked(config: CompileConfig, passes: Sequence[Pass] = PASSES) -> CompileCo
 def for_graph(config: CompileConfig, graph: fx.Graph) -> CompileConfig:
     """The configuration for a graph that Dynamo has traced, with the link that its ranks measure if a search needs one.
 
-    A search is asked for by a link, by what needs one, or by `reshard_after_forward="auto"`. Waits for the rank that
-    compiles for all, too, once the link is known. A graph of a model that is not sharded has nothing to plan.
+    A search is asked for by a link, by what needs one, or by `reshard_after_forward="auto"`. A graph of a model that is
+    not sharded has nothing to plan.
 
     Raises:
         Refused: there is no link, and the configuration has a budget.
@@ -204,8 +203,6 @@ def for_graph(config: CompileConfig, graph: fx.Graph) -> CompileConfig:
         if link_here is None and config.budget is not None:
             raise Refused(f"budget={config.budget} needs a link, and the ranks could not measure one: name it")
         config = replace(config, link=link_here, device=device_here) if link_here else config.without_search
-    if config.share_artifacts:
-        share_artifacts(config.check_ranks_timeout)
     return config
 
 

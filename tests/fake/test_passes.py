@@ -121,8 +121,9 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
 
 def test_options_that_are_announced_to_go_change_nothing() -> None:
     """They warn."""
-    with pytest.warns(FutureWarning, match="profile and record_profile have no effect"):
-        assert CompileConfig(link=None, profile="absent", record_profile=True) == CompileConfig(link=None)
+    for each in ({"profile": "absent"}, {"record_profile": True}, {"share_artifacts": True}):
+        with pytest.warns(FutureWarning, match=f"{next(iter(each))} has no effect any more"):
+            assert CompileConfig(**each) == CompileConfig()
     model = fully_shard(small())
     with pytest.warns(UserWarning, match="compile_step: prefetch has no effect any more"):
         compile_step(model, torch.optim.SGD(model.parameters(), 0.1), prefetch=2)

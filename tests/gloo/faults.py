@@ -3,8 +3,7 @@
     python faults.py FOLDER SCENARIO STAGE HOW [SCENARIO STAGE HOW ...]
 
 HOW is what runs the model, on three ranks, or on four with hybrid sharding, as in "eager hybrid". Rank 1 takes one good
-step, and in the second one it fails in STAGE; it does not end, which would tell the others at once, but for `kill`. In
-a compilation for all ranks it is rank 0 that fails, as the one that compiles.
+step, and in the second one it fails in STAGE; it does not end, which would tell the others at once, but for `kill`.
 Prints a line of JSON for each row: what the ranks said after how many seconds, None if that was before the second step.
 This process never makes a process group, so its forks can, and torch is imported once.
 """
@@ -26,7 +25,6 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import MixedPrecision, checkpoint, fully_shard
-from fsdp_compile.passes.artifacts import ArtifactSharing
 
 STEPS, LIMIT = 3, 90.0
 TIMEOUT = {
@@ -34,10 +32,6 @@ TIMEOUT = {
     "aot_eager": 10,
     "inductor": 20,
 }  # seconds, by what runs the model: more than it compiles
-SHARING = {
-    "compilation": "_post_artifacts",
-    "waiting for a compilation": "_load_artifacts",
-}  # by stage, what of ArtifactSharing fails
 
 
 def fail(scenario: str) -> None:
@@ -53,18 +47,13 @@ class Fault:
     """Fails when it is armed and called with its own stage."""
 
     def __init__(self, rank: int, scenario: str, stage: str) -> None:
-        self.is_mine = rank == odd_rank(stage) and scenario in ("raise", "out of memory", "kill", "stop")
+        self.is_mine = rank == 1 and scenario in ("raise", "out of memory", "kill", "stop")
         self.scenario, self.stage, self.is_armed, self.is_loading = scenario, stage, False, False
 
     def at(self, stage: str, *_: Any) -> None:
         """Fail, if this is the moment."""
         if self.is_mine and self.is_armed and stage == self.stage:
             fail(self.scenario)
-
-
-def odd_rank(stage: str) -> int:
-    """Which rank fails."""
-    return 0 if stage == "compilation" else 1
 
 
 def ranks_of(how: str) -> int:
@@ -75,22 +64,19 @@ def ranks_of(how: str) -> int:
 def train(rank: int, folder: Path, scenario: str, stage: str, how: str) -> None:
     """Three steps, with a save and a load each if STAGE is one of theirs, as one rank."""
     torch.manual_seed(0)
-    how, odd = how.split()[0], rank == odd_rank(stage)
+    how, odd = how.split()[0], rank == 1
     precision = MixedPrecision(reduce_dtype=torch.bfloat16) if scenario == "option" and odd else MixedPrecision()
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)])
     options: dict[str, Any] = {"auto_wrap_policy": {nn.Linear}, "mixed_precision": precision}
     if dist.get_world_size() == 4:
         options |= {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "devices_per_node": 2}
     fault = Fault(rank, scenario, stage)
-    early = stage in ("construction", "first forward", *SHARING)
+    early = stage in ("construction", "first forward")
     if early:  # before there is a step
         dist.barrier()
         note(folder, rank, "armed", "")
         options["sync_module_states"] = fault.is_armed = True
         fault.at("construction")
-    if stage in SHARING:
-        call = getattr(ArtifactSharing, SHARING[stage])
-        setattr(ArtifactSharing, SHARING[stage], lambda sharing: (fault.at(stage), call(sharing)))
     model = fully_shard(model, **options)
     fault.at("first forward")
     if how == "eager":  # in the middle of the model
@@ -167,8 +153,6 @@ def live(rank: int, folder: Path, *row: str) -> None:
     """A rank's life, to its end or its error."""
     torch.set_num_threads(1)
     parent = os.getppid()
-    if row[1] in SHARING:
-        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / f"cold_{rank}"), "FSDP_COMPILE_SHARE_ARTIFACTS": "1"}
     if row[0] == "cache":
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = (
             str(folder.parent / "warm") if rank == 1 else str(folder / f"cold_{rank}")
@@ -207,7 +191,7 @@ def run(folder: Path, *row: str) -> dict[str, Any]:
     folder.mkdir()
     ranks = [start(rank, folder, *row) for rank in range(ranks_of(row[2]))]
     end = time.monotonic() + LIMIT
-    expected = [r for r in range(ranks_of(row[2])) if r != odd_rank(row[1]) or row[0] not in ("kill", "stop")]
+    expected = [r for r in range(ranks_of(row[2])) if r != 1 or row[0] not in ("kill", "stop")]
     while time.monotonic() < end and not all((folder / f"end_{rank}").exists() for rank in expected):
         time.sleep(0.02)
     said = {}
