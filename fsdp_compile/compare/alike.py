@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from fsdp_compile import FSDPModule, checkpoint
+from fsdp_compile import checkpoint
 from fsdp_compile.compare.case import Case, Load
 from fsdp_compile.compare.modules import RECORDER, Step, first, watch
 from fsdp_compile.compare.pool import device_here, one_line
@@ -23,7 +22,7 @@ from fsdp_compile.compare.values import Allowed, Difference, Key, Values, deviat
 from fsdp_compile.compare.verdicts import DIFFERS, EQUAL, LEFT_OUT, ROUNDING, Fault, Row
 
 NOT_SHOWN = ("output", "gradient")  # by compile_step
-NOT_SEEN = "by its gradient or value: with hooks that look at its modules' outputs the difference is gone"
+NOT_SEEN = "with hooks that look at the outputs of modules the difference is gone"
 REFERENCE, MOVED = Way("unsharded", "unsharded"), Way("moved", "unsharded")
 """The unsharded model; and with each parameter moved by one unit in the last place before the first step."""
 
@@ -162,7 +161,7 @@ def _compare_way(load: Load, task: Task, way: Way, row: Row) -> Row:
     training = _start(load(), task, way)
     if task.resumes:
         loaded, saved = Step({}, training.state()), Step({}, _read(task.saved("values", way)))
-        fault = _first_fault(0, loaded, saved, {}, training.model)
+        fault = _first_fault(0, loaded, saved, {})
         if fault is not None:
             return replace(row, verdict=DIFFERS, fault=fault)
     unequal: list[int] = []
@@ -187,7 +186,10 @@ def _compare_way(load: Load, task: Task, way: Way, row: Row) -> Row:
             break
     if faults:
         _, values, expected, allowed = apart(faults[0])
-        fault = _locate_fault(load, task, way, faults[0], Step({}, values), expected, allowed)
+        fault = _locate_fault(load, task, way, faults[0])
+        if fault is None:
+            fault = _first_fault(faults[0], Step({}, values), Step({}, expected), allowed)
+            fault = fault and replace(fault, note=NOT_SEEN)
         return replace(row, verdict=DIFFERS, fault=fault)
     small = [(each.error / each.allowed, f"{each.key}, step {number}: {each.error:.1e}, rounding explains "
               f"{each.allowed:.1e}") for number in unequal for each in apart(number)[0]]  # fmt: skip
@@ -211,43 +213,27 @@ def _of_ranks(value: Any) -> list[Any]:
 # --- where it differs -------------------------------------------------------------------------------------------------
 
 
-def _locate_fault(
-    load: Load, task: Task, way: Way, number: int, seen: Step, wanted: Values, allowed: Allowed
-) -> Fault | None:
-    """Train again up to a step, and look at all modules in it.
-
-    The hooks may make a fault go away. Then what was `seen` without them, beside the values `wanted` of the unsharded
-    model, tells where it is.
-    """
+def _locate_fault(load: Load, task: Task, way: Way, number: int) -> Fault | None:
+    """Train again up to a step, and look at all modules in it; None if the hooks make the fault go away."""
     steps = replace(task, counts=task.counts[:number], saves=False)
 
-    def watched(each: Way) -> tuple[Step, nn.Module]:
-        """The last step, with what its modules have seen, and the model."""
+    def watched(each: Way) -> Step:
+        """The last step, with what its modules have seen."""
         training = _start(load(), steps, each, watch)
         *_, values = _steps(training, steps, RECORDER.begin)
         RECORDER.is_on = False
-        return Step(RECORDER.events, values), training.model
+        return Step(RECORDER.events, _shown_values(values, way))
 
-    expected, _ = watched(REFERENCE)
+    expected = watched(REFERENCE)
     rounding = []
     for each in alone(way):
         with suppress(Exception):  # it is not needed where the compiler does not take the hooks
-            rounding.append(deviation(watched(each)[0].all, expected.all))
-    found, model = watched(way)
-    values = _shown_values(expected.values, way)
-    located = _first_fault(number, found, Step(expected.events, values), largest(rounding), model)
-    return located or _first_fault(number, seen, Step(expected.events, wanted), allowed, model)
+            rounding.append(deviation(watched(each).all, expected.all))
+    return _first_fault(number, watched(way), expected, largest(rounding))
 
 
-def _first_fault(number: int, found: Step, expected: Step, allowed: Allowed, model: nn.Module) -> Fault | None:
+def _first_fault(number: int, found: Step, expected: Step, allowed: Allowed) -> Fault | None:
     """The first fault of any rank."""
-    types = {name: type(each).__mro__ for name, each in model.named_modules()}
-    firsts = [(each, rank) for rank, each in enumerate(_of_ranks(first(found, expected, allowed, [*types]))) if each]
-    if not firsts:
-        return None
-    earliest, rank = min(firsts, key=lambda each: each[0].position)
-    own = next(
-        each for each in types[earliest.module] if not issubclass(each, FSDPModule) and not issubclass(FSDPModule, each)
-    )
-    note = "" if found.events else NOT_SEEN if expected.events else ""
-    return Fault(number, rank, earliest.module, own.__name__, str(earliest.difference.key), earliest.difference, note)
+    firsts = [(each, rank) for rank, each in enumerate(_of_ranks(first(found, expected, allowed))) if each]
+    (_, difference), rank = min(firsts, key=lambda each: each[0][0], default=((0, None), 0))
+    return None if difference is None else Fault(number, rank, difference)

@@ -26,7 +26,7 @@ class Key(NamedTuple):
 
     Attributes:
         kind: "output", "loss", "gradient", "buffer", "parameter" or "state", in the order of a step; or an event of a
-            module, as in check_modules.py.
+            module, as in modules.py.
         name: of the parameter or buffer; where in the output; of states, as in "exp_avg of weight".
     """
 

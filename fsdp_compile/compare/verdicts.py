@@ -26,26 +26,19 @@ class Fault:
     Attributes:
         step: in which, from 1 on; 0: before the first.
         rank: which rank sees it.
-        module: that it is of; "" is the model itself.
-        type: of the module.
-        what: differs, such as "output of `blocks.0`".
-        difference: both values.
-        note: how the module was found, if not by its own values.
+        difference: what differs, such as the output of a module, and both values.
+        note: how it was found, if not by the modules' values.
     """
 
     step: int
     rank: int
-    module: str
-    type: str
-    what: str
     difference: Difference
     note: str = ""
 
     def __str__(self) -> str:
-        name = f"module `{self.module}` ({self.type})" if self.module else f"the model itself ({self.type})"
         when = f"step {self.step}" if self.step else "as it was loaded"
         note = f" ({self.note})" if self.note else ""
-        return f"{name}, {when}, rank {self.rank}: {self.what}: {self.difference}{note}"
+        return f"{when}, rank {self.rank}: {self.difference.key}: {self.difference}{note}"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""What `check` takes for equal, for rounding and for a fault, which module it names, and what it refuses."""
+"""What `check` takes for equal, for rounding and for a fault, what it names, and what it refuses."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compile.compare.case import default_loss
-from fsdp_compile.compare.modules import Event, Step, first, owner_of
+from fsdp_compile.compare.modules import Step, first
 from fsdp_compile.compare.training import Way
 from fsdp_compile.compare.values import Key, differences
 from fsdp_compile.compare.verdicts import Fault, Report, Row
@@ -82,48 +82,38 @@ def test_what_is_not_there(found: Any, expected: Tensor) -> None:
     assert differences({KEY: expected}, {}, {})[0].is_fault
 
 
-def _step(**changed: float) -> Step:
-    """A step of a block with two layers, in which these events have other values."""
-    order = [
-        ("input", "block"), ("input", "block.a"), ("output", "block.a"), ("input", "block.b"), ("output", "block.b"),
-        ("output", "block"), ("gradient of the output", "block.b"), ("gradient of the input", "block.b"),
-        ("gradient of the output", "block.a"), ("gradient of the input", "block.a"),
-    ]  # fmt: skip
-    names = {f"{kind} {module}".replace(" ", "_").replace(".", "_"): (kind, module) for kind, module in order}
-    events = {Event(*names[name], 1, 0): torch.tensor(changed.get(name, 1.0)) for name in names}
-    weight = torch.tensor(changed.get("weight", 1.0))
-    return Step(events, {Key("gradient", "block.a.weight"): weight, Key("parameter", "block.b.weight"): weight})
+def _step(changed: Sequence[str] = (), hidden: str = "") -> Step:
+    """A step of two layers, in which some values are others, and the events of a layer are not shown."""
+    events = ["input of `a`", "output of `a`", "output of `b`", "gradient of the input of `b`"]
+    values = {text: torch.tensor(2.0 if text in changed else 1.0) for text in [*events, "gradient of a.weight"]}
+    keys = {text: Key(*text.rsplit(" of ", 1)) for text in values}
+    shown = {keys[text]: values[text] for text in events if not hidden or hidden not in text}
+    return Step(shown, {KEY._replace(name="a.weight"): values["gradient of a.weight"]})
 
 
 @pytest.mark.parametrize(
-    ("changed", "module"),
+    ("changed", "hidden", "found"),
     [
-        (["output_block_b", "output_block"], "block.b"),
-        (["input_block_b", "output_block_b"], "block"),  # what is between the layers
-        (["gradient_of_the_input_block_b", "gradient_of_the_output_block_a"], "block.b"),
-        (["gradient_of_the_output_block_a", "gradient_of_the_input_block_a"], "block"),
-        (["weight"], "block.a"),
-        (["weight", "gradient_of_the_input_block_b"], "block.b"),
+        (["output of `a`", "output of `b`", "gradient of a.weight"], "", (1, "output of `a`")),
+        (["output of `a`", "output of `b`", "gradient of a.weight"], "`a`", (2, "output of `b`")),
+        (["gradient of the input of `b`", "gradient of a.weight"], "", (3, "gradient of the input of `b`")),
+        (["gradient of the input of `b`", "gradient of a.weight"], "`b`", (4, "gradient of a.weight")),
+        ([], "`a`", None),
     ],
 )
-def test_the_first_module(changed: list[str], module: str) -> None:
-    """The module between the first event that differs and those before it."""
-    found = first(_step(**dict.fromkeys(changed, 2.0)), _step(), {}, ["", "block", "block.a", "block.b"])
-    assert found is not None and found.module == module
-
-
-def test_owner_of() -> None:
-    """The innermost module that has a parameter, also where its name has further dots."""
-    assert owner_of("a.b.c.weight", {"", "a", "a.b"}) == "a.b" and owner_of("weight", {"a"}) == ""
+def test_what_differs_first(changed: list[str], hidden: str, found: tuple[int, str] | None) -> None:
+    """In the order of the unsharded step, also by a way that does not show all modules."""
+    where = first(_step(changed, hidden), _step(), {})
+    assert (where and (where[0], str(where[1].key))) == found
 
 
 def test_the_report_is_json() -> None:
     """Without numbers that JSON does not have."""
-    fault = Fault(1, 0, "a", "Linear", "gradient of a.weight", differences({}, {KEY: torch.ones(2)}, {})[0])
+    fault = Fault(1, 0, differences({}, {KEY: torch.ones(2)}, {})[0])
     report = Report({"ranks": 2}, (Row("eager", 2, "differs", fault=fault), Row("step", 2, "equal")))
     found = json.loads(report.to_json())
     assert not found["holds"] and found["rows"][0]["fault"]["difference"]["error"] == "inf"
-    assert "module `a` (Linear), step 1, rank 0: gradient of a.weight: expected a tensor" in str(report)
+    assert "step 1, rank 0: gradient of blocks.0.weight: expected a tensor" in str(report)
 
 
 def test_loss() -> None:

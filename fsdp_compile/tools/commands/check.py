@@ -23,8 +23,8 @@ may also define loss(output), optimizer(params), and shard(model), which calls f
 
 The second step accumulates. After the last one each way saves a checkpoint, and other ranks load it and go on.
 
-The exit status is 1 if a way differs by more than rounding explains: the report then names the first module whose
-output or gradient differs, with both values. A bug report should have the file that --json writes.
+The exit status is 1 if a way differs by more than rounding explains: the report then names what differs
+first, such as the output of a module, with both values. A bug report should have the file that --json writes.
 
 examples:
   fsdp-compile check llama.py:make --batch 2 --seq 16 --json check.json
