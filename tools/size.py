@@ -20,12 +20,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 10_327,
-    "the story and what it imports": 14_752,
-    PACKAGE: 35_918,
-    "tests": 46_970,
-    "bench": 4_931,
-    "docs, README, change log": 5_177,
+    "the story": 10_313,
+    "the story and what it imports": 14_738,
+    PACKAGE: 35_609,
+    "tests": 46_848,
+    "bench": 4_856,
+    "docs, README, change log": 5_154,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""
 

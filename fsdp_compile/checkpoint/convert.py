@@ -1,9 +1,9 @@
 """`fsdp-compile checkpoint`: convert any format to any other, with one tensor and one of its chunks in memory.
 
     format          read                                    written
-    dcp             a folder that DCP wrote                 a folder, as N ranks would write it
+    dcp             a folder that DCP wrote                 a folder, as one rank would write it
     safetensors     a file or a Hugging Face folder         a Hugging Face folder, tensors only
-    torch           a file of torch.save, mapped            a file of torch.save
+    torch           a file of torch.save, mapped            a file of torch.save, for which all is in memory
 
 A name is the keys that lead to a tensor or value, joined by dots, as in DCP.
 """
@@ -11,15 +11,14 @@ A name is the keys that lead to a tensor or value, joined by dots, as in DCP.
 # Note [Why not torch's converters]
 # `dcp_to_torch_save` and `torch_save_to_dcp` of torch.distributed.checkpoint.format_utils (torch 2.13) load the whole
 # state into memory, unpickle whatever they find, know no checksums, and leave half a file behind when they fail. Here
-# DCP's readers read one tensor at a time, a target reserves space for every tensor before it writes the first, and the
-# result gets its name by one rename at the end. Metadata, files and pickles are DCP's and torch.save's.
+# DCP's readers read one tensor at a time, and the result gets its name by one rename at the end. Metadata, files and
+# pickles are DCP's and torch.save's.
 
 import os
 import shutil
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from fsdp_compile.state_dict import _torch
 from fsdp_compile.tensors.write_items import with_own_storage
 
 Keys = tuple[str | int, ...]
+FILE = "__0_0.distcp"  # as DCP names the first file of the first rank
 
 
 @dataclass
@@ -77,9 +77,7 @@ class Source:
         )
 
 
-def convert(
-    source: Source, path: Path, to: str, files: int = 1, progress: Callable[[int], None] = lambda _: None
-) -> None:
+def convert(source: Source, path: Path, to: str) -> None:
     """Write `source` as a checkpoint at `path`, visible when it is complete; FileExistsError if `path` exists.
 
     Args:
@@ -87,22 +85,14 @@ def convert(
         path: a folder, or for "torch" a file.
         to: "dcp", "torch", or "safetensors", which drops entries that are not tensors. Tied tensors are written once:
             safetensors under their first name, as `save_safetensors` does, the others under each of them.
-        files: how many files to spread the tensors over; "torch" writes one.
-        progress: called with the bytes of each tensor that was written.
     """
     if path.exists():
         raise FileExistsError(f"{path}: expected a path that does not exist yet; remove it or choose another")
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-
-    def tensors() -> Tensors:
-        for name, tensor in source.tensors.items():
-            if name not in source.tied:
-                yield name, source.read(name)
-                progress(tensor.nbytes)
-
+    tensors = ((name, source.read(name)) for name in source.tensors if name not in source.tied)
     try:
-        TARGETS[to](source, staged / path.name, files, tensors())
+        TARGETS[to](source, staged / path.name, tensors)
         os.rename(staged / path.name, path)
         directory.sync_folder(path.parent)
     finally:
@@ -185,73 +175,55 @@ def _torch_source(path: Path) -> Source:
 Tensors = Iterator[tuple[str, Tensor]]  # names and values, contiguous, on the CPU; delete one before the next
 
 
-def _write_dcp(source: Source, path: Path, files: int, tensors: Tensors) -> None:
-    """A folder of DCP; each tensor is split along its first dimension into one chunk per file."""
+def _write_dcp(source: Source, path: Path, tensors: Tensors) -> None:
+    """A folder of DCP with one file."""
     path.mkdir()
     writer, metadata = directory.FolderWriter(path, source.step), dcp.Metadata({}, planner_data=source.keys)
-    results: list[list[WriteResult]] = [[] for _ in range(files)]
-    with ExitStack() as stack:
-        names = [f"__{rank}_0.distcp" for rank in range(files)]
-        streams: list[Any] = [stack.enter_context(writer.fs.create_stream(path / name, "wb")) for name in names]
+    results: dict[str, WriteResult] = {}
+    with writer.fs.create_stream(path / FILE, "wb") as stream:
 
-        def put(rank: int, index: MetadataIndex, value: Any) -> None:
-            start = streams[rank].tell()
-            torch.save(value, streams[rank])
-            size = streams[rank].tell() - start
-            results[rank].append(WriteResult(index, size, _torch.StorageInfo(names[rank], start, size)))
+        def put(index: MetadataIndex, value: Any) -> None:
+            start = stream.tell()
+            torch.save(value, stream)
+            size = stream.tell() - start
+            results[index.fqn] = WriteResult(index, size, _torch.StorageInfo(FILE, start, size))
 
         for name in source.values:
-            put(0, MetadataIndex(name), source.read(name))
+            put(MetadataIndex(name), source.read(name))
             metadata.state_dict_metadata[name] = dcp.BytesStorageMetadata()
         for name, tensor in tensors:
-            chunks, first = [], 0
-            for rank, chunk in enumerate(tensor.chunk(files) if tensor.numel() and tensor.ndim else [tensor]):
-                offsets = torch.Size([first, *[0] * tensor.ndim][: tensor.ndim])
-                chunks.append(dcp.ChunkStorageMetadata(offsets, chunk.shape))
-                put(rank, MetadataIndex(name, offsets), with_own_storage(chunk))
-                first += len(chunk) if tensor.ndim else 0
-            described = dcp.TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, chunks)
-            metadata.state_dict_metadata[name] = described
-            del tensor, chunk
-        for stream in streams:
-            os.fsync(stream.fileno())
+            offsets = torch.Size([0] * tensor.ndim)
+            put(MetadataIndex(name, offsets), with_own_storage(tensor))
+            properties, chunk = TensorProperties(dtype=tensor.dtype), dcp.ChunkStorageMetadata(offsets, tensor.shape)
+            metadata.state_dict_metadata[name] = dcp.TensorStorageMetadata(properties, tensor.shape, [chunk])
+            del tensor
+        os.fsync(stream.fileno())
     for name, tied in source.tied.items():
         metadata.state_dict_metadata[name] = metadata.state_dict_metadata[tied]
-        for written in results:
-            written += [
-                replace(each, index=replace(each.index, fqn=name)) for each in written if each.index.fqn == tied
-            ]
-    writer.finish(metadata, [list(map(writer.with_checksum, written)) for written in results])
+        results[name] = replace(results[tied], index=replace(results[tied].index, fqn=name))
+    writer.finish(metadata, [list(map(writer.with_checksum, results.values()))])
     directory.sync_folder(path)
 
 
-def _write_safetensors(source: Source, path: Path, files: int, tensors: Tensors) -> None:
+def _write_safetensors(source: Source, path: Path, tensors: Tensors) -> None:
     outlines = {name: tensor for name, tensor in source.tensors.items() if name not in source.tied}
-    export = hugging_face.Export(hugging_face.spread(outlines, files), path, source.tied)
+    export = hugging_face.Export(hugging_face.fill_up(outlines, hugging_face.MOST), path, source.tied)
     export.stage()
     export.write(tensors, {})
     export.commit()
 
 
-def _write_torch(source: Source, path: Path, files: int, tensors: Tensors) -> None:
-    """A file of torch.save with the nesting of the keys: saved without values, which are then filled in one by one."""
-    with _torch.no_memory():
-        holes = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in source.tensors.items()}
-    holes |= {name: holes[first] for name, first in source.tied.items()}
-    leaves = {name: holes[name] if name in holes else source.read(name) for name in source.keys}
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(_torch.unflatten_state_dict(leaves, source.keys), path)
-    with _torch.no_memory():
-        loaded, _ = _torch.flatten_state_dict(torch.load(path, weights_only=False))
-    with open(path, "r+b") as file:  # the zip file's checksums do not cover the values; torch ignores them
-        for name, tensor in tensors:
-            file.seek(_torch.offset_in_file(loaded[name]))
-            file.write(hugging_face.bytes_of(tensor))
-            del tensor
+def _write_torch(source: Source, path: Path, tensors: Tensors) -> None:
+    """A file of torch.save with the nesting of the keys."""
+    found = dict(tensors)
+    leaves = {name: found[source.tied.get(name, name)] if name in source.tensors else source.read(name)
+              for name in source.keys}  # fmt: skip
+    with open(path, "xb") as file:
+        torch.save(_torch.unflatten_state_dict(leaves, source.keys), file)
         directory.sync(file)
 
 
-TARGETS: dict[str, Callable[[Source, Path, int, Tensors], None]] = {
+TARGETS: dict[str, Callable[[Source, Path, Tensors], None]] = {
     "dcp": _write_dcp,
     "safetensors": _write_safetensors,
     "torch": _write_torch,

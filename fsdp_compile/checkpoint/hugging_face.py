@@ -40,6 +40,7 @@ from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from fsdp_compile.tensors.sharded_view import ShardedView
 
 INDEX = "model.safetensors.index.json"
+MOST = 5_000_000_000  # bytes of a file, as in transformers
 BUFFER = 1 << 24  # elements that are copied at a time from another device
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -58,7 +59,7 @@ def save_safetensors(
     model: nn.Module,
     folder: str | os.PathLike[str],
     *,
-    max_shard_size: int = 5_000_000_000,
+    max_shard_size: int = MOST,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write the state dict of `model`, sharded or not; all ranks must call it.
@@ -322,14 +323,3 @@ def fill_up(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]
         groups[-1][name] = tensor
         size += tensor.nbytes
     return groups
-
-
-def spread(tensors: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-    """Split tensors, in order, into `count` groups of about equal bytes; fewer if there are fewer tensors."""
-    total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
-    groups: list[dict[str, Tensor]] = [{} for _ in range(count)]
-    for name, tensor in tensors.items():
-        middle = done + tensor.nbytes / 2
-        groups[min(count - 1, int(middle * count / total)) if total else 0][name] = tensor
-        done += tensor.nbytes
-    return [group for group in groups if group] or [{}]

@@ -8,11 +8,8 @@ _StorageInfo                               where DCP's FileSystemWriter stored a
 _MEM_FORMAT_ENCODING                       what `.metadata` has in the place of a memory format
 FileSystemReader._slice_file               called once per item, with the open file, before the item is loaded
 _get_layout                                what a layout is pickled as: a look-up of its name
-FakeTensorMode, _checkpoint_offset         tensors without memory; where torch.load found their values in the file
 """
 
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode as no_memory
 from torch.distributed._shard.sharded_tensor import ShardedTensor as ChunkedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
@@ -21,12 +18,5 @@ from torch.serialization import _get_layout as layout_named
 
 __all__ = [
     "ChunkedTensor", "MemoryFormatEncoding", "StorageInfo", "flatten_state_dict", "layout_named",
-    "no_memory", "offset_in_file", "unflatten_state_dict",
+    "unflatten_state_dict",
 ]  # fmt: skip
-
-
-def offset_in_file(tensor: Tensor) -> int:
-    """Where the values of a tensor that was loaded under `no_memory` begin in its file."""
-    offset = tensor.untyped_storage()._checkpoint_offset
-    assert offset is not None, "expected a tensor from a file"
-    return offset

@@ -269,14 +269,11 @@ def test_dtype_that_the_format_lacks(tmp_path: Path) -> None:
 
 
 def test_groups_of_files() -> None:
-    """Filled up to a limit, or spread over a number of files, always in order."""
+    """Filled up to a limit, in order."""
     tensors = {str(n): torch.empty(size, dtype=torch.uint8) for n, size in enumerate((3, 3, 9, 1, 0, 4))}
     sizes = [[tensor.nbytes for tensor in group.values()] for group in hugging_face.fill_up(tensors, 7)]
     assert sizes == [[3, 3], [9], [1, 0, 4]]
     exactly = {str(n): torch.empty(size, dtype=torch.uint8) for n, size in enumerate((2, 4, 6, 1, 5))}
     sizes = [[tensor.nbytes for tensor in group.values()] for group in hugging_face.fill_up(exactly, 6)]
     assert sizes == [[2, 4], [6], [1, 5]]
-    sizes = [[tensor.nbytes for tensor in group.values()] for group in hugging_face.spread(tensors, 2)]
-    assert sizes == [[3, 3], [9, 1, 0, 4]]
-    assert len(hugging_face.spread(tensors, 100)) <= 6
-    assert hugging_face.spread({}, 3) == [{}] == hugging_face.fill_up({}, 3)
+    assert hugging_face.fill_up({}, 3) == [{}]

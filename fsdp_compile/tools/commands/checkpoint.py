@@ -1,8 +1,7 @@
 """`fsdp-compile checkpoint`: list what a checkpoint holds, or write it in another format."""
 
 import argparse
-import sys
-from collections.abc import Callable
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,7 @@ def add_convert(add: Add) -> None:
     add("source", type=Path, metavar="SRC", help="a checkpoint, or a folder of checkpoints")
     add("target", type=Path, metavar="DST", help="a path that does not exist yet")
     add("--format", required=True, choices=FORMATS, help="of DST")
-    add("--world-size", type=positive, default=1, metavar="N", help="spread over N files (default: 1)")
+    add("--world-size", type=positive, help=argparse.SUPPRESS)
     add("--trust", action="store_true", help="load values of any type, which can run code, from "
         "torch.distributed.checkpoint (default: tensors and plain values)")
     add("--part", metavar="KEY", help="only what lies under this first key, such as model, without it (default: all; "
@@ -70,15 +69,16 @@ def run_show(args: argparse.Namespace) -> None:
 
 
 def run_convert(args: argparse.Namespace) -> None:
-    """Write the checkpoint in another format, with a progress bar on a terminal."""
+    """Write the checkpoint in another format."""
     from fsdp_compile.checkpoint.convert import convert, open_source
 
-    if args.format == "torch" and args.world_size > 1:
-        raise ValueError(f"--world-size {args.world_size}: --format torch writes one file; leave it out")
+    if args.world_size is not None:
+        why = "files of safetensors have 5 GB, and any number of ranks loads that of DCP"
+        warnings.warn(f"--world-size has no effect any more, and version 0.4 will not take it: {why}", stacklevel=1)
     source = open_source(args.source, args.trust)
     part = args.part or _usual_part(source, args.format)
     chosen = source.below(part) if part else source
-    convert(chosen, args.target, args.format, args.world_size, progress_bar(chosen.nbytes))
+    convert(chosen, args.target, args.format)
     tensors, values = len(chosen.tensors), 0 if args.format == "safetensors" else len(chosen.values)
     left = len(source.keys) - tensors - values
     print(f"wrote {args.target}: {tensors} tensors, {chosen.nbytes:,} bytes"
@@ -90,18 +90,3 @@ def run_convert(args: argparse.Namespace) -> None:
 def _usual_part(source: "Source", to: str) -> str | None:
     nested = any(keys[0] == "model" and len(keys) > 1 for keys in source.keys.values())
     return "model" if to == "safetensors" and nested else None
-
-
-def progress_bar(total: int) -> Callable[[int], None]:
-    """A function to call with the number of bytes just written: it draws a bar if stderr is a terminal."""
-    done = 0
-
-    def advance(size: int) -> None:
-        nonlocal done
-        done += size
-        if sys.stderr.isatty():
-            share = done / total if total else 1.0
-            bar = f"\r[{'#' * int(40 * share):<40}] {done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
-            print(bar, end="\n" if done >= total else "", file=sys.stderr, flush=True)
-
-    return advance
