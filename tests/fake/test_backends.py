@@ -4,7 +4,6 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -34,17 +33,16 @@ def test_without_our_passes_what_is_gathered_stays_and_a_warning_says_so(backend
         torch.compile(fully_shard(mlp()), backend=backend)(torch.randn(2, 7))
 
 
-DAILY = {("eager", "FULL_SHARD", True), ("module", "NO_SHARD", True)}
-TRIPLES = [
-    pytest.param(*each, marks=() if each in DAILY else pytest.mark.nightly)
-    for each in (
-        *product(("eager", "blocks", "module"), ("FULL_SHARD", "NO_SHARD"), (True, False)),
-        ("inductor", "FULL_SHARD", True),
-    )
-]
-
-
-@pytest.mark.parametrize(("how", "strategy", "syncs"), TRIPLES)
+@pytest.mark.parametrize(
+    ("how", "strategy", "syncs"),
+    [
+        ("eager", "FULL_SHARD", True),
+        ("module", "NO_SHARD", True),
+        pytest.param("blocks", "FULL_SHARD", False, marks=pytest.mark.nightly),
+        pytest.param("module", "FULL_SHARD", False, marks=pytest.mark.nightly),
+        pytest.param("inductor", "FULL_SHARD", True, marks=pytest.mark.nightly),
+    ],
+)
 def test_compiled_autograd_is_refused(how: str, strategy: str, syncs: bool) -> None:
     """Backward raises, also under no_sync, and the next one is as if that step had not been."""
     torch._dynamo.reset()

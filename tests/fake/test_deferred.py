@@ -88,9 +88,6 @@ def test_meta_buffers() -> None:
 
 def test_tied_meta_parameters() -> None:
     """A tie across units holds; the parameter is initialised once, at its first place (E-META-6)."""
-    with torch.device("meta"):
-        model = nn.Sequential(Sevens(2, 2), nn.Linear(2, 2))
-    model[1].weight = model[0].weight
     for shards, policy in ((whole, None), (whole, {Sevens}), (fully_shard, {Sevens})):
         with torch.device("meta"):
             model = nn.Sequential(Sevens(2, 2), nn.Linear(2, 2))

@@ -8,10 +8,9 @@ import pytest
 import torch
 from compiling import Recorder, printed_graphs
 from generated import programs
-from models import MODELS, Residual, mlp, squared_error, vectors
+from models import Residual, mlp, squared_error, vectors
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor_config
 
 from fsdp_compile import compile_step, fully_shard
@@ -24,22 +23,6 @@ def compiled_blocks(model: nn.Module, **options: Any) -> Any:
     for block in model.blocks:
         block.compile(fullgraph=True, **options)
     return model
-
-
-@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.nightly), "mlp"])
-def test_equal_blocks_share_one_graph(name: str) -> None:
-    """Six blocks need as many graphs as two."""
-    counts = []
-    case = MODELS[name]
-    for blocks in (2, 6):
-        torch._dynamo.reset()
-        backend = CompileCounterWithBackend("aot_eager")
-        model = type(case.build())(layers=blocks) if name == "gpt" else mlp(blocks)
-        compiled_blocks(model, backend=backend)
-        for seed in range(2):
-            case.loss(model, case.batch(seed, 4)).backward()
-        counts.append(backend.frame_count)
-    assert counts == [1, 1]
 
 
 def test_flat_shards_of_other_sizes_have_no_symbols() -> None:

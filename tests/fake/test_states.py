@@ -324,6 +324,19 @@ def test_all_ranks_recompute_the_same_forward() -> None:
 # --- calls at a wrong time --------------------------------------------------------------------------------------------
 
 
+def test_a_write_that_autograd_refuses() -> None:
+    """Where a forward writes to its own unsharded parameters autograd's error says nothing of parameters: ours takes
+    its place, and names it as the cause. In inference mode, where tensors have no version counters, a forward runs."""
+    model = fully_shard(mlp())
+    with torch.inference_mode():
+        assert model(torch.randn(3, 7)).shape == (3, 5)
+    model.blocks[1].up.register_forward_pre_hook(lambda module, _: module.weight.mul_(2) and None)
+    with pytest.raises(RuntimeError, match=r"forward changed parameter blocks\.1\..* of its own unit, and") as caught:
+        model(torch.randn(3, 7))
+    assert "is being modified inplace" in str(caught.value.__cause__)
+    assert {unit.phase for unit in units(model)} == {Phase.SHARDED}
+
+
 def test_backward_inside_a_forward() -> None:
     """Running a unit's earlier forward backward within its next one is a ValueError that says so; then all is well.
 

@@ -121,9 +121,7 @@ def test_tensors_in_a_dataclass_are_cast_in_the_graph() -> None:
     ("count", "shard"),
     [
         (2, FullyShardedDataParallel),
-        pytest.param(2, fully_shard, marks=pytest.mark.nightly),
         pytest.param(10, fully_shard, marks=pytest.mark.nightly),
-        pytest.param(10, FullyShardedDataParallel, marks=pytest.mark.nightly),
     ],
 )
 def test_models_of_one_class_are_compiled_in_one_process(shard: Callable[[nn.Module], Any], count: int) -> None:

@@ -27,19 +27,6 @@ def test_rules_are_plans(rule):
         assert search_plan(step, timeline.peak).seconds <= timeline.makespan * (1 + 1e-9)
 
 
-def test_gathers_alive():
-    """Beside the unit that computes, forward has two gathers under FSDP2's rule, one under the other; backward one."""
-    step = blocks(6)
-    for rule, forward in ((fsdp2, 2), (one_ahead, 1)):
-        alive = {"gather": 0, "free": 0}
-        most = [0, 0]
-        for each in rule(step).of("gather", "free"):
-            alive[each.kind] += len([name for name in each.units if name != "root"])
-            half = int(each.at >= step.backward)
-            most[half] = max(most[half], alive["gather"] - alive["free"])
-        assert most == [forward + 1, 2]
-
-
 def test_half_a_module_ahead():
     """Of modules of three equal flat parameters two are gathered ahead, and two reduces are under way."""
     step = in_thirds(blocks(4))

@@ -89,19 +89,6 @@ def test_views() -> None:
     assert [turned.view_of(chunk).tolist() for chunk in turned.chunks] == [[[4.0]], [[5.0], [6.0], [7.0]]]
 
 
-def test_copy_from_full_tensors_and_values() -> None:
-    """`copy_` takes this rank's elements of a tensor in full shape, or all of another value."""
-    found = value()
-    found.copy_(torch.arange(15.0).view(3, 5) * 2)
-    assert found.local.tolist() == [8.0, 10.0, 12.0, 14.0]
-    found.copy_(value())
-    assert found.local.tolist() == [4.0, 5.0, 6.0, 7.0]
-    for shape in ((5, 3), (5, 5), (2, 3, 5), (4, 5), (2, 5)):
-        with pytest.raises(RuntimeError, match="size"):
-            found.copy_(torch.ones(shape))
-    assert found.local.tolist() == [4.0, 5.0, 6.0, 7.0]
-
-
 def test_errors_of_loading() -> None:
     """A missing name and another shape are refused by DCP before anything is read."""
     full = {"layer.0": torch.arange(15.0).view(3, 5)}

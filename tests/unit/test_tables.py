@@ -7,10 +7,8 @@ import re
 import pytest
 
 from bench.runs.__main__ import main
-from bench.runs.fit import A100, FREE, cases, fit, fit_to_table, leave_one_out, predicted, summary
-from bench.runs.fit import main as fit_main
+from bench.runs.fit import A100, FREE, cases, fit, leave_one_out, predicted, summary
 from bench.runs.tables import REPORTED, predict_runs, read_rows
-from fsdp_compile.passes.cost.hardware import Source, device, read_hardware
 
 ROW = {"system": "composer FSDP1 eager", "model": "mpt-7b", "params": "6658859008", "layers": "32", "hidden": "4096",
        "heads": "32", "seq": "2048", "gpus": "8", "device": "a100-80", "precision": "amp_bf16", "micro_batch": "6",
@@ -69,19 +67,6 @@ def test_rows_that_cannot_be_predicted(tmp_path, changes, message):
     assert bad.tok_s_gpu is None and bad.error
     assert re.search(message, bad.error), bad.error
     assert good.error is None and good.tok_s_gpu > 1000
-
-
-def test_fit_to_a_table(tmp_path):
-    """Constants are fitted to a table of one's own runs: those of A100s make them predicted better than an H100's."""
-    fitted = fit_to_table(REPORTED, device("a100-80"))
-    assert fitted.product_efficiency != device("a100-80").product_efficiency
-    assert fitted.sources["product_efficiency"].origin == "fitted"
-    assert "over 10 runs" in fitted.sources["product_efficiency"].source
-    fit_main(["--runs", str(REPORTED), "--hardware", "h100-96-500w", str(tmp_path / "fitted.json")])
-    made = read_hardware(tmp_path / "fitted.json")
-    assert made.sources["product_efficiency"] == Source("fitted", "least squares over 1 runs")
-    with pytest.raises(ValueError, match="no row ran on cpu and has a speed"):
-        fit_to_table(REPORTED, device("cpu"))
 
 
 RUNS = """source,system,model,layers,hidden,heads,seq,gpus,device,precision,micro_batch,act_ckpt,sharding,tok_s_gpu
