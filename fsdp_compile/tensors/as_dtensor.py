@@ -17,15 +17,16 @@ param.device_mesh, param.placements      a mesh, and a `FlatShard` for the ranks
 # What is no DTensor: unsharded parameters within `summon_full_params`, which are plain to operators; gradients under
 # `no_sync`, whose local elements other ranks do not have; views, but those in state dicts. Code of torch that reads the
 # fields of what is one is told no: Dynamo, so that compiled code is, and `assert_close`. tensors/_torch.py has a table.
-# There is no `_local_tensor` and no `_spec`: `DTensor.from_local` would make rows of what is a range of elements. With
-# `shards="rows"` there are both, to be read. No DTensor can be made of them: torch moves data between two placements of
-# one dimension as if they were one (of 71 tries 9 were wrong and said nothing), so placements equal no `Shard` there.
+# Parameters have no `_local_tensor` and no `_spec`: `DTensor.from_local` would make rows of what is a range. Gradients
+# and values of state dicts have the former, which VeOmni scales and torchtitan compares. With `shards="rows"` there are
+# both, to be read. No DTensor can be made of them: torch moves data between two placements of one dimension as if they
+# were one (of 71 tries 9 were wrong and said nothing), so placements equal no `Shard` there.
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -154,15 +155,14 @@ class AsDTensor:
 
     @property
     def _local_tensor(self) -> Any:
-        asks = asked_by()
-        if asks == COPIES_ROWS:
-            return self.local  # type: ignore[attr-defined]  # a ShardedTensor
         if self.has_rows:
             return self.detach().to_local()  # type: ignore[attr-defined]  # a Tensor
-        if asks in LOADS_ROWS:
+        if asked_by() in LOADS_ROWS:
             mesh = self.device_mesh
             shape, _ = local_shape_and_offset(self.spec.shape, mesh, self.spec.placements(Shard(0), mesh))
             return torch.empty(shape, device="meta")
+        if not isinstance(self, nn.Parameter):  # values of state dicts, of which checkpointers compare the storage
+            return self.local  # type: ignore[attr-defined]  # a ShardedTensor
         raise AttributeError(
             f"_local_tensor: a rank stores a range of the flattened elements of {self.spec.named()}, and no rows: call "
             f"to_local(), which is 1-D, or full_tensor()"
@@ -170,7 +170,7 @@ class AsDTensor:
 
     @_local_tensor.setter
     def _local_tensor(self, local: Tensor) -> None:
-        vars(getattr(self, "base", self))["local"] = local  # of a copy, by `COPIES_ROWS`; `base`: of a view
+        vars(getattr(self, "base", self))["local"] = local.view(-1)  # of a copy, by `COPIES_ROWS`; `base`: of a view
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Any] | None = None, **_: Any

@@ -273,6 +273,15 @@ def stored_numbers(model: nn.Module) -> Any:
     return [total]
 
 
+def same_storage(model: nn.Module) -> Any:
+    """Of each value of a state dict, as torchtitan asks before it copies."""
+    before, now = (
+        [each._local_tensor if isinstance(each, DTensor) else each for each in model.state_dict().values()]
+        for _ in range(2)
+    )
+    return [a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() for a, b in zip(before, now, strict=True)]
+
+
 def addresses(model: nn.Module) -> Any:
     found = [p.to_local().data_ptr() if isinstance(p, DTensor) else p.data_ptr() for p in model.parameters()
              if not isinstance(p, DTensor) or p.to_local().numel()]  # fmt: skip
@@ -383,13 +392,13 @@ SITES: dict[str, Callable[[nn.Module], Any]] = {
         copy_distributed, copy_into_data, load_distributed, assign_distributed, put_in_place, rows_in_place,
         set_full, set_from_first_rank, copy_local_rows, add_redistributed, as_dtensor_of_rows,
         as_dtensor_of_local_field, replicate_the_rest, save_and_restore, save_with_spec, stored_numbers, addresses,
+        same_storage,
         stream_weights, gather_state_dict, replicate_ahead, full_state_dict, offload_and_load, sum_of_gradients,
         is_sharded_at_all, groups_by_mesh, sharded_dimensions, cast_frozen, average_what_is_replicated,
         distribute_again, beside_another, another_first,
     )
 }  # fmt: skip
 REFUSED = {  # by name, a part of the error
-    "scale_local_field": "call to_local",
     "copy_local_rows": "use distribute_tensor",
     "add_redistributed": "use distribute_tensor",
     "as_dtensor_of_rows": "distribute_tensor",
