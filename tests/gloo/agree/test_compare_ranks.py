@@ -202,21 +202,18 @@ def test_replicas_that_differ(four: Ranks) -> None:
     assert all("replicated values" in text for text in other), other
 
 
-def _shard_where_ranks_are_in_other_groups(rank: int) -> float:
+@on_ranks(4)
+def test_groups_that_only_some_ranks_are_in(rank: int) -> None:
+    """Where ranks are in different numbers of process groups, torch would name a new group differently on each, and
+    they would wait for each other: they first join as many.
+    """
     before = dist.new_group([0, 1]), dist.new_group([1, 2, 3])
     model = fully_shard(nn.Linear(4, 4, bias=False), reshard_after_forward=2)
     model(torch.full((1, 4), rank + 1.0)).sum().backward()
     for group in before:
         if isinstance(group, dist.ProcessGroup):
             dist.destroy_process_group(group)
-    return model.weight.grad.full_tensor().mean().item()
-
-
-def test_groups_that_only_some_ranks_are_in(four: Ranks) -> None:
-    """Where ranks are in different numbers of process groups, torch would name a new group differently on each, and
-    they would wait for each other: they first join as many.
-    """
-    assert four.run(_shard_where_ranks_are_in_other_groups) == [2.5] * 4
+    assert model.weight.grad.full_tensor().mean().item() == 2.5
 
 
 @on_ranks(2)
@@ -278,11 +275,8 @@ def test_forked_ranks(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr[-4000:]
 
 
-def _count_others(rank: int) -> list[bool]:
-    alone = [dist.new_group([each]) for each in range(2)][rank]
-    return [comparison.exists(each) for each in (dist.group.WORLD, alone)]
-
-
-def test_one_rank_has_nobody_to_compare_with(two: Ranks) -> None:
+@on_ranks(2)
+def test_one_rank_has_nobody_to_compare_with(rank: int) -> None:
     """A group of one rank compares nothing, one of two does."""
-    assert two.run(_count_others) == [[True, False]] * 2
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    assert [comparison.exists(each) for each in (dist.group.WORLD, alone)] == [True, False]

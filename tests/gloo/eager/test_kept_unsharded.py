@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsdp_compile.fsdp_module import FSDPModule
 
-from ..ranks import Ranks, on_ranks
+from ..ranks import on_ranks
 from ..training import (
     assert_same_gradients,
     assert_same_parameters,
@@ -43,7 +43,13 @@ def _bytes(model: nn.Module) -> int:
     return sum(buffer.storage.nbytes() for unit in units(model) if unit.kept for buffer in unit.kept.buffers)
 
 
-def _accumulate(rank: int, strategy: str) -> list[list[str]]:
+@both
+@on_ranks(2)
+def test_kept_through_no_sync(strategy: str) -> None:
+    """SHARD_GRAD_OP gathers once for a window of accumulation, FULL_SHARD always; the syncing backward frees.
+
+    E-ACC-5, E-STRAT-1, E-STRAT-3, E-STRAT-5.
+    """
     reference, model = reference_and_model(CASE, strategy)
     gathered = []
     for seed, sync in enumerate((False, False, True)):
@@ -53,21 +59,11 @@ def _accumulate(rank: int, strategy: str) -> list[list[str]]:
         assert _bytes(model) == (full if strategy == "SHARD_GRAD_OP" and not sync else 0)
     assert_same_gradients(model, reference)
     follow(model, reference, CASE)
-    return gathered
-
-
-@both
-def test_kept_through_no_sync(two: Ranks, strategy: str) -> None:
-    """SHARD_GRAD_OP gathers once for a window of accumulation, FULL_SHARD always; the syncing backward frees.
-
-    E-ACC-5, E-STRAT-1, E-STRAT-3, E-STRAT-5.
-    """
     names = ["root", "blocks.0", "blocks.1", "blocks.2"]
-    for gathered in two.run(_accumulate, strategy):
-        if strategy == "SHARD_GRAD_OP":
-            assert gathered == [names, [], []]
-        else:
-            assert [sorted(set(step)) for step in gathered] == [sorted(names)] * 3
+    if strategy == "SHARD_GRAD_OP":
+        assert gathered == [names, [], []]
+    else:
+        assert [sorted(set(step)) for step in gathered] == [sorted(names)] * 3
 
 
 @on_ranks(4)

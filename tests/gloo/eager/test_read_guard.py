@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compile import fully_shard
 from fsdp_compile.eager.unsharded import Exits, UnshardedUnit
 
-from ..ranks import Ranks, on_ranks
+from ..ranks import on_ranks
 from ..training import assert_same_gradients
 from .test_outputs import FREED
 
@@ -88,8 +88,18 @@ def _sharded(how: str, reference: nn.Module) -> nn.Module:
     return model
 
 
-def _train(rank: int, how: str) -> list[str]:
-    """What happened in each of two steps: "right", or the error of the guard."""
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        *((how, "refused") for how in ("plain", "frozen", "checkpoint", "retained", "tensor parallel")),
+        ("compiled", "right"),  # one node computes the loss and the output
+        ("compiled, no hooks", "refused"),
+        ("kept", "right"),
+    ],
+)
+@on_ranks(2)
+def test_reads_of_freed_parameters_are_refused(how: str, expected: str) -> None:
+    """Gradients are those of one process or autograd raises, never anything else, twice; the model trains on."""
     torch.manual_seed(0)
     reference = _Net(how)
     model = _sharded(how, reference)
@@ -117,21 +127,7 @@ def _train(rank: int, how: str) -> list[str]:
         each.zero_grad()
         each(torch.ones(2, 8)).backward()
     assert_same_gradients(model, reference)
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        *((how, "refused") for how in ("plain", "frozen", "checkpoint", "retained", "tensor parallel")),
-        ("compiled", "right"),  # one node computes the loss and the output
-        ("compiled, no hooks", "refused"),
-        ("kept", "right"),
-    ],
-)
-def test_reads_of_freed_parameters_are_refused(two: Ranks, how: str, expected: str) -> None:
-    """Gradients are those of one process or autograd raises, never anything else; the model trains on."""
-    assert two.run(_train, how) == [[expected] * 2] * 2
+    assert seen == [expected] * 2
 
 
 @on_ranks(2)

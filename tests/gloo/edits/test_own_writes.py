@@ -127,36 +127,27 @@ def _as_unsharded(rank: int, options: dict[str, Any], how: str, patterns: list[A
         torch.testing.assert_close(found[-1], expected[-1], check_dtype=False, **close)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        pytest.param({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, marks=pytest.mark.nightly),
-        {"mixed_precision": MixedPrecision(torch.bfloat16)},
-    ],
-    ids=["FULL_SHARD", "SHARD_GRAD_OP", "bfloat16"],
-)
-def test_equal_changes_stay(two: Ranks, options: dict[str, Any]) -> None:
-    """What all ranks write in the same way stays, in the first forward and later, as in one process."""
-    two.run(_as_unsharded, options, "eager", PATTERNS)
-
-
 # Before 2.14, Dynamo leaves `.data = ...` in a function to eager code, and autograd counts it: refused below.
 ASSIGNED_IN_A_FUNCTION = (_replaces_data,) if torch.__version__ < "2.14" else ()
+LATE = pytest.mark.nightly
 
 
 @pytest.mark.parametrize(
-    ("how", "patterns"),
+    ("options", "how", "patterns"),
     [
-        ("whole", [_clamps_later]),
-        ("blocks", [_moves_a_codebook, _replaces_data]),
-        pytest.param("whole", [p for p in PATTERNS if p not in ASSIGNED_IN_A_FUNCTION], marks=pytest.mark.nightly),
-        pytest.param("blocks", PATTERNS, marks=pytest.mark.nightly),
+        ({}, "eager", PATTERNS),
+        ({"mixed_precision": MixedPrecision(torch.bfloat16)}, "eager", PATTERNS),
+        ({}, "whole", [_clamps_later]),
+        ({}, "blocks", [_moves_a_codebook, _replaces_data]),
+        pytest.param({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, "eager", PATTERNS, marks=LATE),
+        pytest.param({}, "whole", [p for p in PATTERNS if p not in ASSIGNED_IN_A_FUNCTION], marks=LATE),
+        pytest.param({}, "blocks", PATTERNS, marks=LATE),
     ],
 )
-def test_equal_changes_stay_where_forwards_are_compiled(two: Ranks, how: str, patterns: list[Any]) -> None:
-    """The same where the model is compiled, or each block: the unit whose graph would write runs eagerly."""
-    two.run(_as_unsharded, {}, how, patterns)
+def test_equal_changes_stay(two: Ranks, options: dict[str, Any], how: str, patterns: list[Any]) -> None:
+    """What all ranks write in the same way stays, in the first forward and later, as in one process; also where the
+    model is compiled, or each block: the unit whose graph would write runs eagerly."""
+    two.run(_as_unsharded, options, how, patterns)
 
 
 @on_ranks(2)
@@ -172,13 +163,18 @@ def test_what_a_graph_cannot_keep_is_refused() -> None:
             compiled(torch.ones(2, 8))
 
 
-@pytest.mark.parametrize("how", ["whole", "blocks"])
-def test_different_changes_are_refused_where_forwards_are_compiled(two: Ranks, how: str) -> None:
-    """On all ranks, by name, whenever they begin."""
-    two.run(_differ, 1, how)
+@pytest.mark.parametrize(
+    ("first", "how", "alone"),
+    [
+        *((first, "eager", False) for first in (0, 1, 3)),
+        *((first, "eager", True) for first in (0, 1)),
+        *((1, how, False) for how in ("whole", "blocks")),
+    ],
+)
+@on_ranks(2)
+def test_different_changes_are_refused(first: int, how: str, alone: bool) -> None:
+    """On all ranks, by name, whenever they begin, also those of one rank alone and of what another rank stores."""
 
-
-def _differ(rank: int, first: int, how: str = "eager", alone: bool = False) -> None:
     def write(block: Any, x: Tensor) -> None:
         block.calls += 1
         block.up.weight.data.clamp_(-100, 100)
@@ -197,12 +193,6 @@ def _differ(rank: int, first: int, how: str = "eager", alone: bool = False) -> N
     )  # fmt: skip
     with pytest.raises(RuntimeError, match=message):
         run(torch.ones(2, 8)).sum().backward()
-
-
-@pytest.mark.parametrize(("first", "alone"), [(0, False), (1, False), (3, False), (0, True), (1, True)])
-def test_different_changes_are_refused(two: Ranks, first: int, alone: bool) -> None:
-    """On all ranks, by name, whenever they begin, also those of one rank alone and of what another rank stores."""
-    two.run(_differ, first, "eager", alone)
 
 
 @on_ranks(2)
