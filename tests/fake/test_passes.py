@@ -647,7 +647,8 @@ def test_collectives_that_somebody_else_has_written() -> None:
     assert (
         "'fsdp.2x1" in graph and f"'{group.group_name}'" not in graph
     )  # with a number behind it, if others came before
-    assert graph.count("= all_gather_into_tensor(") == 1
+    folds = torch.__version__ < "2.14"  # later ones compute what is multiplied by zero
+    assert graph.count("= all_gather_into_tensor(") == (1 if folds else 2)
     names = re.findall(r"^(\w+): .* = ", graph, re.MULTILINE)
     assert all(re.search(rf"[(\[, ]{name}\b", graph) for name in names)  # nor cast: each value is read
 
