@@ -116,7 +116,7 @@ def _sharded(seed: int, strategy: str = "FULL_SHARD") -> nn.Module:
 
 def _optimizer(name: str, moment: Moment, model: nn.Module) -> optim.Optimizer:
     params = moment.groups(model)
-    if name in ("muon", "matrices"):
+    if name in OF_MATRICES:
         groups = params if isinstance(params[0], dict) else [{"params": params}]
         params = [{**group, "params": [each for each in group["params"] if each.dim() == 2]} for group in groups]
     is_sharded = any(isinstance(param, ShardedTensor) for param in model.parameters())
@@ -138,7 +138,8 @@ def _like(param: Tensor, full: Tensor) -> Tensor:
     return ShardedTensor(param.spec.local_of(full).clone(), param.spec) if isinstance(param, ShardedTensor) else full
 
 
-CASES = list(itertools.product(MAKERS, MOMENTS))
+OF_MATRICES = ("muon", "matrices")
+CASES = [(name, moment) for name, moment in itertools.product(MAKERS, MOMENTS) if name not in OF_MATRICES]
 
 
 def _folder(root: Path, name: str, moment: str) -> Path:
@@ -179,7 +180,7 @@ def _resume(rank: int, root: Path, cases: list[tuple[str, str]], strategy: str =
 def _check_warning(name: str, when: str, said: list[str]) -> None:
     """One warning, of what trains and has no state in a checkpoint that has some."""
     lacking = {"thawed": "blocks.0.up.weight", "not used yet": "head.weight, head.bias"}.get(when)
-    lacking = lacking and lacking.partition(",")[0] if name in ("muon", "matrices") else lacking
+    lacking = lacking and lacking.partition(",")[0] if name in OF_MATRICES else lacking
     expected = lacking is not None and name not in ("sgd", "adagrad")  # without state; with state from the beginning
     assert len(said) == expected, (name, when, said)
     assert not expected or f"the checkpoint has no state of {lacking}" in said[0], said
@@ -235,7 +236,7 @@ def test_a_sample_resumes_on_more_ranks(two: Ranks, three: Ranks, tmp_path: Path
 @pytest.mark.parametrize("loading", ["one", "two", "three"])
 @pytest.mark.parametrize("saving", ["one", "two", "three"])
 def test_any_number_of_ranks(request: Any, saving: str, loading: str, tmp_path: Path) -> None:
-    """The same of 15 optimizers, from 1, 2 and 3 ranks to 1, 2 and 3."""
+    """The same of 13 optimizers, from 1, 2 and 3 ranks to 1, 2 and 3."""
     request.getfixturevalue(saving).run(_save, tmp_path, CASES)
     request.getfixturevalue(loading).run(_resume, tmp_path, CASES)
 
@@ -245,8 +246,9 @@ def test_any_number_of_ranks(request: Any, saving: str, loading: str, tmp_path: 
 @pytest.mark.parametrize("saving", ["NO_SHARD", "HYBRID_SHARD", "offload"])
 def test_any_strategy(four: Ranks, two: Ranks, saving: str, loading: str, tmp_path: Path) -> None:
     """The same from each strategy on four ranks to each on two, where hybrid sharding is as full."""
-    four.run(_save, tmp_path, SAMPLE, saving)
-    two.run(_resume, tmp_path, SAMPLE, loading)
+    cases = [case for case in SAMPLE if case in CASES]
+    four.run(_save, tmp_path, cases, saving)
+    two.run(_resume, tmp_path, cases, loading)
 
 
 def _twice(model: nn.Module, optimizer: optim.Optimizer) -> Tensor:
