@@ -55,8 +55,8 @@ if TYPE_CHECKING:  # each name `as` itself: for type checkers it is exported
     from fsdp_compile.config import CompileConfig as CompileConfig
     from fsdp_compile.construct.arguments import DataParallelMeshDims as DataParallelMeshDims
     from fsdp_compile.eager.runtime import UnshardHandle as UnshardHandle
-    from fsdp_compile.edits.convert import load as load
-    from fsdp_compile.edits.convert import offload as offload
+    from fsdp_compile.edits.apply import load as load
+    from fsdp_compile.edits.apply import offload as offload
     from fsdp_compile.edits.summon import summon_full_params as summon_full_params
     from fsdp_compile.fsdp_module import FSDPModule as FSDPModule
     from fsdp_compile.fsdp_module import register_fsdp_forward_method as register_fsdp_forward_method
@@ -87,7 +87,7 @@ _NAMES = {
     "fsdp_compile.comm.hops": "Wire",
     "fsdp_compile.config": "CompileConfig",
     "fsdp_compile.construct.arguments": "DataParallelMeshDims",
-    "fsdp_compile.edits.convert": "load offload",
+    "fsdp_compile.edits.apply": "load offload",
     "fsdp_compile.edits.summon": "summon_full_params",
     "fsdp_compile.eager.runtime": "UnshardHandle",
     "fsdp_compile.weights": "export metadata",

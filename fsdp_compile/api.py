@@ -22,10 +22,10 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
-from fsdp_compile.agree.checks import RootChecks
 from fsdp_compile.agree.kept import Kept
-from fsdp_compile.agree.order import RankOrder
-from fsdp_compile.agree.unused import Unused
+from fsdp_compile.agree.rank_order import RankOrder
+from fsdp_compile.agree.root_checks import RootChecks
+from fsdp_compile.agree.unused_parameters import Unused
 from fsdp_compile.comm.groups import GroupArgument, check_ranks_of_tree, divide, resolve_groups
 from fsdp_compile.config import MEASURE, CompileConfig, check_type
 from fsdp_compile.construct.arguments import (
@@ -43,8 +43,8 @@ from fsdp_compile.construct.arguments import (
     settings_of_units,
     warn_of_fsdp1,
 )
-from fsdp_compile.construct.checks import check_model, check_prepared
 from fsdp_compile.construct.prepare import prepare_units
+from fsdp_compile.construct.refusals import check_model, check_prepared
 from fsdp_compile.construct.rejoin import join_divided
 from fsdp_compile.construct.units import connect, make_unit
 from fsdp_compile.construct.wires import WireArgument, chosen_wires, set_wires

@@ -38,7 +38,7 @@ from fsdp_compile.eager.forward import (
 )
 from fsdp_compile.eager.reduce import set_sync
 from fsdp_compile.eager.runtime import Runtime, UnshardHandle, reshard
-from fsdp_compile.edits.convert import convert
+from fsdp_compile.edits.apply import convert
 from fsdp_compile.edits.own_writes import OwnWrites
 from fsdp_compile.edits.summon import summon_full_params, summoned_for_apply
 from fsdp_compile.parameter_owner import HasShardedParameters

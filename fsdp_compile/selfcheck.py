@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdp_compile.compare.case import Batch, Case
-from fsdp_compile.compare.report import Comparison
+from fsdp_compile.compare.comparison_report import Comparison
 from fsdp_compile.compare.rounds import compare
 from fsdp_compile.compare.systems import OURS, Task
 from fsdp_compile.compare.verdicts import Report, Row

@@ -69,13 +69,13 @@ _JOINT, _POST = "passes/joint", "passes/post_grad"
 BROKEN = {
     "insert_collectives": (f"{_JOINT}/insert_collectives.py", "args = packed, how.op,", 'args = packed, "sum",'),
     "reshard": (f"{_JOINT}/reshard.py", "        if tag.reshard:\n", "        if not tag.reshard:\n"),
-    "check_saved": ("passes/checks.py", "if is_gathered or was_tagged:", "if was_tagged:"),
+    "check_saved": ("passes/graph_checks.py", "if is_gathered or was_tagged:", "if was_tagged:"),
     "pack_in_place": (f"{_POST}/in_place_grads.py", "while grad.target in nodes.SAME_ORDER:", "while False:"),
     "read_graph": ("passes/graph/analyze.py", "*(last + 1 for _, last in spans)}", "*(last for _, last in spans)}"),
     "choose_plan": ("passes/plan/schedule.py", "waited.append((ready + 1,", "waited.append((ready + 2,"),
     "verify_plan": ("passes/plan/plan.py", "if reduces[name].at <= ready:", "if reduces[name].at < ready:"),
     "order": (f"{_POST}/order.py", "before[step.at].append", 'before[step.at - (step.kind == "reduce")].append'),
-    "check_order": ("passes/checks.py", "if actual != planned:", "if len(actual) != len(planned):"),
+    "check_order": ("passes/graph_checks.py", "if actual != planned:", "if len(actual) != len(planned):"),
     "pin_order": (f"{_POST}/order.py", "    return is_product(node) and not any", "    return False and not any"),
 }
 _PAGE = "tests/fake/test_passes_page.py::test_the_graphs_are_those_of_today"

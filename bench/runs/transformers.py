@@ -7,7 +7,7 @@ attention to the last number, the bytes of chains as eager operators or Inductor
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from fsdp_compile.explain.work import StepWork, UnitWork
+from fsdp_compile.explain.unit_work import StepWork, UnitWork
 from fsdp_compile.passes.graph.work import Kind, Work
 
 

@@ -8,6 +8,5 @@ modules.py   what differs first in a step, such as a module's output
 alike.py     what a rank does for `check`; verdicts.py: what came out
 systems.py   the systems of `compare`, and a turn of one of them
 memory.py    bytes that are alive in a step
-rounds.py    lets the systems take turns, and gathers what they say
-report.py    what came out as text, JSON, and a page with pictures
+rounds.py    lets the systems take turns; comparison_report.py: what came out, as a table and JSON
 """

@@ -19,8 +19,8 @@ import torch
 
 import fsdp_compile
 from fsdp_compile.compare.case import Load
+from fsdp_compile.compare.comparison_report import Comparison, Row
 from fsdp_compile.compare.pool import Launch, Pool
-from fsdp_compile.compare.report import Comparison, Row
 from fsdp_compile.compare.systems import OURS, SYSTEMS, Task, Turn, begin, train
 from fsdp_compile.explain.batch import Inputs
 from fsdp_compile.explain.predict import predict_step

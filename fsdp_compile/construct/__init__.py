@@ -6,7 +6,7 @@ units.py           initial values; units are made and connected with modules and
 
 arguments.py       one form of arguments for which FSDP1 and FSDP2 have different names; settings of each unit
 wrap_policy.py     other choices of units, by torch's policies
-checks.py          what is refused of a model
+refusals.py        what is refused of a model
 rejoin.py          what an earlier call has divided becomes one unit
 wires.py           formats in which units are sent
 """

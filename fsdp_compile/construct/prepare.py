@@ -26,7 +26,7 @@ from fsdp_compile.tensors.tensor_parallel import is_dtensor
 
 # Note [Nothing is changed on refusal]
 # `fully_shard` has two halves. In the first all units are worked out (`prepare_units`), and every check is made that
-# can be made from modules, parameters and arguments (checks.py); nothing is changed, so a model that is refused is as
+# can be made from modules, parameters and arguments (refusals.py); nothing is changed, so a model that is refused is as
 # it was. Only then are units made one by one (units.py): initialized, moved, broadcast, sharded. What user code raises
 # in that half (`param_init_fn`, `reset_parameters`) cannot be foreseen and leaves a model that is sharded in part; a
 # warning names the module.

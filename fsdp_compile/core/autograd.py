@@ -193,7 +193,7 @@ class ReduceQueue(deque[dict[GradientReduction, None]]):
     Attributes:
         awaiting_reduce: units of the root that were under no_sync since their last reduce, in one order on all ranks:
             what they accumulated is reduced even if they take part in no further backward pass.
-        order: in which units communicate in backward (agree/order.py); None before there is a root.
+        order: in which units communicate in backward (agree/rank_order.py); None before there is a root.
         microbatches: which microbatch of a step a backward pass is (eager/partial_sums.py), where sums need it.
     """
 

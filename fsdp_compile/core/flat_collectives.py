@@ -3,7 +3,7 @@
     all_gather_flat    shard [n]            ->  full [n * ranks]     through `groups` in order
     start_average      packed [n * ranks]   ->  mean [n]             through `groups` in reverse, then the replicas
 
-The eager runtime calls both, and the bodies of `fsdp_flat::unshard` and `fsdp_flat::reduce_grads` (agree/order.py).
+The eager runtime calls both, and the bodies of `fsdp_flat::unshard` and `reduce_grads` (agree/rank_order.py).
 """
 
 from collections.abc import Callable, Sequence

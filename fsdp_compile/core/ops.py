@@ -26,10 +26,10 @@
                                starts
 
 This file has the signatures, the derivatives and the shapes, and `UnshardSpec`, the string that says how a unit is
-gathered and reduced. The bodies of `unshard`, `reduce_grads` and `check_ranks` are in agree/order.py, those of
+gathered and reduced. The bodies of `unshard`, `reduce_grads` and `check_ranks` are in agree/rank_order.py, those of
 `add_accumulated`, `defer_reduce` and `update_shard` in eager/reduce.py, those of `await_gather` and `start_reduce_` in
-eager/block_reader.py, that of `leave_out` in agree/unused.py. `flat_param_id` is a flat parameter's id in a tensor on
-the CPU (flat_param.py, Note [Flat parameters are looked up by id]).
+eager/block_reader.py, that of `leave_out` in agree/unused_parameters.py. `flat_param_id` is a flat parameter's id in a
+tensor on the CPU (flat_param.py, Note [Flat parameters are looked up by id]).
 """
 
 from collections.abc import Callable, Iterator, Sequence

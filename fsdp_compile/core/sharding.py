@@ -54,7 +54,7 @@ class ModuleSharding:
     in_hooked_call: bool = False  # whether a call of the module runs that gathered around its hooks
     ignored_modules: frozenset[nn.Module] = frozenset()  # that the call of `fully_shard` on this module left alone
     ignored_params: frozenset[nn.Parameter] = frozenset()  # likewise
-    checked: Any = None  # of a root that was checked (agree/checks.py)
+    checked: Any = None  # of a root that was checked (agree/root_checks.py)
 
 
 def sharding_of(module: nn.Module) -> ModuleSharding | None:

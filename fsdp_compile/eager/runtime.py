@@ -52,7 +52,7 @@ class Runtime:
         unread: buffers that a failed backward pass had begun to fill. The next forward waits for them: a rank that
             failed alone would wait for ever for the others.
         post_optim_event: what the next forward's all-gathers wait for, instead of all work queued before; or None.
-        converting: whether `Module._apply` is running (edits/convert.py).
+        converting: whether `Module._apply` is running (edits/apply.py).
     """
 
     def __init__(self, settings: Settings, is_divided: bool = False, listeners: Sequence[type[Listener]] = ()) -> None:

@@ -3,5 +3,5 @@
 writeback.py      parameters that were replaced or moved, before the next gather
 own_writes.py     parameters that a forward of their own unit changes
 summon.py         full parameters in the place of the sharded ones
-convert.py        `module.to()` and all else that goes through `Module._apply`
+apply.py          `module.to()` and all else that goes through `Module._apply`
 """

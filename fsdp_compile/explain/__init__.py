@@ -3,7 +3,7 @@
 One route: a model is traced -> work or graph -> workload -> plan (passes/plan) -> simulated -> a report.
 
 prediction.py   settings and predictions; scheduled.py: the step and plan that a prediction is made of
-trace.py        the work of an unsharded model in every setting, from a few traces; work.py: that work, as numbers
+trace.py        the work of an unsharded model in every setting, from a few traces; unit_work.py: that work, as numbers
 predict.py      an unsharded model in many settings: work -> workload -> plan
 sharded.py      a sharded model: joint graph -> workload -> plan
 report.py       predictions or a plan as text, JSON, trace

@@ -21,7 +21,7 @@ from fsdp_compile.explain.prediction import Alternative, Prediction, Setting
 from fsdp_compile.explain.ranks import sharded
 from fsdp_compile.explain.scheduled import Message, Scheduled
 from fsdp_compile.explain.trace import Model
-from fsdp_compile.explain.work import StepWork, UnitWork
+from fsdp_compile.explain.unit_work import StepWork, UnitWork
 from fsdp_compile.passes.cost.hardware import Hardware, device, link
 from fsdp_compile.passes.cost.roofline import launch_seconds, level_of, update_seconds
 from fsdp_compile.passes.graph.prices import Prices, work_seconds

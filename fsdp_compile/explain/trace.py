@@ -1,6 +1,6 @@
 """The work of a model's step: forward and backward are traced, partitioned, and read node by node.
 
-    Model.work       of a setting: any batch follows from two that are traced (work.py)
+    Model.work       of a setting: any batch follows from two that are traced (unit_work.py)
     Model.traced     one block of each kind, and what is outside of blocks
       _calls         runs a forward in which each distinct block runs once; notes its inputs, others return as it did
       _block         forward and backward of one block with these inputs, after the partitioner
@@ -30,7 +30,7 @@ from fsdp_compile.construct.blocks import repeated_blocks
 from fsdp_compile.explain._torch import Graphs, fake_tensors, is_fake, partitioned, pytree
 from fsdp_compile.explain.batch import Inputs, batch_of, loss_of
 from fsdp_compile.explain.prediction import Setting
-from fsdp_compile.explain.work import BATCHES, Kernels, NotAffine, StepWork, UnitWork, at_batch
+from fsdp_compile.explain.unit_work import BATCHES, Kernels, NotAffine, StepWork, UnitWork, at_batch
 from fsdp_compile.passes._torch import is_tangent
 from fsdp_compile.passes.graph.lifetimes import Lifetime, inlined, last_uses_of, lifetimes, live_bytes
 from fsdp_compile.passes.graph.nodes import aten, is_product, packet_of, source_of

@@ -21,7 +21,7 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Opti
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile.optim._torch import has_step_hooks, step_without_hooks
-from fsdp_compile.optim.matrices import takes_matrices
+from fsdp_compile.optim.matrix_optimizers import takes_matrices
 from fsdp_compile.optim.matrix_step import MatrixUpdates
 from fsdp_compile.optim.segments import Ready, Segments
 

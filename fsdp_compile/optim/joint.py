@@ -35,7 +35,7 @@ from fsdp_compile.core._torch import without_torch_function
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.optim._torch import announce_step, has_step_hooks, note_step, step_without_hooks
 from fsdp_compile.optim.flat import ELEMENTWISE, ELEMENTWISE_NAMES, show_others, step_segments, steps_segments
-from fsdp_compile.optim.matrices import takes_matrices
+from fsdp_compile.optim.matrix_optimizers import takes_matrices
 from fsdp_compile.optim.matrix_step import MatrixUpdates
 from fsdp_compile.optim.segments import Ready, Segments
 

@@ -4,8 +4,8 @@
     covered = updates.begin(optimizer)      momentum goes to the owners of matrices; the optimizer steps on all others
     updates.finish()                        owners compute, results return, parameters are updated
 
-The optimizer's three functions run (matrices.py): on the elements that each rank stores, on complete matrices, and on
-those elements again. Matrices are exchanged in stages (`OwnerPlan.stages`):
+The optimizer's three functions run (matrix_optimizers.py): on the elements that each rank stores, on complete matrices,
+and on those elements again. Matrices are exchanged in stages (`OwnerPlan.stages`):
 
     rank      | momentum of 0 | of 1, 2 | home | compute 0 | compute 1 | compute 2 | update 0 | home | update 1 | 2 |
     link                      [ in 0 ][ in 1 ][ in 2 ]     [ out 0 ]   [ out 1 ]   [ out 2 ]
@@ -31,7 +31,8 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.unit import unit_of
-from fsdp_compile.optim.matrices import (
+from fsdp_compile.optim.matrix_exchange import Exchange, Ranges
+from fsdp_compile.optim.matrix_optimizers import (
     Functions,
     MatrixShard,
     functions_of,
@@ -41,7 +42,6 @@ from fsdp_compile.optim.matrices import (
     run_before,
     run_whole,
 )
-from fsdp_compile.optim.matrix_exchange import Exchange, Ranges
 from fsdp_compile.optim.owner_plan import LAG, Matrix, OwnerPlan, plan_owners
 from fsdp_compile.optim.segments import are_same, kept_gradient
 from fsdp_compile.tensors.shard_spec import ShardRanks, ShardSpec

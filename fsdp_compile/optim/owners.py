@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
-from fsdp_compile.optim.matrices import local_data, local_gradient
 from fsdp_compile.optim.matrix_exchange import Exchange
+from fsdp_compile.optim.matrix_optimizers import local_data, local_gradient
 from fsdp_compile.tensors.nested import is_container, map_items
 from fsdp_compile.tensors.shard_spec import FlatSharding, ShardRanks, ShardSpec
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor

@@ -3,7 +3,7 @@
 inductor.py    `PASSES`; Inductor's hooks for plain `torch.compile`, and `backend="fsdp_compile"`
 hooks.py       the story's passes, and the pipelines that run passes in Inductor's hooks
 pipeline.py    Pass, GraphContext
-checks.py      what is checked of graphs while passes run
+graph_checks.py  what is checked of graphs while passes run
 printed.py     graphs as text
 agreement.py   what ranks follow together: figures of links, plans
 measure.py     the link between ranks, and how fast they compute

@@ -26,17 +26,18 @@ from fsdp_compile.passes._torch import (
     switched_off,
     without_dispatch_modes,
 )
-from fsdp_compile.passes.checks import check_order, check_saved, check_settings
 from fsdp_compile.passes.cost.hardware import device, link, measured_text
 from fsdp_compile.passes.graph.nodes import is_ours
 from fsdp_compile.passes.graph.prices import hardware_at
+from fsdp_compile.passes.graph_checks import check_order, check_saved, check_settings
 from fsdp_compile.passes.hooks import CORE_PASSES, OURS, Refused, pipelines
 from fsdp_compile.passes.joint import reshard_by_cost
 from fsdp_compile.passes.joint.smallest_gather import smallest_gather
 from fsdp_compile.passes.measure import NoLink, measured_link, measured_speed
 from fsdp_compile.passes.notice import CompileNotice
 from fsdp_compile.passes.pipeline import Pass, enabled, log, watchers
-from fsdp_compile.passes.post_grad import blocks, plan_by_cost, updates
+from fsdp_compile.passes.post_grad import compiled_blocks as blocks
+from fsdp_compile.passes.post_grad import plan_by_cost, updates
 from fsdp_compile.passes.post_grad.check_ranks import check_ranks
 from fsdp_compile.passes.post_grad.coalesce import coalesce_launches
 from fsdp_compile.passes.post_grad.messages import send_messages

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
 
 from fsdp_compile import fully_shard
-from fsdp_compile.agree import order
+from fsdp_compile.agree import rank_order as order
 from fsdp_compile.construct import units as construct_units
 
 NO_SHARD = ShardingStrategy.NO_SHARD

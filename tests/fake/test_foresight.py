@@ -14,7 +14,7 @@ from bench.runs.transformers import Run, Transformer, work_of
 from fsdp_compile.explain.predict import predict_step
 from fsdp_compile.explain.prediction import Setting
 from fsdp_compile.explain.trace import Model
-from fsdp_compile.explain.work import BATCHES, at_batch
+from fsdp_compile.explain.unit_work import BATCHES, at_batch
 
 GIB = 2**30
 SMALL = {"width": 256, "heads": 4, "kv_heads": 2, "inner": 512, "layers": 2, "vocabulary": 1000}

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_compile.compare.comparison_report import Comparison, Row
 from fsdp_compile.compare.pool import Launch
-from fsdp_compile.compare.report import Comparison, Row
 from fsdp_compile.compare.rounds import Failed, Running, Side, predict
 from fsdp_compile.compare.systems import SYSTEMS, Task, Turn
 from fsdp_compile.explain.batch import batch_of

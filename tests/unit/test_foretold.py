@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_compile.agree import order
+from fsdp_compile.agree import rank_order as order
 from fsdp_compile.comm.waits import GroupState
 
 

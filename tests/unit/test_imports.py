@@ -21,12 +21,12 @@ ALLOWED = {
     "edits": {"core", "comm", "tensors", "eager", "agree"},
     "agree": {"core", "comm", "tensors", "eager", "edits"},
     "construct": {"core", "comm", "tensors", "config"},
-    "eager": {"core", "comm", "tensors", "agree.checks"},
+    "eager": {"core", "comm", "tensors", "agree.root_checks"},
     "optim": {"core", "comm", "tensors"},
     "passes": {
         *("core.ops", "core.flat_collectives", "core.layout"),
         *("config", "comm"),
-        "agree.order",  # what graphs call to compare ranks
+        "agree.rank_order",  # what graphs call to compare ranks
     },
     "state_dict": {"core", "comm", "tensors"},
     "checkpoint": {"state_dict", "core", "comm", "config", "tensors"},

@@ -5,7 +5,7 @@ from itertools import chain
 
 from torch import fx
 
-import fsdp_compile.agree.order  # noqa: F401  (the body of `check_ranks`, for who shards nothing by this package)
+import fsdp_compile.agree.rank_order  # noqa: F401  (the body of `check_ranks`, for who shards nothing by this package)
 from fsdp_compile.comm.collectives import GROUP_ARGUMENT, STARTS
 from fsdp_compile.core import ops
 from fsdp_compile.passes.graph.analyze import with_ancestors
@@ -25,7 +25,7 @@ from fsdp_compile.passes.pipeline import GraphContext
 #   - `pin_order` keeps the operator before the first collective.
 #
 # At the first run of a sequence, and where ranks did not expect it next, the operator compares it with the other ranks
-# of each group that the graph communicates in (agree/order.py). It notes for long waits that the graph has begun.
+# of each group that the graph communicates in (agree/rank_order.py). It notes for long waits that the graph has begun.
 
 
 def check_ranks(context: GraphContext) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_compile import selfcheck as module
-from fsdp_compile.compare.report import Comparison
-from fsdp_compile.compare.report import Row as System
+from fsdp_compile.compare.comparison_report import Comparison
+from fsdp_compile.compare.comparison_report import Row as System
 from fsdp_compile.compare.verdicts import Report, Row
 from fsdp_compile.selfcheck import SelfCheck
 from fsdp_compile.tools.cli import main

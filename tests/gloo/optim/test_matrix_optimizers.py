@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_compile import compile_step
 from fsdp_compile.optim import MatrixOptimizer, MatrixShard, flat_step, matrix_exchange
-from fsdp_compile.optim.matrices import takes_matrices
+from fsdp_compile.optim.matrix_optimizers import takes_matrices
 from fsdp_compile.optim.matrix_step import MatrixUpdates
 from fsdp_compile.optim.owner_plan import OwnerPlan
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
