@@ -20,12 +20,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 10_313,
-    "the story and what it imports": 14_738,
-    PACKAGE: 35_609,
-    "tests": 46_695,
+    "the story": 10_294,
+    "the story and what it imports": 14_719,
+    PACKAGE: 35_464,
+    "tests": 46_648,
     "bench": 4_856,
-    "docs, README, change log": 5_154,
+    "docs, README, change log": 5_140,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""
 

@@ -8,7 +8,7 @@ min_cut_rematerialization_partition
                            as Inductor partitions; obeys `recompute` and `ac_graph_id` in nodes' metadata
 select_decomp_table        the decompositions that Inductor uses
 pytree                     trees of arguments and of what modules return
-_World                     all process groups; `_world`, which torch calls an extension point to override, are those there
+_World                     all process groups; `_world`, an extension point of torch, are those that count
 _unregister_process_group  takes a name away from those that functional collectives find
 """
 

@@ -10,7 +10,6 @@ config._post_fusion_custom_pass           called on the scheduler's nodes once l
 CustomGraphPass.uuid                      in the key of Inductor's and AOTAutograd's caches; None switches both off
 ShortenTraceback                          an error that Dynamo and, with caches, Inductor do not wrap in one of theirs
 InductorError.inner_exception             what Inductor has wrapped
-callback_handler.end_callbacks            called when a frame or a deferred backward has been compiled, or has failed to
 get_graph_being_compiled                  "model__<index>_<joint|forward|backward|inference>_<n>"
 TracingContext.fw_metadata                num_forward_returns: outputs behind those are saved for backward
 ShapeEnv, bound_sympy                     var_to_range, backed_var_to_val, var_to_sources, by symbol of a size
@@ -42,7 +41,6 @@ from typing import Any, NamedTuple
 
 from torch import SymInt, Tensor, fx
 from torch._dynamo import reset as reset_dynamo
-from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import ShortenTraceback
 from torch._functorch.aot_autograd import get_graph_being_compiled
 from torch._guards import TracingContext
@@ -121,12 +119,6 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # only predictions need torch's test helpers
 
     return FakeStore()
-
-
-def call_after_compiling(function: Callable[[Any], None]) -> None:
-    """Call `function` whenever Dynamo has compiled a frame, or a backward that was compiled lazily."""
-    if function not in callback_handler.end_callbacks:
-        callback_handler.register_end_callback(function)
 
 
 def compile_by_inductor(gm: fx.GraphModule, inputs: list[Any], patches: dict[str, Any]) -> Callable[..., Any]:

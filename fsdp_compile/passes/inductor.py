@@ -34,7 +34,6 @@ from fsdp_compile.passes.hooks import CORE_PASSES, OURS, Refused, pipelines
 from fsdp_compile.passes.joint import reshard_by_cost
 from fsdp_compile.passes.joint.smallest_gather import smallest_gather
 from fsdp_compile.passes.measure import NoLink, measured_link, measured_speed
-from fsdp_compile.passes.notice import CompileNotice
 from fsdp_compile.passes.pipeline import Pass, enabled, log, watchers
 from fsdp_compile.passes.post_grad import compiled_blocks as blocks
 from fsdp_compile.passes.post_grad import plan_by_cost, updates
@@ -82,8 +81,6 @@ PASSES = placed(CORE_PASSES, EXTRA_PASSES)
 
 watchers[:] = print_graph, check_settings
 
-_notice = CompileNotice()
-
 
 def install() -> None:
     """Make plain `torch.compile` run our passes on graphs with our markers. Idempotent.
@@ -97,7 +94,6 @@ def install() -> None:
         if not isinstance(getattr(inductor_config, hook), OURS):
             setattr(inductor_config, hook, pipeline)
     set_inductor_settings(partial(graph_settings, config))
-    _notice.start()
 
 
 def fsdp_compile_backend(

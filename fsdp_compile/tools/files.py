@@ -12,8 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-TORCHTITAN = "torchtitan:"  # before MODULE:CONFIG, where FILE.py:FUNCTION may be
-
 
 def run_file(path: Path) -> dict[str, Any]:
     """The names that a Python file defines. ValueError if it raises an error.
@@ -50,8 +48,6 @@ def _does_not_run(path: Path, error: Exception) -> ValueError:
 
 def check_factory(text: str) -> None:
     """Raise what `load_factory` would, as far as reading the file shows it: importing what it needs takes long."""
-    if text.startswith(TORCHTITAN):
-        return
     path, name = split_factory(text)
     parsed = _parse(Path(path))
     for module in _imported(parsed):
@@ -89,17 +85,12 @@ def import_for(path: str) -> None:
 
 
 def load_factory(text: str) -> tuple[Callable[[], Any], Callable[..., Sequence[Any]] | None]:
-    """The function that `FILE.py:FUNCTION` names, and the file's `example_inputs`, if it has one; behind `TORCHTITAN`
-    those of a torchtitan config.
+    """The function that `FILE.py:FUNCTION` names, and the file's `example_inputs`, if it has one.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the text has another form, the file raises an error, or does not define the function.
     """
-    if text.startswith(TORCHTITAN):
-        from fsdp_compile.integrations.torchtitan.compared import factory
-
-        return factory(text.removeprefix(TORCHTITAN))
     make, inputs = load_functions(text)
     try:
         if inputs is not None:
@@ -121,8 +112,6 @@ def load_functions(text: str) -> tuple[Callable[[], Any], Callable[..., Any] | N
 
 def names_beside(text: str, names: Iterable[str]) -> dict[str, Callable[..., Any]]:
     """The functions of these names in the file of a loaded `FILE.py:FUNCTION`. ValueError if one is no function."""
-    if text.startswith(TORCHTITAN):
-        return {}
     path, _ = split_factory(text)
     made = vars(sys.modules[_module_name(Path(path))])
     found = {name: made[name] for name in names if name in made}

@@ -30,7 +30,6 @@ from fsdp_compile.passes.graph.lifetimes import lifetimes, live_bytes
 from fsdp_compile.passes.graph.nodes import is_view, tag_of, tagged
 from fsdp_compile.passes.hooks import AfterFusion, Pipeline
 from fsdp_compile.passes.inductor import compile_with, fsdp_compile_backend, install, placed
-from fsdp_compile.passes.notice import CompileNotice
 from fsdp_compile.passes.pipeline import GraphContext, Pass, enabled
 from fsdp_compile.passes.plan.plan import PlanError
 
@@ -296,25 +295,6 @@ def test_generated_cpp_code_is_refused(strategy: str) -> None:
         pytest.raises(Exception, match="cpp_wrapper: expected False for a graph with collectives, found True"),
     ):
         step(torch.compile(model), X)
-
-
-def test_a_long_compilation_says_so(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 prints one line when a compilation takes long, and nothing is left running when it has ended."""
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    notice = CompileNotice(after=0.0)
-    notice.start()
-    assert notice.timer is not None
-    notice.timer.join()
-    notice.end()
-    assert notice.timer is None
-    assert capfd.readouterr().err == "fsdp_compile: compiling a sharded model; later steps do not wait for this\n"
-    quick = CompileNotice(after=60.0)
-    quick.start()
-    timer = quick.timer
-    quick.end()
-    assert timer is not None
-    timer.join(timeout=10)
-    assert not timer.is_alive() and capfd.readouterr().err == ""
 
 
 class Attention(nn.Module):

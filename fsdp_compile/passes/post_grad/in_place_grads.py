@@ -21,13 +21,7 @@ from torch import fx
 
 from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, WAIT
 from fsdp_compile.core.layout import FlatParamLayout, LayoutSegment
-from fsdp_compile.core.ops import (
-    ADD_ACCUMULATED,
-    ADD_ACCUMULATED_,
-    DEFER_REDUCE,
-    PACK_GRADS,
-    UPDATE_SHARD,
-)
+from fsdp_compile.core.ops import ADD_ACCUMULATED, ADD_ACCUMULATED_, DEFER_REDUCE, PACK_GRADS, UPDATE_SHARD
 from fsdp_compile.passes._torch import V, fallback_handler, ir, ops, register_lowering
 from fsdp_compile.passes.graph import nodes
 from fsdp_compile.passes.graph.analyze import gradients_of, with_preparation

@@ -14,12 +14,7 @@ import torch
 from torch import fx
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.core.ops import (
-    SEND_BUFFER,
-    SEND_BUFFER_AS,
-    SUM_IN_PAIRS,
-    WAIT_COLLECTIVE,
-)
+from fsdp_compile.core.ops import SEND_BUFFER, SEND_BUFFER_AS, SUM_IN_PAIRS, WAIT_COLLECTIVE
 from fsdp_compile.passes._torch import V, WaitKernel, ir, join_sums, register_lowering, restore_dependencies
 from fsdp_compile.passes.graph.nodes import CAST, set_tag, tag_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext

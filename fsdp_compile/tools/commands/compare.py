@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from fsdp_compile.explain.prediction import WIRE_FORMATS, hardware_of
-from fsdp_compile.tools.files import TORCHTITAN, check_factory, load_factory
+from fsdp_compile.tools.files import check_factory, load_factory
 from fsdp_compile.tools.options import Add, check_folders, one_of, positive, say, write_files
 from fsdp_compile.tools.server import start_server
 
@@ -30,23 +30,20 @@ Under torchrun the ranks are its own, on one node or several; without it --ranks
 
 examples:
   fsdp-compile compare llama.py:make --ranks 2 --batch 2 --seq 128
-  fsdp-compile compare --torchtitan my_titan:debug --systems eager,compiled,fsdp2,fsdp2-compiled
   torchrun --nproc-per-node 8 -m fsdp_compile compare llama.py:make --seq 4096 --systems compiled,fsdp2-compiled"""
 
 
 # fmt: off
 def add_options(add: Add) -> None:
     """Add the options of the command."""
-    add("factory", nargs="?", metavar="FILE.py:FUNCTION", help="makes the model")
-    add("--torchtitan", metavar="MODULE:CONFIG", help="the model of a torchtitan config instead, such as "
-        "llama3:llama3_debugmodel, with its batch and sequence")
+    add("factory", metavar="FILE.py:FUNCTION", help="makes the model")
     add("--ranks", type=positive, metavar="N", help="to start on this machine (default: one for each GPU, or 2)")
     add("--systems", type=one_of(*COMPARED), default=[*COMPARED], metavar="S[,S...]", help=f"{', '.join(COMPARED)} "
         "(default: all)")
     add("--steps", type=positive, default=20, metavar="N", help="steps of each system that count (default: 20)")
     add("--rounds", type=positive, default=3, metavar="N", help="turns into which they are divided (default: 3)")
-    add("--batch", type=positive, metavar="N", help="sequences per rank and step (default: 1)")
-    add("--seq", type=positive, metavar="N", help="tokens of a sequence (default: 256)")
+    add("--batch", type=positive, default=1, metavar="N", help="sequences per rank and step (default: 1)")
+    add("--seq", type=positive, default=256, metavar="N", help="tokens of a sequence (default: 256)")
     add("--precision", choices=("fp32", "bf16"), help="to compute in (default: bf16 on GPUs, else fp32)")
     add("--device", choices=("cuda", "cpu"), help="default: the GPUs, if there are any")
     add("--wire-gather", choices=WIRE_FORMATS, help="this package sends parameters in this format (default: in full)")
@@ -58,17 +55,9 @@ def add_options(add: Add) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print and write what each system makes of the model; 1 if none could."""
-    if (args.factory is None) == (args.torchtitan is None):
-        raise ValueError("expected either FILE.py:FUNCTION or --torchtitan MODULE:CONFIG")
     check_folders(args.json)
     hardware = hardware_of(args.hardware) if args.hardware else None
-    factory, batch, sequence = args.factory, args.batch or 1, args.seq or 256
-    if args.torchtitan is not None:
-        from fsdp_compile.integrations.torchtitan.compared import config_of
-
-        training = config_of(args.torchtitan).training
-        factory, batch = f"{TORCHTITAN}{args.torchtitan}", args.batch or training.local_batch_size
-        sequence = args.seq or training.seq_len
+    factory, batch, sequence = args.factory, args.batch, args.seq
     check_factory(factory)
     systems, rounds = list(dict.fromkeys(args.systems)), min(args.rounds, args.steps)
     slow = [each for each in systems if each not in ("eager", "fsdp2")]
