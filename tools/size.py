@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 10_294,
-    "the story and what it imports": 14_719,
-    PACKAGE: 35_464,
+    "the story": 10_286,
+    "the story and what it imports": 14_711,
+    PACKAGE: 35_456,
     "tests": 46_648,
     "bench": 4_856,
     "docs, README, change log": 5_140,

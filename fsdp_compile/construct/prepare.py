@@ -14,11 +14,7 @@ from torch import nn
 
 from fsdp_compile.comm.collectives import backends
 from fsdp_compile.construct.blocks import Ignored
-from fsdp_compile.core.inner_params import (
-    InnerParams,
-    has_attributes,
-    is_subclass_around_others,
-)
+from fsdp_compile.core.inner_params import InnerParams, has_attributes, is_subclass_around_others
 from fsdp_compile.core.settings import Settings, warn_caller
 from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.core.unit import unit_of

@@ -12,17 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compile.comm.hops import wire_of
-from fsdp_compile.core._torch import (
-    concatenate_flattened,
-    keep_size_static,
-    without_torch_function,
-)
-from fsdp_compile.core.autograd import (
-    GradientReduction,
-    ScatterGradients,
-    ShardBinding,
-    ShardSplitter,
-)
+from fsdp_compile.core._torch import concatenate_flattened, keep_size_static, without_torch_function
+from fsdp_compile.core.autograd import GradientReduction, ScatterGradients, ShardBinding, ShardSplitter
 from fsdp_compile.core.inner_params import is_inner
 from fsdp_compile.core.layout import MORE, ShardRecord, lay_out
 from fsdp_compile.core.ops import view_parameters

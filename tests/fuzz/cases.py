@@ -217,7 +217,15 @@ def _draw(seed: int, how: str, world_size: int) -> Case:
     steps = tuple(_step(rng, EDITS + ("functional call",) * functional) for _ in range(rng.randint(1, 3)))
     if any(node.changes for node in every):  # a second forward would change what the first one's backward needs
         steps = tuple(replace(step, forwards="one") for step in steps)
-    elif how == "eager" and not uneven and all(node.gate != "rank" for node in every) and rng.random() < 0.3:
+    elif (
+        how == "eager"
+        and not uneven
+        and rng.random() < 0.3
+        and not any(
+            node.gate == "rank" or node.kind == "conv"
+            for node in every  # which a parametrization leaves half done
+        )
+    ):
         steps = (*steps, Step(before="interrupt"))  # after a step: what that sets up takes other calls on each rank
     return Case(
         nodes=nodes,

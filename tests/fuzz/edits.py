@@ -67,7 +67,9 @@ def _full_state(comparison: "Comparison", when: str) -> None:
     state, expected = (get_model_state_dict(m, options=options) for m in (comparison.model, comparison.reference))
     for name, value in expected.items():
         comparison.check(f"{when}: {name}", state[name], value, comparison.tolerance_of_sums)
-    changed = {name: value if is_quantized(value) else 0.9 * value for name, value in expected.items()}
+    sent = {name: value for name, value in expected.items() if value.dtype != torch.float8_e4m3fn}  # not by gloo
+    changed = {name: value if is_quantized(value) else 0.9 * value for name, value in sent.items()}
+    options = StateDictOptions(full_state_dict=True, strict=False)
     for model in (comparison.model, comparison.reference):
         set_model_state_dict(model, dict(changed), options=options)  # torch puts DTensors into it
 

@@ -13,12 +13,17 @@ _SMALL = 16  # a tensor that is this many times smaller than a parameter may liv
 
 
 def choose_reshard(context: GraphContext) -> None:
-    """Decide the units whose tags leave `reshard` open: what an eager step keeps stays unsharded."""
-    gathers = nodes.tagged(context.graph, "gather")
-    if any(nodes.tag_of(gather).reshard is None for gather in gathers):
+    """Decide the units whose tags leave `reshard` open: what an eager step keeps stays unsharded.
+
+    A block that is compiled alone is not the last one: if each kept its own, nothing would be free before backward.
+    """
+    tags = [nodes.tag_of(gather) for gather in nodes.tagged(context.graph, "gather")]
+    if any(tag.reshard is None for tag in tags):
         info = analyze(context.graph, joint=True)
         step = info.workload
-        keep_unsharded(context.graph, info, tuple(step.units[unit].name for unit in sorted(keep_by_rule(step))))
+        is_block = len({tag.path for tag in tags}) == 1 and not any(each.of_root for each in context.specs.values())
+        kept = step.must_keep if is_block else keep_by_rule(step)
+        keep_unsharded(context.graph, info, tuple(step.units[unit].name for unit in sorted(kept)))
 
 
 # Note [Why gathers are tagged for recomputation]
