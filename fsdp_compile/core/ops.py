@@ -142,15 +142,15 @@ class _Views(torch.autograd.Function):
         return tuple(view_parameters(full, layout))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if (some := next((grad for grad in grads if grad is not None), None)) is None:
+            return None, None, None
         segments = FlatParamLayout.parse(ctx.layout).segments
         given = [None if each.parameter is None else grads[each.parameter] for each in segments]
-        some = next(grad for grad in grads if grad is not None)
-        out = some.new_empty(sum(each.numel for each in segments))  # so that `cat` takes any dtype under autocast
         packed = torch.cat([
             some.new_zeros(each.numel) if grad is None else grad if grad.dim() == 1 else grad.reshape(each.numel)
             for grad, each in zip(given, segments, strict=True)
-        ], out=out)  # fmt: skip
+        ], out=some.new_empty(sum(each.numel for each in segments)))  # fmt: skip  # any dtype, also under autocast
         return mark_unused(packed, grads, ctx.frozen), None, None
 
 

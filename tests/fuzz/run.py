@@ -185,8 +185,9 @@ class Comparison:
 
     def _check_freed(self) -> None:
         """After the last backward nothing is gathered, but what only ran under no_sync."""
-        if any(node.gate == "accumulating" for node in nodes_of(self.case.nodes)):
-            return
+        failed = self.run is not self.model and any(step.before == "failed backward" for step in self.case.steps)
+        if failed or any(node.gate == "accumulating" for node in nodes_of(self.case.nodes)):
+            return  # a compiled backward that failed leaves what it has until its graph goes
         for unit in units_gathered_below(self.model) if isinstance(self.model, FSDPModule) else ():
             buffers = [buffer for gathered in unit.awaiting_backward for buffer in gathered.buffers]
             is_left = unit.unsharded_params is not None or not all(each.is_free or each.is_shard for each in buffers)
