@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 10_286,
-    "the story and what it imports": 14_711,
-    PACKAGE: 35_456,
+    "the story": 10_285,
+    "the story and what it imports": 14_710,
+    PACKAGE: 35_455,
     "tests": 46_510,
     "bench": 4_856,
     "docs, README, change log": 5_140,

@@ -36,7 +36,7 @@ from fsdp_compile.eager.accumulate import (
     take_accumulated,
     wait_for_reduce,
 )
-from fsdp_compile.eager.streams import NO_STREAMS, Streams
+from fsdp_compile.eager.streams import NO_STREAMS, Device, Streams
 from fsdp_compile.tensors.unused import mark_unused, unused_in
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -190,8 +190,10 @@ def _what_follows(
     options, shard, reduction = unit.options, flat.shard, flat.reduction
     if unit.replicas is not None and not options.all_reduces:
         return RunningReduce(unit.path, streams, mean, None, [complete])
-    hook, stream = options.all_reduce_hook, options.all_reduce_hook_stream
-    steps: list[Callable[[], object]] = [complete, partial(_call_all_reduce_hook, hook, stream, streams, mean)]
+    steps: list[Callable[[], object]] = [complete]
+    if (hook := options.all_reduce_hook) is not None:
+        stream = options.all_reduce_hook_stream
+        steps.append(partial(hook, mean) if stream is None else partial(_call_in, stream, streams.device, hook, mean))
     gradient = mean
     if mean.dtype != shard.dtype or mean.device != shard.device:
         gradient = torch.empty_like(shard, pin_memory=shard.is_pinned())
@@ -234,9 +236,10 @@ def _reduce_accumulated(unit_ref: "weakref.ref[Unit]", flat_ref: "weakref.ref[Fl
     with torch.no_grad(), waiting_for("reduce", unit.path):
         reduced, complete = _start_reduce(unit, flat, accumulated)
         complete()
-        if unit.replicas is not None and not unit.options.all_reduces:
+        if flat.deferred_all_reduce is reduced:  # and waits for a later all-reduce
             return torch.zeros_like(flat.shard)
-        _call_all_reduce_hook(unit.options.all_reduce_hook, None, NO_STREAMS, reduced)
+        if unit.options.all_reduce_hook is not None:
+            unit.options.all_reduce_hook(reduced)
     return reduced.to(flat.shard)
 
 
@@ -267,12 +270,8 @@ def _add_deferred(flat_ref: "weakref.ref[FlatParam]", all_reduces: bool, reduced
     return all_reduces
 
 
-def _call_all_reduce_hook(hook: Callable[[Tensor], Any] | None, stream: Any, streams: Streams, reduced: Tensor) -> None:
-    """Run the user's `hook` on `reduced`, in `stream` if given."""
-    if hook is None or stream is None:
-        hook(reduced) if hook is not None else None
-        return
-    device = streams.device
+def _call_in(stream: Any, device: Device, hook: Callable[[Tensor], Any], reduced: Tensor) -> None:
+    """Run the user's `hook` on `reduced` in `stream`, and order what follows behind it."""
     device.order(device.current_stream(), stream)
     with device.run_in(stream):
         hook(reduced)

@@ -287,8 +287,8 @@ class UnshardedUnit:
             views = unit.distributed(views, self.values.full_precision)
             for buffer, start in zip(self.buffers, starts, strict=True):  # DTensors have counters of their own
                 buffer.count(*views[start : start + len(buffer.flat.params)])
-        counted = views if unit.tensor_parallel else [views[start] for start in starts]  # those of a buffer share one
-        watched = [] if as_flats or torch.is_inference_mode_enabled() else counted  # which counts no versions
+        counted = views if unit.tensor_parallel else [views[start] for start in starts]  # a counter for each buffer
+        watched = [] if as_flats or torch.is_inference_mode_enabled() else counted  # inference mode counts no versions
         self.views = views
         way = next((each.grad_fn for each in differentiable if each.requires_grad), None)
         self.opened = Opened(watched, list(map(_VERSION, watched)), next_node_number(), way)

@@ -63,7 +63,7 @@ def say(text: str) -> None:
 
 
 def say_row(row: object) -> None:
-    """Show what is known already: a way may take minutes, and who stops the command keeps what it has found."""
+    """Print a row on stderr as soon as it is known: a user who stops the command has the rows so far."""
     if os.environ.get("RANK", "0") == "0":
         print(row, file=sys.stderr, flush=True)
 

@@ -142,10 +142,10 @@ DAILY = [  # pattern, how it is run, kind, microbatches
     *((pattern, "eager", "", 2) for pattern in PATTERNS),
     *((pattern, "eager", kind, 2 if kind == "tree" else 1)
       for kind in KINDS if kind not in ("", "hybrid") for pattern in ("no rank", "by turns")),
-    ("by turns", "eager", "hybrid", 1),  # ranks of all replicas say what they use
-    ("at times", "aot_eager", "", 2),  # a graph knows what it uses
+    ("by turns", "eager", "hybrid", 1),  # ranks of both replicas report the parameters that they used
+    ("at times", "aot_eager", "", 2),  # a graph records which parameters it uses
     ("no rank", "block aot_eager", "", 1),
-    ("by turns", "aot_eager", "", 1),  # one rank's graph uses what the other's leaves out
+    ("by turns", "aot_eager", "", 1),  # the graphs of the two ranks use different parameters
 ]  # fmt: skip
 NIGHTLY = [
     *((pattern, "eager", "", microbatches) for pattern in PATTERNS for microbatches in (1, 3)),
@@ -161,8 +161,8 @@ NIGHTLY = [
     [*DAILY, *(pytest.param(*row, marks=LATE) for row in NIGHTLY if row not in DAILY)],
 )
 def test_trained(two: Ranks, four: Ranks, pattern: str, how: str, kind: str, microbatches: int) -> None:
-    """Used by no rank, by one or by turns: None if no rank has used it in any microbatch of the step, eagerly and
-    compiled, with tied and frozen parameters, exact sums, shards in host memory, and replicas."""
+    """A parameter's `.grad` is None if no rank has used it in any microbatch of the step: eager and compiled, with tied
+    and frozen parameters, exact sums, shards in host memory, and replicas."""
     (four if kind == "hybrid" else two).run(_train, pattern, how, KINDS[kind][0], microbatches, KINDS[kind][1])
 
 
