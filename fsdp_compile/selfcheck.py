@@ -1,8 +1,9 @@
 """`fsdp-compile selfcheck`: whether the package works on this machine: `check`, and then `compare`, of a small GPT."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,33 +21,18 @@ WAYS = ("eager", "aot_eager", "inductor")
 SYSTEMS = ("fsdp2", *OURS)
 
 
-class Block(nn.Module):
-    """A block of a transformer."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp_norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
-        self.down, self.heads = nn.Linear(4 * width, width), heads
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Of `x`, (batch, length, width), the same shape."""
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
-
-
 class _GPT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH, 2) for _ in range(2))
+        block = partial(nn.TransformerEncoderLayer, WIDTH, 2, 4 * WIDTH, 0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.ModuleList(block() for _ in range(2))
         self.head = nn.Linear(WIDTH, TOKENS, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (batch, length) -> (batch, length, tokens)
-        x = self.tokens(tokens)
+        x, mask = self.tokens(tokens), nn.Transformer.generate_square_subsequent_mask(LENGTH, tokens.device)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, mask, is_causal=True)
         return self.head(x)
 
 
@@ -59,12 +45,8 @@ def _loss(output: Tensor, tokens: Tensor) -> Tensor:  # (batch, length, tokens),
     return F.cross_entropy(output[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def _sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
 def _case() -> Case:
-    return Case(_GPT, _batch, _loss, _sgd)
+    return Case(_GPT, _batch, _loss, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ FUNCTION_LINES = 90
 LIMITS = {
     "the story": 10_285,
     "the story and what it imports": 14_710,
-    PACKAGE: 35_455,
+    PACKAGE: 35_437,
     "tests": 46_510,
     "bench": 4_856,
     "docs, README, change log": 5_140,
