@@ -8,7 +8,7 @@ are laid out for two ranks on a grid of 4 elements; a dot is padding:
     rank 0   | a a a . b b b |                    b lies in both shards: 3 elements here,
     rank 1                   | b c c c c c . |    the last one there
 
-A layout holds nothing that depends on the rank; what one rank stores is asked of it (`record`, `shard_range`).
+A layout holds nothing that depends on the rank; what one rank stores is asked of it (`record`).
 Ids such as E-FLAT-15 name statements of the eager runtime specification.
 """
 
@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import combinations
-from operator import index as as_int
 
 DEFAULT_ALIGNMENT = 16
 """Grid on which parameters start, in elements. Inductor takes a slice of a buffer as aligned for writing only at
@@ -27,10 +26,6 @@ multiples of 16 elements, whatever the dtype; for one-byte elements this is stil
 
 MOST, MORE = 512, 50
 """Padding that makes shards end between rows is at most one element in so many; in `MORE` if then none ends within."""
-
-_INTEGER = "(?:0|[1-9][0-9]*)"
-_PARAMETER = f"(?:{_INTEGER}(?:x{_INTEGER})*)?@{_INTEGER}"
-_TEXT = re.compile(f"({_PARAMETER}(?:,{_PARAMETER})*)[|]({_INTEGER})/({_INTEGER})%({_INTEGER})")
 
 
 @dataclass(frozen=True)
@@ -56,9 +51,8 @@ class LayoutSegment:
 class FlatParamLayout:
     """Where a unit's parameters lie in one 1-D buffer that divides evenly among the ranks. All numbers in elements.
 
-    Equality and hash leave the names out: blocks of equal shapes have equal layouts, hence equal graphs.
-    ValueError, with the parameter and the numbers, unless parameters start on the grid, follow each other without
-    overlap and end within `numel`, which divides by `world_size`. `build` chooses the offsets.
+    Equality and hash leave the names out: blocks of equal shapes have equal layouts, hence equal graphs. Parameters
+    start on the grid and follow each other without overlap. `build` chooses the offsets.
     """
 
     names: tuple[str, ...] = field(compare=False)  # for people; unique
@@ -69,29 +63,9 @@ class FlatParamLayout:
     alignment: int = DEFAULT_ALIGNMENT
 
     def __post_init__(self) -> None:
-        _at_least_one(world_size=self.world_size, alignment=self.alignment)
         if not len(self.names) == len(self.shapes) == len(self.offsets):
             lengths = f"{len(self.names)} names, {len(self.shapes)} shapes and {len(self.offsets)} offsets"
             raise ValueError(f"a layout needs one name, shape and offset per parameter, found {lengths}")
-        if not self.names:
-            raise ValueError("a layout needs at least one parameter, found none")
-        seen: set[str] = set()
-        end = 0  # of the parameters so far
-        for name, shape, offset, numel in zip(self.names, self.shapes, self.offsets, self.numels, strict=True):
-            if name in seen:
-                raise ValueError(f"parameter {name!r} occurs twice; list a shared parameter once, under its first name")
-            seen.add(name)
-            if any(dim < 0 for dim in shape):
-                raise ValueError(f"parameter {name!r} has a negative dimension in its shape {shape}")
-            if offset % self.alignment:
-                raise ValueError(f"parameter {name!r} starts at {offset}, off the grid of {self.alignment} elements")
-            if offset < end:
-                raise ValueError(f"parameter {name!r} starts at {offset}, but what comes before it ends at {end}")
-            end = offset + numel
-            if end > self.numel:
-                raise ValueError(f"parameter {name!r} ends at {end}, beyond the buffer's {self.numel} elements")
-        if self.numel % self.world_size:
-            raise ValueError(f"{self.numel} elements do not divide among world_size={self.world_size} ranks")
 
     @classmethod
     def build(
@@ -105,13 +79,14 @@ class FlatParamLayout:
 
         Padding precedes each parameter that would start off the grid of `alignment` elements (E-FLAT-15), and fills the
         end until the buffer divides into `world_size` shards of a multiple of `shard_alignment` elements (E-FLAT-16).
-        ValueError for an empty list, a repeated name, a negative dimension, or a number below 1.
+        ValueError for an alignment below 1.
         """
-        _at_least_one(world_size=world_size, alignment=alignment, shard_alignment=shard_alignment)
+        if alignment < 1:
+            raise ValueError(f"alignment must be at least 1, found {alignment}")
         names, shapes, offsets = [], [], []
         end = 0
         for name, dims in parameters:
-            shape = tuple(map(as_int, dims))
+            shape = tuple(dims)
             offset = round_up(end, alignment)
             end = offset + math.prod(shape)
             names.append(name)
@@ -142,30 +117,33 @@ class FlatParamLayout:
         segments.append(LayoutSegment(end, self.numel - end, None))
         return tuple(segment for segment in segments if segment.numel)
 
+    @cached_property
+    def windows(self) -> tuple[list[int], list[tuple[int, tuple[int, ...] | None]]]:
+        """The sizes of all segments; and for each parameter with elements its segment, and its shape if not 1-D."""
+        at = [(place, each.parameter) for place, each in enumerate(self.segments) if each.parameter is not None]
+        shapes = [(place, self.shapes[index]) for place, index in at]
+        return [each.numel for each in self.segments], [(at, None if len(dims) == 1 else dims) for at, dims in shapes]
+
+    @cached_property
+    def empty(self) -> list[int]:
+        """Indices of the parameters without elements."""
+        return [index for index, numel in enumerate(self.numels) if not numel]
+
     @property
     def padding_numel(self) -> int:
         """Elements of the buffer that no parameter owns."""
         return self.numel - sum(self.numels)
 
-    def shard_range(self, rank: int) -> tuple[int, int]:
-        """Half-open range of the full buffer that `rank` stores (E-SHARD-1). ValueError for a rank not in the world."""
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is not one of the {self.world_size} ranks of this layout")
-        return rank * self.shard_numel, (rank + 1) * self.shard_numel
-
     def record(self, index: int, rank: int) -> ShardRecord | None:
-        """The part of parameter `index` that `rank` stores; None if it stores nothing of it (E-SHARD-6, E-SHARD-9).
-        ValueError for a rank not in the world, IndexError for a parameter not in the layout.
-        """
-        start, stop = self.shard_range(rank)
-        origin = self.offsets[index]
-        low, high = max(start, origin), min(stop, origin + self.numels[index])
+        """The part of parameter `index` that `rank` stores; None if it stores nothing of it (E-SHARD-6, E-SHARD-9)."""
+        start, origin = rank * self.shard_numel, self.offsets[index]
+        low, high = max(start, origin), min(start + self.shard_numel, origin + self.numels[index])
         if low >= high:
             return None
         return ShardRecord(offset=low - start, numel=high - low, first=low - origin, last=high - origin - 1)
 
     def records(self, rank: int) -> tuple[ShardRecord | None, ...]:
-        """`record` of every parameter on `rank` (E-SHARD-8). ValueError for a rank not in the world."""
+        """`record` of every parameter on `rank` (E-SHARD-8)."""
         return tuple(self.record(index, rank) for index in range(len(self.shapes)))
 
     @cached_property
@@ -182,18 +160,15 @@ class FlatParamLayout:
     @staticmethod
     @lru_cache(maxsize=1024)  # read at every run of an op; layouts are immutable
     def parse(text: str) -> "FlatParamLayout":
-        """The layout that wrote `text`, its parameters named "0", "1" and so on. ValueError quotes a malformed text."""
-        match = _TEXT.fullmatch(text)
-        if match is None:
-            raise ValueError(f"{text!r} is not a layout; expected shape@offset,...|numel/world_size%alignment")
-        parameters = [parameter.split("@") for parameter in match[1].split(",")]
-        try:
-            names = tuple(map(str, range(len(parameters))))
-            shapes = tuple(tuple(int(dim) for dim in shape.split("x") if dim) for shape, _ in parameters)
-            offsets = tuple(int(offset) for _, offset in parameters)
-            return FlatParamLayout(names, shapes, offsets, int(match[2]), int(match[3]), int(match[4]))
-        except ValueError as error:
-            raise ValueError(f"{text!r} is not a valid layout: {error}") from error
+        """The layout that wrote `text`, its parameters named "0", "1" and so on."""
+        parameters, *numbers = re.split("[|/%]", text)
+        shapes, offsets = zip(*(parameter.split("@") for parameter in parameters.split(",")), strict=True)
+        return FlatParamLayout(
+            tuple(map(str, range(len(shapes)))),
+            tuple(tuple(int(dim) for dim in shape.split("x") if dim) for shape in shapes),
+            tuple(map(int, offsets)),
+            *map(int, numbers),
+        )
 
 
 _BLOCKS = (128, 64, 32, DEFAULT_ALIGNMENT)
@@ -213,10 +188,10 @@ def lay_out(
     where then no shard ends within a row; with `rows` that part, where none ends within one index into a first
     dimension. Parameters and shards start at multiples of 128, 64 or 32 elements instead of 16 if that cuts no more
     rows: then no two ranks share a block that has a scale. With `same_on_any` they start at multiples of 64, so that
-    the end of the buffer alone depends on `world_size`. ValueError as of `build`.
+    the end of the buffer alone depends on `world_size`.
     """
-    checked = FlatParamLayout.build(parameters, world_size)  # errors name parameters
-    return replace(_laid_out(checked.shapes, world_size, same_on_any, rows), names=checked.names)
+    names, shapes = zip(*((name, tuple(shape)) for name, shape in parameters), strict=True)
+    return replace(_laid_out(shapes, world_size, same_on_any, rows), names=names)
 
 
 @lru_cache(maxsize=1024)  # blocks of a model have the same shapes
@@ -297,12 +272,6 @@ def _cut_rows(layout: FlatParamLayout) -> tuple[int, int, int, int]:
 def _row(shape: tuple[int, ...], dims: int) -> int:
     """Elements of one index into the first `dims` dimensions; of a matrix and a vector, into the first one."""
     return math.prod(shape[dims if len(shape) > 2 else 1 :])
-
-
-def _at_least_one(**values: int) -> None:
-    for what, value in values.items():
-        if value < 1:
-            raise ValueError(f"{what} must be at least 1, found {value}")
 
 
 def round_up(count: int, multiple: int) -> int:

@@ -138,19 +138,3 @@ def test_simulated_by_hand():
     assert [timeline.exposed_of(span) for span in timeline.link] == [2, 2, 3]
     assert timeline.memory == [15, 37, 27]
     assert [span.seconds for span in timeline.link] == [2, 2, 3]
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"backward": 3}, "backward: expected 0 to 2"),
-        ({"latency": -1.0}, "latency: expected a number of at least 0"),
-        ({"tasks": (Task("f", 1.0, 0, (1,)),)}, r"f: expected units 0 to 0, found \[1\]"),
-        ({"tasks": (Task("f", float("nan")),)}, "f.seconds: expected a number of at least 0, found nan"),
-    ],
-)
-def test_bad_workload(change, message):
-    """Numbers that mean nothing are refused by name."""
-    given = {"tasks": (Task("f", 1.0), Task("b", 1.0)), "backward": 1, "units": (UnitCost("a", 1.0, 1.0, 1, 1),)}
-    with pytest.raises(ValueError, match=message):
-        Workload(**{**given, **change})

@@ -71,9 +71,6 @@ class Workload:
         units: the units, by index.
         latency: seconds of a launch beside those of its units; a coalesced launch of several units pays it once.
         can_coalesce: whether one launch may take several units.
-
-    Raises:
-        ValueError: a number is negative, or a task names a unit that does not exist.
     """
 
     tasks: tuple[Task, ...]
@@ -81,20 +78,6 @@ class Workload:
     units: tuple[UnitCost, ...]
     latency: float = 0.0
     can_coalesce: bool = True
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.backward <= len(self.tasks):
-            raise ValueError(f"backward: expected 0 to {len(self.tasks)}, the number of tasks, found {self.backward}")
-        _check_not_negative("latency", self.latency)
-        for task in self.tasks:
-            for name in ("seconds", "memory"):
-                _check_not_negative(f"{task.name}.{name}", getattr(task, name))
-            named = (*task.reads, *task.writes, *task.reduced)
-            if unknown := [unit for unit in named if not 0 <= unit < len(self.units)]:
-                raise ValueError(f"{task.name}: expected units 0 to {len(self.units) - 1}, found {unknown}")
-        for unit in self.units:
-            for name in ("gather", "reduce", "gathered", "packed", "replicate"):
-                _check_not_negative(f"{unit.name}.{name}", getattr(unit, name))
 
     def is_forward(self, index: int) -> bool:
         """Whether a task, or what is issued before it, belongs to forward."""
@@ -161,11 +144,6 @@ def _task_ranges(tasks: Iterable[tuple[int, tuple[int, ...]]]) -> dict[int, tupl
         for unit in units:
             spans[unit] = (spans.get(unit, (index, index))[0], index)
     return spans
-
-
-def _check_not_negative(name: str, value: float) -> None:
-    if not value >= 0:
-        raise ValueError(f"{name}: expected a number of at least 0, found {value}")
 
 
 # --- what no plan can be below ----------------------------------------------------------------------------------------
