@@ -1,8 +1,7 @@
 """Operations and bytes of the nodes of a graph, on any hardware.
 
-    node_work        of one node
-    relative_costs   what nodes take relative to each other, if nothing is known of the hardware
-    size_of          bytes of what a node computes
+    node_work   of one node
+    size_of     bytes of what a node computes
 
 Values that pass between loops that Inductor fuses count no bytes, see Note [What Inductor fuses]. The inputs of a chain
 of loops are read once, and the values that other kernels read are written. Symbolic sizes count as their hints,
@@ -30,7 +29,6 @@ from fsdp_compile.passes.graph.nodes import (
     packet_of,
     source_of,
     stays_in_loops,
-    tagged,
     value_readers,
 )
 
@@ -215,21 +213,6 @@ class Costs:
 
 
 FREE = Costs()
-_FLOPS_PER_BYTE = {"cpu": 12.0, "cuda": 240.0}
-"""How much a device computes while it moves a byte: the CPU in float32, an H100 in bfloat16."""
-
-
-def relative_costs(graph: fx.Graph) -> Costs:
-    """Return costs in no unit, for when no link is named: how long tasks take relative to each other."""
-    starts = tagged(graph, "gather", "reduce")
-    kind = starts[0].meta["val"].device.type if starts else "cpu"
-    flops_per_byte = _FLOPS_PER_BYTE.get(kind, _FLOPS_PER_BYTE["cuda"])
-
-    def of_node(node: fx.Node) -> float:
-        work = node_work(node)
-        return work.flops + flops_per_byte * work.moved_bytes
-
-    return Costs(of_node)
 
 
 def message_size(start: fx.Node) -> int:

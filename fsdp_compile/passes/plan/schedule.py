@@ -18,7 +18,7 @@ the plans of a smaller one.
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from dataclasses import dataclass
-from itertools import accumulate, combinations, product
+from itertools import accumulate, product
 from math import inf
 from statistics import median
 from typing import Any, NamedTuple
@@ -83,27 +83,21 @@ class Preference(NamedTuple):
 
     Attributes:
         reduce_first: a reduce that is ready goes before a gather.
-        forward: how many gathers may be launched, in forward, whose first reader has not been reached.
-        backward: the same in backward.
+        backward: how many gathers may be launched, in backward, whose first reader has not been reached.
         patient: a gather may wait for reduces to make room for it.
         together: how many neighbors one launch may take.
-        full: a reduce waits for others until its launch is full.
     """
 
     reduce_first: bool = True
-    forward: float = inf
     backward: float = inf
     patient: bool = False
     together: int = 1
-    full: bool = False
 
 
 _CHANGES: list[dict[str, Any]] = [
     *({"reduce_first": a, "backward": b, "patient": c}
       for a, b, c in product((True, False), (inf, 1, 2), (False, True))),
-    *({"together": count, "full": full} for count in (8, 4, 2) for full in (False, True)),
-    {"together": 1, "full": False},
-    *({"forward": ahead} for ahead in (inf, 1, 2)),
+    *({"together": count} for count in (8, 4, 2, 1)),
 ]  # fmt: skip
 
 
@@ -186,12 +180,8 @@ def _best_within(
 
 
 def _sets_to_keep(workload: Workload, limit: int) -> list[frozenset[int]]:
-    """Sets of units to keep unsharded: of those that backward reads first all that fit, or one; of up to four, any."""
+    """Sets of units to keep unsharded: of those that backward reads first all that fit, or one."""
     units = sorted(workload.may_keep, key=lambda unit: workload.reads_in_backward[unit])
-    if len(units) <= 4:
-        subsets = (set(each) for count in range(len(units) + 1) for each in combinations(units, count))
-        keeps = [workload.must_keep | each for each in subsets]
-        return [keep for keep in keeps if smallest_budget(workload, keep) <= limit]
     firsts = [workload.must_keep | set(units[:count]) for count in range(len(units) + 1)]
     most = max(0, bisect_right(firsts, limit, key=lambda keep: smallest_budget(workload, keep)) - 1)
     return [firsts[count] for count in sorted({most, min(most, 1)})]
@@ -293,11 +283,8 @@ class Scheduler:
         reduces = gathers = 0
         if idle:
             reduces = min(preference.together, bisect_left(self.ready, self.at) - self.reduced)
-            if preference.full and reduces < min(preference.together, len(self.ready) - self.reduced):
-                reduces = 0
         if self.gathered < len(self.first) and (lacks or idle):
-            in_forward = self.workload.is_forward(self.first[self.gathered])
-            ahead = preference.forward if in_forward else preference.backward
+            ahead = inf if self.workload.is_forward(self.first[self.gathered]) else preference.backward
             most = max(int(lacks), min(preference.together, self.read + ahead - self.gathered))
             gathers = self._may_gather(most, preference.patient)
         if reduces and (preference.reduce_first or not gathers):

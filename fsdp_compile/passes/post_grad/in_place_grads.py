@@ -11,7 +11,6 @@ In Inductor's IR a pack is a concatenation kernel, and the kernel that computes 
                                  that allocate for themselves (convolution_backward)
 """
 
-import operator
 from dataclasses import replace
 from typing import Any
 
@@ -67,7 +66,7 @@ def pack_in_place(context: GraphContext) -> None:
                 reader.target = ALL_REDUCE_IN_PLACE
             elif reader.target in (DEFER_REDUCE, ADD_ACCUMULATED):
                 reader.args = (*reader.args, True)
-    nodes.eliminate_dead_code(graph)  # stripped views read gradients no more, convolutions without results no weights
+    nodes.eliminate_dead_code(graph)  # stripped views read gradients no more
     for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
         if any(user.target in _OVERWRITING or user.op == "output" for user in pack.users):  # outputs go to the runtime
             # Others may read them later. Inputs of a graph are copied anyway.
@@ -81,7 +80,7 @@ def _node_to_place(graph: fx.Graph, grad: fx.Node) -> fx.Node:
     """Strip views that keep the order of elements; rewrite a node whose output has another layout."""
     while grad.target in nodes.SAME_ORDER:
         grad = grad.args[0]  # type: ignore[assignment]  # fx arguments are untyped
-    return _transposed_product(graph, grad) or _bias_of_convolution(graph, grad) or grad
+    return _transposed_product(graph, grad) or grad
 
 
 def _transposed_product(graph: fx.Graph, grad: fx.Node) -> fx.Node | None:
@@ -97,24 +96,6 @@ def _transposed_product(graph: fx.Graph, grad: fx.Node) -> fx.Node | None:
         turned = graph.call_function(aten.mm.default, tuple(factors))
     turned.meta = {**grad.meta, "val": grad.meta["val"].contiguous()}
     return turned
-
-
-def _bias_of_convolution(graph: fx.Graph, grad: fx.Node) -> fx.Node | None:
-    """Compute a bias's gradient as a sum: convolution_backward would allocate it elsewhere."""
-    if grad.target is not operator.getitem or grad.args[1] != 2:
-        return None
-    backward: fx.Node = grad.args[0]  # type: ignore[assignment]  # fx arguments are untyped
-    if backward.target is not aten.convolution_backward.default:
-        return None
-    grad_out: fx.Node = backward.args[0]  # type: ignore[assignment]  # [batch, channels, ...]
-    dims = [dim for dim in range(grad_out.meta["val"].dim()) if dim != 1]
-    with graph.inserting_before(backward):
-        total = graph.call_function(aten.sum.dim_IntList, (grad_out, dims))
-    total.meta = dict(grad.meta)
-    if len(grad.users) == 1:
-        weights_and_input = [*backward.args[10][:2], False]  # type: ignore[index,misc]  # fx arguments are untyped
-        backward.update_arg(10, weights_and_input)
-    return total
 
 
 # --- lowering ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.core.ops import SEND_BUFFER, SEND_BUFFER_AS, SUM_IN_PAIRS, WAIT_COLLECTIVE
+from fsdp_compile.core.ops import SEND_BUFFER, SUM_IN_PAIRS, WAIT_COLLECTIVE
 from fsdp_compile.passes._torch import V, WaitKernel, ir, join_sums, register_lowering, restore_dependencies
 from fsdp_compile.passes.graph.nodes import CAST, set_tag, tag_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext
@@ -95,8 +95,7 @@ def _mark_sent(graph: fx.Graph, gather: fx.Node) -> None:
         return
     is_cast = computed.target is CAST and computed.all_input_nodes[0].op == "placeholder"
     with graph.inserting_after(computed):
-        target, args = (SEND_BUFFER_AS, computed.args) if is_cast else (SEND_BUFFER, (computed,))
-        sent = graph.call_function(target, args)
+        sent = graph.call_function(SEND_BUFFER, computed.args if is_cast else (computed,))
     sent.meta = dict(computed.meta)
     gather.replace_input_with(computed, sent)
     if not computed.users:
@@ -104,20 +103,17 @@ def _mark_sent(graph: fx.Graph, gather: fx.Node) -> None:
 
 
 @register_lowering(SEND_BUFFER, type_promotion_kind=None)
-def _lower_send(payload: Any) -> Any:
-    """Realize what is sent, as Inductor would compute it both for the gather and for its wait."""
-    payload.realize()
-    return payload
+def _lower_send(payload: Any, dtype: torch.dtype | None = None) -> Any:
+    """Realize what is sent, as Inductor would compute it both for the gather and for its wait.
 
-
-@register_lowering(SEND_BUFFER_AS, type_promotion_kind=None)
-def _lower_send_as(shard: Any, dtype: torch.dtype) -> Any:
-    """Give the stored shard the dtype to which generated code casts it when it starts the gather.
-
-    With its own dtype Inductor would promote the dtypes of the gather's arguments.
+    A stored shard gets the `dtype` to which generated code casts it when it starts the gather: with its own one
+    Inductor would promote the dtypes of the gather's arguments.
     """
-    layout = ir.FixedLayout(shard.get_device(), dtype, shard.get_size(), shard.get_stride())
-    return ir.TensorBox.create(ir.InputBuffer(name=shard.get_name(), layout=layout))
+    payload.realize()
+    if dtype is None:
+        return payload
+    layout = ir.FixedLayout(payload.get_device(), dtype, payload.get_size(), payload.get_stride())
+    return ir.TensorBox.create(ir.InputBuffer(name=payload.get_name(), layout=layout))
 
 
 # --- calls of the process group ---------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from fsdp_compile.passes.agreement import plan_together
 from fsdp_compile.passes.graph.analyze import analyze
 from fsdp_compile.passes.graph.nodes import tagged
 from fsdp_compile.passes.graph.prices import prices_of
-from fsdp_compile.passes.graph.work import relative_costs
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Plan, PlanError
 from fsdp_compile.passes.plan.workload import Workload
@@ -31,7 +30,7 @@ def read_graph(context: GraphContext) -> None:
     """
     graph, config = context.graph, context.config
     prices = prices_of(graph, config)
-    info = prices.read(graph, context.direction) if prices else analyze(graph, relative_costs(graph))
+    info = prices.read(graph, context.direction) if prices else analyze(graph)
     updated = [name for name, reduce in info.reduces.items() if reduce.updates]
     context.info, context.workload = info, updating_in_backward(info.workload, updated)
 

@@ -4,7 +4,6 @@ import logging
 
 from fsdp_compile.passes._torch import symbols_of
 from fsdp_compile.passes.graph.analyze import analyze
-from fsdp_compile.passes.graph.work import relative_costs
 from fsdp_compile.passes.pipeline import GraphContext, log
 from fsdp_compile.passes.plan.plan import verify
 from fsdp_compile.passes.plan.schedule import order_of_blocks
@@ -13,8 +12,8 @@ plan_log = logging.getLogger("fsdp_compile.plans")
 
 
 def read_graph(context: GraphContext) -> None:
-    """Set `context.info` and `context.workload`; what tasks take is known relative to each other."""
-    context.info = analyze(context.graph, relative_costs(context.graph))
+    """Set `context.info` and `context.workload`, of which the rule needs neither seconds nor bytes of tasks."""
+    context.info = analyze(context.graph)
     context.workload = context.info.workload
 
 
