@@ -247,15 +247,10 @@ def start_all_to_all_of_parts(sent: Tensor, send: list[int], receive: list[int],
     return Filling(received, (work,), moved, "exchange", state)
 
 
-def all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
-    """Concatenate every rank's `shard`, 1-D `[n]`, into a new 1-D tensor `[n * group_size]` of the same dtype."""
-    full = shard.new_empty(shard.numel() * group_size)
-    start_all_gather(full, shard, group).wait()
-    return full
-
-
 def traceable_all_gather(shard: Tensor, group_size: int, group: str, of: torch.Size) -> Tensor:
-    """As `all_gather`, of a sharded tensor of that shape, for code that users may compile. From any device."""
+    """Concatenate every rank's `shard`, 1-D `[n]`, on any device, to a new 1-D tensor `[n * group_size]` of its dtype:
+    of a sharded tensor of shape `of`, for code that users may compile.
+    """
     sent = movable(sendable(shard, group))
     if _holds_up_host(sent, group):
         full = sent.new_empty(sent.numel() * group_size)
@@ -282,19 +277,6 @@ def start_reduce_scatter(
         _REDUCTIONS[op](rows, 0, out=reduced)
 
     return reduced, finish
-
-
-def start_all_reduce_by_tree(full: Tensor, group_size: int, group: str) -> Callable[[], None]:
-    """Begin to add up `full`, 1-D, as a binary tree over the ranks, in place; return what completes it."""
-    missing = -full.numel() % group_size
-    padded = torch.nn.functional.pad(full, (0, missing)) if missing else full
-    part, wait = start_reduce_scatter(padded, group_size, group, "tree")
-
-    def finish() -> None:
-        wait()
-        full.copy_(all_gather(part, group_size, group)[: full.numel()])
-
-    return finish
 
 
 def start_all_reduce(full: Tensor, group: str, op: str = "avg", of: torch.Size | None = None) -> Filling:

@@ -15,7 +15,7 @@ a collective and its wait.
 from torch import Tensor
 
 from fsdp_compile.comm.collectives import note_wait, profiled, start_all_gather, start_exchange
-from fsdp_compile.comm.hops import Waitable
+from fsdp_compile.comm.hops import Gathering
 
 
 class DirectCollectives:
@@ -26,7 +26,7 @@ class DirectCollectives:
     """
 
     def __init__(self) -> None:
-        self._in_flight: dict[int, Waitable] = {}
+        self._in_flight: dict[int, Gathering] = {}
 
     @property
     def at_start(self) -> "DirectCollectives":

@@ -38,21 +38,6 @@ _EXPONENT = 23  # where that of a float32 begins
 _TOP, _NAN = 126, -128  # of int8: the largest finite value is 126, and 127 stands for infinity
 
 
-def message_numel(numel: int, format: str) -> int:
-    """Elements of a message of `numel` values."""
-    return numel if format == "bf16" else -(-numel // BLOCK) * (BLOCK + _SCALE_BYTES[format])
-
-
-def message_dtype(format: str) -> torch.dtype:
-    """The dtype of messages."""
-    return torch.bfloat16 if format == "bf16" else torch.uint8
-
-
-def message_bytes(numel: int, format: str) -> int:
-    """Bytes of a message of `numel` values."""
-    return message_numel(numel, format) * message_dtype(format).itemsize
-
-
 def encode(values: Tensor, format: str, join: Callable[..., Tensor] = torch.cat) -> Tensor:
     """A message for each row of `values`, `[rows, n]` of a floating dtype: see this file's first lines.
     `join`: what concatenates the bytes of elements and scales.
@@ -131,4 +116,6 @@ def add_up_at_once(messages: Tensor, numel: int, format: str, op: str, dtype: to
 @cache
 def ratio(format: str, dtype: torch.dtype) -> float:
     """Bytes of a long message, relative to those of its values in `dtype`; 1 without a format."""
-    return 1.0 if not format else message_bytes(BLOCK, format) / (BLOCK * dtype.itemsize)
+    if not format:
+        return 1.0
+    return (2.0 if format == "bf16" else 1 + _SCALE_BYTES[format] / BLOCK) / dtype.itemsize

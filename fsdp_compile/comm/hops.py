@@ -15,7 +15,7 @@ collectives that hops with formats become (passes/post_grad/messages.py).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 import torch
@@ -77,20 +77,6 @@ class Wire:
                 "and leave between_nodes_only False"
             )
 
-    def hops(
-        self, stages: Sequence[NamedGroup], replicas: NamedGroup | None
-    ) -> tuple[tuple[NamedGroup, ...], NamedGroup | None]:
-        """`stages`, those of a gather in order, and `replicas`, with formats."""
-        crossing = len(stages) - 1 if self.between_nodes_only else len(stages)  # so many of them, the first ones
-        formats = self.gather or "", self.reduce or ""
-        stages = *_with_formats(stages[:crossing], *formats), *stages[crossing:]
-        return stages, None if replicas is None else _with_formats((replicas,), *formats)[0]
-
-
-def _with_formats(hops: Sequence[NamedGroup], gather: str, reduce: str) -> tuple[NamedGroup, ...]:
-    """`hops` with these formats; one rank alone sends nothing."""
-    return tuple(each._replace(gather=gather, reduce=reduce) if each.size > 1 else each for each in hops)
-
 
 _ATTRIBUTE = "_fsdp_wire"
 
@@ -106,35 +92,30 @@ def wire_of(param: nn.Parameter) -> Any:
 
 
 def hops_of(
-    wire: Any, stages: tuple[NamedGroup, ...], replicas: NamedGroup | None = None, full_precision: bool = False
+    wire: Wire | None,
+    stages: tuple[NamedGroup, ...],
+    replicas: NamedGroup | None = None,
+    full_precision: bool = False,
 ) -> tuple[tuple[NamedGroup, ...], NamedGroup | None]:
-    """`stages`, of a gather in order, and `replicas` with the formats of `wire`; None: without."""
-    return (stages, replicas) if wire is None or full_precision else wire.hops(stages, replicas)
+    """`stages`, of a gather in order, and `replicas` with the formats of `wire`, but where one rank is alone."""
+    if wire is None or full_precision:
+        return stages, replicas
+    crossing = len(stages) - 1 if wire.between_nodes_only else len(stages)  # so many of them, the first ones
+    formats: Any = {"gather": wire.gather or "", "reduce": wire.reduce or ""}
+    chosen = [each._replace(**formats) if each.size > 1 else each for each in stages[:crossing]]
+    if replicas is not None and replicas.size > 1:
+        replicas = replicas._replace(**formats)
+    return (*chosen, *stages[crossing:]), replicas
 
 
 # --- running a hop ----------------------------------------------------------------------------------------------------
-
-
-class Waitable(Protocol):
-    """What fills `full`."""
-
-    @property
-    def full(self) -> Tensor:
-        """What is filled: read it after `wait`."""
-
-    @property
-    def kind(self) -> str:
-        """The collective, for errors."""
-
-    def wait(self) -> None:
-        """Order what follows after it."""
 
 
 class Decoding(NamedTuple):
     """A tensor, 1-D, that is decoded from messages when they have arrived."""
 
     full: Tensor
-    messages: Any  # a `Filling`
+    messages: collectives.Filling
     format: str
     ranks: int
     kind: str = "all-gather"
@@ -147,7 +128,10 @@ class Decoding(NamedTuple):
         self.full.view(self.ranks, numel).copy_(decode(rows, numel, self.format, self.full.dtype))
 
 
-def start_gather(full: Tensor, shard: Tensor, hop: NamedGroup) -> Any:
+Gathering = collectives.Filling | Decoding
+
+
+def start_gather(full: Tensor, shard: Tensor, hop: NamedGroup) -> Gathering:
     """Begin to gather `shard`, 1-D `[n]`, cast to the dtype of `full`, into `full`, 1-D `[n * hop.size]`."""
     if not hop.gather:
         return collectives.start_all_gather(full, shard, hop.name)
@@ -189,9 +173,7 @@ def reduce_scatter(packed: Tensor, hop: NamedGroup, op: str) -> Tensor:
 
 def start_all_reduce(full: Tensor, hop: NamedGroup, op: str) -> Callable[[], None]:
     """Begin to reduce `full`, 1-D, in place; return what completes it. `op` as for `start_reduce_scatter`."""
-    if op == "tree":
-        return collectives.start_all_reduce_by_tree(full, hop.size, hop.name)
-    if not hop.reduce:
+    if not hop.reduce and op != "tree":
         return collectives.start_all_reduce(full, hop.name, op).wait
     missing = -full.numel() % hop.size
     padded = torch.nn.functional.pad(full, (0, missing)) if missing else full

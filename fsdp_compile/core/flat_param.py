@@ -16,7 +16,7 @@ from fsdp_compile.core._torch import concatenate_flattened, keep_size_static, wi
 from fsdp_compile.core.autograd import GradientReduction, ScatterGradients, ShardBinding, ShardSplitter
 from fsdp_compile.core.inner_params import is_inner
 from fsdp_compile.core.layout import MORE, ShardRecord, lay_out
-from fsdp_compile.core.ops import view_parameters
+from fsdp_compile.core.ops import views_of
 from fsdp_compile.tensors.shard_spec import FlatSharding, ShardRanks, ShardSpec, name_specs
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor, set_local
 from fsdp_compile.tensors.tensor_parallel import tensor_parallel_of
@@ -92,26 +92,15 @@ class FlatParam:
         """Views of `full`, 1-D `[layout.numel]`, in `full_shapes`.
         What was a DTensor is gathered from its ranks, all of which take part, and is no view.
         """
-        views = view_parameters(full, self.layout.text)
+        views = self.views(full)
         for index, spec in enumerate(self.specs):
             if spec.tensor_parallel is not None:
                 views[index] = spec.tensor_parallel.gather(views[index])
         return views
 
-    @cached_property
-    def _view_windows(self) -> tuple[list[int], list[tuple[int, tuple[int, ...] | None]]]:
-        """The sizes of all segments; and for each parameter with elements its segment, and its shape if not 1-D."""
-        segments, shapes = self.layout.segments, self.layout.shapes
-        at = [(place, shapes[each.parameter]) for place, each in enumerate(segments) if each.parameter is not None]
-        return [each.numel for each in segments], [(place, None if len(shape) == 1 else shape) for place, shape in at]
-
     def views(self, full: Tensor) -> list[Tensor]:
-        """As `view_parameters`, with as few operators as there can be: at every forward."""
-        sizes, windows = self._view_windows
-        if len(windows) < len(self.params):  # some are without elements
-            return view_parameters(full, self.layout.text)
-        cut = full.split_with_sizes(sizes)
-        return [cut[place] if shape is None else cut[place].view(shape) for place, shape in windows]
+        """Views of `full`, 1-D `[layout.numel]`, in the shapes that the parameters have unsharded."""
+        return views_of(full, self.layout)
 
     def pack(self, grads: Sequence[Tensor | None], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Concatenate gradients in the parameters' unsharded shapes to a new `[layout.numel]`; zeros where is none."""
@@ -121,7 +110,7 @@ class FlatParam:
             parts = [zeros(n) if part is None else part for n, part in zip(sizes, parts, strict=True)]
             parts = [part.to_dense() if part.is_sparse else part for part in parts]
         segments = self.layout.segments
-        if not len(segments) == len(self._view_windows[1]) == len(parts):
+        if not len(segments) == len(self.layout.windows[1]) == len(parts):
             if (dtype, device) not in self._paddings:  # made once: their only reader is the stream that first packs
                 numels = [each.numel for each in segments if each.parameter is None]
                 self._paddings[dtype, device] = [torch.zeros(n, dtype=dtype, device=device) for n in numels]

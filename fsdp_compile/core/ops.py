@@ -21,9 +21,8 @@
       full)                                                                eager runtime reduces `packed` from here on
     check_ranks(...)           an empty tensor                             Inductor, where ranks compare their graphs
     sum_in_pairs(rows)         their sum by a tree; overwrites the rows    graphs whose reduces have that order
-    send_buffer(payload)       the payload, in one buffer                  Inductor's graphs
-    send_buffer_as(shard)      the shard, cast where its all-gather        Inductor's graphs
-                               starts
+    send_buffer(payload)       the payload, in one buffer; with a dtype    Inductor's graphs
+                               cast where its all-gather starts
 
 This file has the signatures, the derivatives and the shapes, and `UnshardSpec`, the string that says how a unit is
 gathered and reduced. The bodies of `unshard`, `reduce_grads` and `check_ranks` are in agree/rank_order.py, those of
@@ -93,8 +92,7 @@ CHECK_RANKS = has_side_effect(
     define("check_ranks", "(Tensor[] shards, str sequence, str[] groups, float timeout, Device device) -> Tensor")
 )
 SUM_IN_PAIRS = define("sum_in_pairs", "(Tensor(a!) rows) -> Tensor")
-SEND_BUFFER = define("send_buffer", "(Tensor payload) -> Tensor")
-SEND_BUFFER_AS = define("send_buffer_as", "(Tensor shard, ScalarType dtype) -> Tensor")
+SEND_BUFFER = define("send_buffer", "(Tensor payload, ScalarType? dtype=None) -> Tensor")
 MARKERS = (UNSHARD, REDUCE_GRADS, PACK_GRADS, DEFER_REDUCE, UPDATE_SHARD)
 
 
@@ -120,16 +118,19 @@ def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
             yield from inner_tensors(inner)
 
 
-def view_parameters(full: Tensor, layout: str, frozen: Sequence[int] = ()) -> list[Tensor]:
-    """Views of `full`, 1-D `[layout.numel]`, in the parameters' shapes, cut by a single split."""
-    parsed = FlatParamLayout.parse(layout)
-    windows = full.split_with_sizes([segment.numel for segment in parsed.segments])
-    views = [full.new_empty(shape) for shape in parsed.shapes] if 0 in parsed.numels else [full] * len(parsed.shapes)
-    for window, segment in zip(windows, parsed.segments, strict=True):
-        if segment.parameter is not None:
-            shape = parsed.shapes[segment.parameter]
-            views[segment.parameter] = window if len(shape) == 1 else window.view(shape)
+def views_of(full: Tensor, layout: FlatParamLayout) -> list[Tensor]:
+    """Views of `full`, 1-D `[layout.numel]`, in the parameters' shapes, cut by a single split: at every forward."""
+    sizes, windows = layout.windows
+    cut = full.split_with_sizes(sizes)
+    views = [cut[at] if shape is None else cut[at].view(shape) for at, shape in windows]
+    for index in layout.empty:
+        views.insert(index, full.new_empty(layout.shapes[index]))
     return views
+
+
+def view_parameters(full: Tensor, layout: str, frozen: Sequence[int] = ()) -> list[Tensor]:
+    """`views_of` a layout that is given as text."""
+    return views_of(full, FlatParamLayout.parse(layout))
 
 
 class _Views(torch.autograd.Function):
@@ -245,17 +246,14 @@ def _pack_grads_fake(grads: list[Tensor | None], layout: str) -> Tensor:
 
 for _name in ("add_accumulated_", "start_reduce_"):
     torch.library.register_fake(f"fsdp_flat::{_name}", lambda packed, _: None)
-for _name in ("add_accumulated", "leave_out", "wait_collective", "send_buffer"):
+for _name in ("add_accumulated", "leave_out", "wait_collective"):
     torch.library.register_fake(f"fsdp_flat::{_name}", lambda tensor, *_, **__: torch.empty_like(tensor))
 for _name in ("defer_reduce", "update_shard"):
     torch.library.register_fake(f"fsdp_flat::{_name}", lambda grad, *_, **__: grad.new_empty((), dtype=torch.float32))
 torch.library.register_fake("fsdp_flat::check_ranks", lambda *given: torch.empty(0, device=given[-1]))
-
-
-torch.library.register_fake("fsdp_flat::send_buffer_as", lambda shard, dtype: torch.empty_like(shard, dtype=dtype))
-torch.library.impl("fsdp_flat::send_buffer", "default", torch.clone)
+torch.library.register_fake("fsdp_flat::send_buffer", lambda sent, dtype=None: torch.empty_like(sent, dtype=dtype))
 torch.library.register_fake("fsdp_flat::sum_in_pairs", lambda rows: rows.new_empty(rows.shape[1:]))
-torch.library.impl("fsdp_flat::send_buffer_as", "default", lambda shard, dtype: shard.to(dtype, copy=True))
+torch.library.impl("fsdp_flat::send_buffer", "default", lambda sent, dtype=None: sent.to(dtype, copy=True))
 
 
 def _first(grads: list[Tensor | None]) -> Tensor:
@@ -318,22 +316,12 @@ class UnshardSpec:
     def text(self) -> str:
         """The specification as a constant for compilers; `parse` reads it back.
 
-        Grammar: the layout's text, `groups=` and one or two hops (comm/hops.py), `reshard=True|False|None`, and where
-        they are not the default `replicas=` and a hop, `compute=dtype`, `reduce=dtype`, `order=tree`, `divisor=number`,
-        `reduces=` and hops, `root=True`, `update=True`, `search=True` and `part=True`; separated by blanks.
+        Grammar: the layout's text, `groups=` and one or two hops (comm/hops.py), `reshard=True|False|None`, and what is
+        not the default as `_OPTIONS` says; separated by blanks.
         """
         fields = [self.layout.text, f"groups={print_hops(self.groups)}", f"reshard={self.reshard_after_forward}"]
-        if self.replicas is not None:
-            fields.append(f"replicas={print_hops([self.replicas])}")
-        if self.reduce_groups:
-            fields.append(f"reduces={print_hops(self.reduce_groups)}")
-        for name, dtype in (("compute", self.compute_dtype), ("reduce", self.reduce_dtype)):
-            if dtype is not None:
-                fields.append(f"{name}={str(dtype).removeprefix('torch.')}")
-        fields += ["order=tree"] * self.same_bits
-        fields += ["search=True"] * self.is_searched
-        fields += [f"divisor={self.divisor!r}"] * (self.divisor is not None)
-        return " ".join(fields) + OF_ROOT * self.of_root + UPDATES * self.updates + " part=True" * self.is_part
+        given = ((word, write, getattr(self, name)) for word, (name, write, _) in _OPTIONS.items())
+        return " ".join([*fields, *(f"{word}={write(value)}" for word, write, value in given if value)])
 
     @staticmethod
     @lru_cache(maxsize=1024)  # read at every run of an operator; specifications are immutable
@@ -341,32 +329,28 @@ class UnshardSpec:
         """The specification that wrote `text`, without parameter names. ValueError quotes a malformed text."""
         layout, *pairs = text.split(" ")
         fields = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-        if len(fields) != len(pairs) or not _REQUIRED <= fields.keys() <= _REQUIRED | _OPTIONAL:
-            raise ValueError(
-                f"{text!r} is not an unshard specification; expected LAYOUT groups=NAME:SIZE,... "
-                f"reshard=True|False|None [replicas=NAME:SIZE] [compute=DTYPE] [reduce=DTYPE] [order=tree] "
-                f"[search=True] [divisor=NUMBER] [reduces=NAME:SIZE,...] [root=True] [update=True] [part=True]"
-            )
-        replicas = parse_hops(fields.get("replicas", ""))
-        return UnshardSpec(
-            FlatParamLayout.parse(layout),
-            parse_hops(fields["groups"]),
-            {"True": True, "False": False, "None": None}[fields["reshard"]],
-            replicas[0] if replicas else None,
-            getattr(torch, fields["compute"]) if "compute" in fields else None,
-            getattr(torch, fields["reduce"]) if "reduce" in fields else None,
-            fields.get("root") == "True",
-            same_bits=fields.get("order") == "tree",
-            updates=fields.get("update") == "True",
-            is_searched=fields.get("search") == "True",
-            is_part=fields.get("part") == "True",
-            divisor=float(fields["divisor"]) if "divisor" in fields else None,
-            reduce_groups=parse_hops(fields.get("reduces", "")),
-        )
+        if len(fields) != len(pairs) or not {"groups", "reshard"} <= fields.keys() <= {"groups", "reshard", *_OPTIONS}:
+            raise ValueError(f"{text!r} is not an unshard specification; expected LAYOUT groups=NAME:SIZE,... "
+                             f"reshard=True|False|None, and some of {', '.join(_OPTIONS)}")  # fmt: skip
+        reshard = {"True": True, "False": False, "None": None}[fields["reshard"]]
+        given = {name: read(fields[word]) for word, (name, _, read) in _OPTIONS.items() if word in fields}
+        return UnshardSpec(FlatParamLayout.parse(layout), parse_hops(fields["groups"]), reshard, **given)
 
 
-_REQUIRED = {"groups", "reshard"}
-_OPTIONAL = {"replicas", "reduces", "compute", "reduce", "order", "search", "divisor", "root", "update", "part"}
+_DTYPE: Any = lambda dtype: str(dtype).removeprefix("torch."), lambda text: getattr(torch, text)
+_FLAG: Any = str, "True".__eq__
+_OPTIONS: dict[str, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {  # word: field, how to write and read it
+    "replicas": ("replicas", lambda hop: print_hops([hop]), lambda text: parse_hops(text)[0]),
+    "reduces": ("reduce_groups", print_hops, parse_hops),
+    "compute": ("compute_dtype", *_DTYPE),
+    "reduce": ("reduce_dtype", *_DTYPE),
+    "order": ("same_bits", lambda _: "tree", "tree".__eq__),
+    "search": ("is_searched", *_FLAG),
+    "divisor": ("divisor", repr, float),
+    "root": ("of_root", *_FLAG),
+    "update": ("updates", *_FLAG),
+    "part": ("is_part", *_FLAG),
+}
 OF_ROOT, UPDATES = " root=True", " update=True"  # the end of a specification with `of_root`, `updates`
 
 

@@ -26,7 +26,6 @@ from fsdp_compile.core._torch import executes_node
 from fsdp_compile.core.autograd import ReduceQueue
 from fsdp_compile.core.backward_pass import BackwardPass, running_backward
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.unit import IGNORED, Unit, unit_of
 from fsdp_compile.eager.forward_pass import Listener
@@ -54,7 +53,7 @@ class AccumulatedGradient:
 
     def __init__(self, flat: FlatParam, total: Tensor, sums: PartialSums | None = None) -> None:
         self.total, self.sums = total, sums
-        self.views = view_parameters(total, flat.layout.text)
+        self.views = flat.views(total)
         self.hidden = [param.grad for param in flat.params]
         self.shown: list[Tensor | None] = [None] * len(flat.params)
         self.versions = [0] * len(flat.params)
@@ -86,7 +85,7 @@ class AccumulatedGradient:
             self.sums.add(leaf, packed)
             before, self.total = self.total, self.sums.so_far(self.total)
             if self.total is not before:
-                self.views = view_parameters(self.total, flat.layout.text)
+                self.views = flat.views(self.total)
                 self.shown = [None] * len(flat.params)
         self.show(flat)
 
@@ -123,7 +122,7 @@ class AccumulatedGradient:
 
     def _clear_parameter(self, flat: FlatParam, index: int) -> None:
         for part in [self.total] if self.sums is None else self.sums.parts():
-            view_parameters(part, flat.layout.text)[index].zero_()
+            flat.views(part)[index].zero_()
         self.hidden[index] = None
 
     def _check_assignable(self, flat: FlatParam, index: int) -> None:
@@ -170,28 +169,27 @@ def _trained(flat: FlatParam) -> list[int]:
 
 def returns_gradients(flat: FlatParam) -> bool:
     """Whether the running backward pass returns gradients of the flat parameter: `torch.autograd.grad` was called."""
+    return _asked(flat) is None
+
+
+def _asked(flat: FlatParam) -> list[bool] | None:
+    """For each parameter whether the running backward pass gives it a gradient; [] for all, None if it returns some."""
     if running_backward() is None or flat.binding.all_are_asked():
-        return False
+        return []
     try:
-        for param in flat.params:
-            executes_node(get_gradient_edge(param).node) if param.requires_grad else None
+        return [param.requires_grad and executes_node(get_gradient_edge(param).node) for param in flat.params]
     except RuntimeError:  # torch cannot tell of leaves whose gradients are returned
-        return True
-    return False
+        return None
 
 
 def _leave_out_unasked(flat: FlatParam, packed: Tensor) -> None:
     """Set gradients to zero in `packed` for which the running backward pass was not asked, as by `inputs`."""
-    if running_backward() is None or flat.binding.all_are_asked():
-        return
-    try:
-        asked = [param.requires_grad and executes_node(get_gradient_edge(param).node) for param in flat.params]
-    except RuntimeError as error:
+    if (asked := _asked(flat)) is None:
         raise RuntimeError(
             f"parameter {flat.names[0]} or another one of its unit: torch.autograd.grad under no_sync, or without "
             f"gradient synchronization, has no gradient of a shard to return; use backward(), or synchronize"
-        ) from error
-    for segment in flat.layout.segments:
+        )
+    for segment in flat.layout.segments if asked else ():
         if segment.parameter is not None and not asked[segment.parameter]:
             packed[segment.offset : segment.offset + segment.numel].zero_()
 

@@ -295,16 +295,11 @@ def abandon_gradients(unit: Unit) -> None:
 # counts.
 
 
-def _living_flat(flat_param_id: Tensor) -> tuple[Unit, FlatParam] | None:
+def _flat_of(flat_param_id: Tensor) -> tuple[Unit, FlatParam]:
     flat = find_flat_param(flat_param_id)
-    managed = unit_of(flat.params[0]) if flat is not None else None
-    return None if flat is None or managed is None else (managed[0], flat)
-
-
-def _needed_flat(flat_param_id: Tensor) -> tuple[Unit, FlatParam]:
-    if (found := _living_flat(flat_param_id)) is None:
+    if flat is None or (managed := unit_of(flat.params[0])) is None:
         raise RuntimeError("backward: the model of this forward was deleted; keep it until backward has ended")
-    return found
+    return managed[0], flat
 
 
 @torch.library.impl("fsdp_flat::defer_reduce", "default")
@@ -312,7 +307,7 @@ def _defer_reduce(
     packed: Tensor, flat_param_id: Tensor, layout: str, owned: bool = False, *, unused: Sequence[int] = ()
 ) -> Tensor:
     """Accumulate or reduce `packed`; if `owned`, nothing else reads or writes it from now on."""
-    unit, flat = _needed_flat(flat_param_id)
+    unit, flat = _flat_of(flat_param_id)
     full_precision = packed.dtype != unit.sent_dtype(flat)
     mine = packed if owned else packed.clone()
     note_unused(flat, unused)
@@ -324,7 +319,7 @@ def _defer_reduce(
 @torch.library.impl("fsdp_flat::update_shard", "default")
 def _update_shard(grad: Tensor, flat_param_id: Tensor, at_once: bool = False) -> Tensor:
     """Update the parameters now if `at_once`: a pass says that nothing in the graph reads them any more."""
-    reduction = _needed_flat(flat_param_id)[1].reduction
+    reduction = _flat_of(flat_param_id)[1].reduction
     if at_once and reduction.update is not None:
         reduction.update(grad)
     else:
@@ -345,9 +340,7 @@ def _add_accumulated_in_place(packed: Tensor, flat_param_id: Tensor) -> None:
 
 
 def _join_accumulated_by_id(packed: Tensor, flat_param_id: Tensor) -> Tensor:
-    if (found := _living_flat(flat_param_id)) is None:  # the model was deleted, and its accumulated gradients with it
-        return packed
-    unit, flat = found
+    unit, flat = _flat_of(flat_param_id)
     flat.reduction.awaits_reduce &= not unit.syncs
     settle_after_backward(unit)
     _begin_reduction(unit, flat)

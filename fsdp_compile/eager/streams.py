@@ -191,7 +191,7 @@ class UnshardedBuffer:
         self._shared: Tensor | None = None  # the tensor whose version counter plain views share, once there are any
         self._others: list[weakref.ref[Tensor]] = []  # views with counters of their own
         self._refuses_reads = False
-        self._gather: hops.Waitable | None = None
+        self._gather: hops.Gathering | None = None
 
     def start(self) -> None:
         """Begin to fill it from the shards."""
@@ -210,10 +210,7 @@ class UnshardedBuffer:
             if group is not last:
                 full = self.slice = self.full.new_empty(self.full.numel() // last.size)
             sent = self._cast_shard() if sent is None else sent
-            if group.gather:
-                self._gather = hops.start_gather(full, sent, group)
-            else:
-                self._gather = collectives.start_all_gather(full, sent, group.name)
+            self._gather = hops.start_gather(full, sent, group)
             if full is not self.full:
                 with collectives.waiting_for("all-gather", self.unit.path):
                     self._wait_for_gather()

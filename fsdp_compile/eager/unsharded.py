@@ -443,7 +443,6 @@ class UnshardedUnit:
                 f"called within: end the forward first"
             )
         self.backward = backward
-        self.readers.discard(Reader.OWN_RECOMPUTED_FORWARD)
         if any(buffer.is_shard for buffer in self.buffers):
             self._check_unchanged()  # else backward would compute with values that forward did not have
         backward.at_end(self.post_backward, if_failed=self._fail_backward)

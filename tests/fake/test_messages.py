@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_compile import Wire, fully_shard
-from fsdp_compile.comm.formats import message_numel
+from fsdp_compile.comm.formats import encode
 from fsdp_compile.core.unit import unit_of
 from fsdp_compile.passes import Pass, backend
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
@@ -133,7 +133,7 @@ def test_a_message_for_each_rank(format: str) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model = fully_shard(model, auto_wrap_policy={nn.Linear}, wire=format, reshard_after_forward=True)
     torch.compile(model, fullgraph=True, backend=backend(passes))(torch.rand(8, 64)).sum().backward()
-    part = message_numel(unit_of(model[0].weight)[0].flats[0].layout.numel // 4, format)
+    part = encode(torch.zeros(1, unit_of(model[0].weight)[0].flats[0].layout.numel // 4), format).numel()
     assert sent == [("gather", part)] * 2 + [("gather", part), ("reduce", 4 * part), ("reduce", 4 * part)]
 
 

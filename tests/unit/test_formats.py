@@ -15,13 +15,10 @@ from fsdp_compile.comm.formats import (
     add_up_at_once,
     decode,
     encode,
-    message_bytes,
-    message_dtype,
-    message_numel,
     ratio,
 )
 from fsdp_compile.comm.groups import NamedGroup
-from fsdp_compile.comm.hops import Wire, parse_hops, print_hops
+from fsdp_compile.comm.hops import Wire, hops_of, parse_hops, print_hops
 
 SIZES = (1, 2, 127, 128, 129, 1000, 10_003)
 formats = pytest.mark.parametrize("format", FORMATS)
@@ -102,7 +99,8 @@ def test_reference(format: str) -> None:
     for seed in range(200):
         values = _values(seed, 1 + seed % 3, SIZES[seed % len(SIZES)] if seed % 100 else 1_000_000)
         messages = encode(values, format)
-        assert messages.dtype == message_dtype(format) and messages.shape[1] == message_numel(values.shape[1], format)
+        long = -(-values.shape[1] // BLOCK) * BLOCK if format != "bf16" else values.shape[1]
+        assert messages.nbytes == len(values) * long * 4 * ratio(format, torch.float32)
         found = decode(messages, values.shape[1], format, torch.float32).numpy()
         expected = _reference(values, format)
         assert np.array_equal(found, expected), (seed, np.abs(found - expected).max())
@@ -152,7 +150,6 @@ def test_bytes() -> None:
     assert [ratio(each, torch.float32) for each in FORMATS] == [0.5, 129 / 512, 130 / 512]
     assert [ratio(each, torch.bfloat16) for each in FORMATS] == [1.0, 129 / 256, 130 / 256]
     assert ratio("", torch.float32) == 1
-    assert message_bytes(1000, "fp8") == 8 * 129
 
 
 def test_text_of_hops() -> None:
@@ -171,10 +168,10 @@ def test_which_hops_have_formats() -> None:
         return [(each.gather, each.reduce) for each in (*hops, *filter(None, [replicas]))]
 
     sent, full = ("fp8", "bf16"), ("", "")
-    assert formats_of(*wire.hops((far, near), copies)) == [sent, sent, sent]
-    assert formats_of(*Wire("fp8", "bf16", True).hops((far, near), copies)) == [sent, full, sent]
-    assert formats_of(*Wire("fp8", "bf16", True).hops((near,), copies)) == [full, sent]
-    assert formats_of(*wire.hops((alone,), None)) == [full]
+    assert formats_of(*hops_of(wire, (far, near), copies)) == [sent, sent, sent]
+    assert formats_of(*hops_of(Wire("fp8", "bf16", True), (far, near), copies)) == [sent, full, sent]
+    assert formats_of(*hops_of(Wire("fp8", "bf16", True), (near,), copies)) == [full, sent]
+    assert formats_of(*hops_of(wire, (alone,), None)) == [full]
 
 
 @pytest.mark.parametrize("format", FORMATS)

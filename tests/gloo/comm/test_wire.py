@@ -19,6 +19,8 @@ from torch.nn import functional
 from fsdp_compile import FSDPModule, Wire, checkpoint, compile_step, fully_shard
 from fsdp_compile.comm import collectives, direct
 from fsdp_compile.comm.formats import add_up, decode, encode
+from fsdp_compile.comm.groups import NamedGroup
+from fsdp_compile.comm.hops import gather
 
 from ..ranks import Ranks, RanksFailed, on_ranks
 from ..training import PER_RANK, backward, build, executor, local, mine, units, whole
@@ -32,7 +34,7 @@ BOTH = Wire(gather="fp8", reduce="bf16")
 
 def _rounded(flat: Any, format: str) -> Tensor:
     """The flat parameter as all ranks receive it: a message from each."""
-    shards = collectives.all_gather(flat.shard.detach(), dist.get_world_size(), dist.group.WORLD.group_name)
+    shards = gather(flat.shard.detach(), NamedGroup.of(dist.group.WORLD))
     messages = encode(shards.view(dist.get_world_size(), -1), format)
     return decode(messages, flat.layout.shard_numel, format, torch.float32).reshape(-1)
 

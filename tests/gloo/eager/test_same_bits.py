@@ -15,7 +15,6 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.utils import checkpoint as activations
 
 from fsdp_compile import checkpoint, compile_step, fully_shard
-from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.core.sharding import units_gathered_below
 
 from ..ranks import NIGHTLY, Ranks, on_ranks
@@ -132,7 +131,7 @@ def test_what_was_accumulated_joins_the_gradients_of_a_graph(rank: int) -> None:
         (flat,) = unit.flats
         packed = flat.pack([torch.ones(3, 3), torch.ones(3)], torch.float32, torch.device("cpu"))
         torch.ops.fsdp_flat.add_accumulated_(packed, flat.flat_param_id)
-        sums = view_parameters(packed, flat.layout.text)
+        sums = flat.views(packed)
         for param, found in zip(plain.parameters(), sums, strict=True):
             torch.testing.assert_close(found, param.grad + 1)
 
