@@ -27,11 +27,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from fsdp_compile import MixedPrecision, checkpoint, fully_shard
 
 STEPS, LIMIT = 3, 90.0
-TIMEOUT = {
-    "eager": 3,
-    "aot_eager": 10,
-    "inductor": 20,
-}  # seconds, by what runs the model: more than it compiles
+TIMEOUT = {"eager": 3, "aot_eager": 10, "inductor": 20}  # seconds, by what runs the model: more than it compiles
 
 
 def fail(scenario: str) -> None:
