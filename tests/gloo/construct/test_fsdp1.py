@@ -2,22 +2,24 @@
 
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from models import MODELS, Residual
+from models import MODELS, Block, Residual
 from states import OPTIMIZERS, assert_known, fill, start
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor as ChunkedTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 from torch.distributed.optim import _NamedOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
@@ -36,7 +38,7 @@ from fsdp_compile import (
 from fsdp_compile.parameter_owner import HasShardedParameters
 from fsdp_compile.state_dict.sharded_value import full_tensor
 
-from ..ranks import Ranks, on_ranks
+from ..ranks import on_ranks
 from ..training import backward, build, mine
 
 MLP = MODELS["mlp"]
@@ -88,6 +90,46 @@ def test_names() -> None:
     (torch_kind, theirs), (kind, ours) = _both()
     for expected, found in zip(_names_everywhere(torch_kind, theirs), _names_everywhere(kind, ours), strict=True):
         assert found == expected, f"expected {expected}, found {found}"
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def _trained(kind: Any, name: str, options: dict[str, Any]) -> list[float]:
+    """Losses and gradient norms of a script with clipping and a schedule; blocks with frozen layers are recomputed."""
+    case = MODELS[name]
+    model = kind(build(case), device_id=torch.device("cpu"), use_orig_params=True, **options)
+    if name == "frozen":
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Residual))
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    found = []
+    for step in range(5):
+        found += [backward(model, case, mine(case, step)).item(), model.clip_grad_norm_(0.5).item()]
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return found
+
+
+BF16 = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+BY_CLASS = partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
+
+
+@pytest.mark.parametrize("name", ["gpt", "mlp", "frozen"])
+@on_ranks(4)
+def test_training(name: str) -> None:
+    """A transformer in bfloat16, replicas of a sharded model, and adapters whose blocks are recomputed have the losses
+    and clipped norms of torch's wrapper. So gradients are means over replicas too (E-GEN-2), and frozen and trainable
+    parameters mix in a unit (E-FRZ-1)."""
+    options: dict[str, Any] = {"auto_wrap_policy": BY_CLASS if name == "gpt" else POLICY}
+    if name == "gpt":
+        options["mixed_precision"] = BF16
+    if name == "mlp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        options.update(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    expected, found = (_trained(kind, name, options) for kind in (TorchFSDP, FullyShardedDataParallel))
+    assert found == pytest.approx(expected, rel=2e-2 if name == "gpt" else 1e-4)
 
 
 # --- optimizer state --------------------------------------------------------------------------------------------------
@@ -396,7 +438,7 @@ def _same_values(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def _like_torch(rank: int, shape: tuple[int, ...] | None) -> None:
     cpu = torch.device("cpu")
     options: dict[str, Any] = {"auto_wrap_policy": POLICY, "use_orig_params": True}
-    strategy = None if shape is None or len(shape) == 1 else torch.distributed.fsdp.ShardingStrategy.HYBRID_SHARD
+    strategy = None if shape is None or len(shape) == 1 else ShardingStrategy.HYBRID_SHARD
     if shape is not None:
         names = ("replicate", "shard")[-len(shape) :]
         options.update(device_mesh=init_device_mesh("cpu", shape, mesh_dim_names=names), sharding_strategy=strategy)
@@ -455,14 +497,13 @@ def _like_torch(rank: int, shape: tuple[int, ...] | None) -> None:
         assert alone.state_dict()["scale"] == torch.tensor(3.0)
 
 
-@pytest.mark.parametrize("shape", [None, pytest.param((2,), marks=pytest.mark.nightly)])
-def test_values_of_sharded_state_dicts(two: Ranks, shape: tuple[int, ...] | None) -> None:
-    """Placements, rows and dtypes are those that torch's wrapper gives, with a mesh and, in its own ShardedTensors,
-    without, offloaded or not, for a model and an optimizer; they load, also from torch's."""
-    two.run(_like_torch, shape)
-
-
-@pytest.mark.nightly
-def test_values_of_sharded_state_dicts_under_hybrid(four: Ranks) -> None:
-    """As with two ranks, on a mesh of replicas and shards."""
-    four.run(_like_torch, (2, 2))
+@pytest.mark.parametrize(
+    ("world", "shape"),
+    [("two", None), *(pytest.param(*row, marks=pytest.mark.nightly) for row in (("two", (2,)), ("four", (2, 2))))],
+)
+def test_values_of_sharded_state_dicts(
+    request: pytest.FixtureRequest, world: str, shape: tuple[int, ...] | None
+) -> None:
+    """Placements, rows and dtypes are those that torch's wrapper gives, with a mesh, of replicas too, and, in its own
+    ShardedTensors, without, offloaded or not, for a model and an optimizer; they load, also from torch's."""
+    request.getfixturevalue(world).run(_like_torch, shape)
