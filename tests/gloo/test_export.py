@@ -12,9 +12,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from families import FAMILIES
+from families import FAMILIES, THIRD_PARTY
 from models import GPT, MODELS, Case, cross_entropy, text
-from third_party import THIRD_PARTY
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -71,7 +70,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "gpt": (MODELS["gpt"], {}),
     "tied": (MODELS["tied"], {}),
     "llama": (THIRD_PARTY["llama"], {}),
-    "experts": (FAMILIES["experts"]["deepseek_v3"], {}),
+    "experts": (FAMILIES["deepseek_v3"], {}),
     "lora": (LORA, {}),
     "quantized": (
         Case(partial(Llama, "int8 packed"), quantized_tokens, lambda model, inputs: model(*inputs)),

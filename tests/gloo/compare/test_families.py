@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, THIRD_PARTY
 from models import Case
-from third_party import THIRD_PARTY
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -19,8 +18,7 @@ from fsdp_compile.tools.check import Batch, Report, check
 from ..ranks import Ranks, on_ranks
 from ..training import PER_RANK, backward, build, mine
 
-OF_FAMILIES = {name: case for cases in FAMILIES.values() for name, case in cases.items()}
-CASES = THIRD_PARTY | OF_FAMILIES
+CASES = THIRD_PARTY | FAMILIES
 EVERY_DAY = ("gpt_oss", "wav2vec2")
 INDUCTOR = (*THIRD_PARTY, "qwen3", "deepseek_v3", "swin", "wav2vec2")
 BREAK = {"gpt2_own_loss", "mixtral_loop"}  # cannot be one graph unsharded either
@@ -68,7 +66,7 @@ def test_every_day() -> None:
 def test_equal(name: str) -> None:
     """Eager steps are the unsharded model's, bit for bit; compiled ones, with checkpointed blocks, up to rounding."""
     assert _check(name, ["eager"]).rows[0].verdict == "equal"
-    _check(name, ["aot_eager"], checkpoints=name in OF_FAMILIES)
+    _check(name, ["aot_eager"], checkpoints=name in FAMILIES)
 
 
 @pytest.mark.nightly

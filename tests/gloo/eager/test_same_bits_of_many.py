@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from families import FAMILIES
+from families import FAMILIES, THIRD_PARTY
 from models import Case, part
-from third_party import THIRD_PARTY
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision
 
@@ -24,7 +23,7 @@ WORLDS, STEPS, MICROBATCHES = (1, 2, 4, 8), 20, 8
 ALL: dict[str, Case] = {
     **CASES,
     **{name: case for name, case in THIRD_PARTY.items() if name != "unet"},
-    **{name: case for of_family in FAMILIES.values() for name, case in of_family.items()},
+    **FAMILIES,
 }
 OPTIMIZERS = ("sgd", "adamw", "adafactor", "muon")
 HALF = MixedPrecision(torch.bfloat16, torch.bfloat16)
