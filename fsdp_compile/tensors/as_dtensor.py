@@ -9,7 +9,7 @@ param.device_mesh, param.placements      a mesh, and a `FlatShard` for the ranks
 # Frameworks ask `isinstance(param, DTensor)` and then compute with `to_local()`, reduce over `device_mesh`, or gather
 # with `full_tensor()`. What they do with other tensors is meant for a model that is not sharded: a local norm that is
 # summed over ranks would count all elements on each of them. So the answer is yes, by a property `__class__`, without
-# DTensor as a base class, whose operators act on placements. tests/gloo/integrations/test_call_sites.py runs 36 call
+# DTensor as a base class, whose operators act on placements. tests/gloo/integrations/test_call_sites.py runs call
 # sites of frameworks beside FSDP2, and docs/frameworks.md has the table. Of 34 that were measured both ways 27 do with
 # it what they do with FSDP2, and 7 are refused by name; without it ten silently do something else: norms that are the
 # root of two too large, counts that miss parameters, and `DTensor.from_local` around a sharded tensor.

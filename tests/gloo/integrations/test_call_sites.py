@@ -4,7 +4,8 @@ Each call site is a function of a sharded model after one backward, and returns 
 FSDP2, or refused by an error that says what to do. docs/frameworks.md says whose they are.
 """
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -54,44 +55,52 @@ def values() -> dict[str, Tensor]:
     return {name: torch.arange(1.0, each.numel() + 1).view(each.shape) for name, each in Net().state_dict().items()}
 
 
-def shown(tensors: Iterable[Any]) -> list[Any]:
-    """Full tensors, whatever they are."""
-    return [each.detach().full_tensor() if hasattr(each, "full_tensor") else each for each in tensors]
+def full(value: Any) -> Any:
+    """The whole of a tensor; anything else as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like(value: Tensor, tensor: Tensor) -> Tensor:
+    """A full value, distributed as a tensor is."""
+    return distribute_tensor(value, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else value
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
     return [each.grad for each in model.parameters() if each.grad is not None]
 
 
-# --- norms and clipping -----------------------------------------------------------------------------------------------
+def distributed(model: nn.Module) -> dict[str, Any]:
+    return {name: param for name, param in model.named_parameters() if isinstance(param, DTensor)}
+
+
+# --- norms and scaling of gradients -----------------------------------------------------------------------------------
 
 
 def total_norm(model: nn.Module) -> Any:
-    norm = get_total_norm(gradients(model))
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norm = full(get_total_norm(gradients(model)))
     clip_grads_with_norm_(model.parameters(), 0.1, norm)
-    return [norm, *shown(gradients(model))]
+    return [norm, *gradients(model)]
 
 
 def norm_by_mesh(model: nn.Module) -> Any:
     by_mesh: dict[Any, list[Tensor]] = {}
     for grad in gradients(model):
         by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
-    norms = [get_total_norm(grads) for grads in by_mesh.values()]
-    return [torch.stack([each.full_tensor() if isinstance(each, DTensor) else each for each in norms]).norm()]
+    return [torch.stack([full(get_total_norm(grads)) for grads in by_mesh.values()]).norm()]
 
 
-def local_norm(model: nn.Module, order: float = 2.0) -> Any:
-    total = torch.zeros(())
-    for grad in gradients(model):
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
-        total += torch.linalg.vector_norm(local, order).pow(order)
+def local_norm(model: nn.Module) -> Any:
+    total = sum((torch.linalg.vector_norm(local(grad)).pow(2) for grad in gradients(model)), torch.zeros(()))
     dist.all_reduce(total)
-    return [total.pow(1 / order)]
+    return [total.sqrt()]
 
 
 def local_maximum(model: nn.Module) -> Any:
-    locals_ = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients(model)]
+    locals_ = [local(grad) for grad in gradients(model)]
     largest = torch.stack([each.abs().max() if each.numel() else torch.zeros(()) for each in locals_]).max()
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return [largest]
@@ -99,9 +108,7 @@ def local_maximum(model: nn.Module) -> Any:
 
 def norm_by_placements(model: nn.Module) -> Any:
     first = gradients(model)[0]
-    total = sum(
-        ((g.to_local() if isinstance(g, DTensor) else g).square().sum() for g in gradients(model)), torch.zeros(())
-    )
+    total = sum((local(grad).square().sum() for grad in gradients(model)), torch.zeros(()))
     for dim, placement in enumerate(first.placements if isinstance(first, DTensor) else ()):
         if not isinstance(placement, Replicate):
             dist.all_reduce(total, group=first.device_mesh.get_group(dim))
@@ -110,59 +117,39 @@ def norm_by_placements(model: nn.Module) -> Any:
 
 def scale_locally(model: nn.Module) -> Any:
     for grad in gradients(model):
-        (grad.to_local() if isinstance(grad, DTensor) else grad).mul_(0.5)
-    return shown(gradients(model))
-
-
-def scale_local_field(model: nn.Module) -> Any:
-    for grad in gradients(model):
+        local(grad).mul_(0.5)
         (grad._local_tensor if isinstance(grad, DTensor) else grad).mul_(0.5)
-    return shown(gradients(model))
+    return gradients(model)
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def copy_distributed(model: nn.Module) -> Any:
-    full = values()
+def copy_distributed(model: nn.Module) -> None:
     for name, param in model.named_parameters():
-        value = full[name]
-        param.copy_(
-            distribute_tensor(value, param.device_mesh, param.placements) if isinstance(param, DTensor) else value
-        )
-    return shown(model.state_dict().values())
+        param.copy_(like(values()[name], param))
 
 
 @torch.no_grad()
-def copy_into_data(model: nn.Module) -> Any:
-    full = values()
+def copy_into_data(model: nn.Module) -> None:
     for name, param in model.named_parameters():
-        data, value = param.data, full[name]
-        data.copy_(distribute_tensor(value, data.device_mesh, data.placements) if isinstance(data, DTensor) else value)
-    return shown(model.state_dict().values())
+        param.data.copy_(like(values()[name], param.data))
 
 
-def load_distributed(model: nn.Module, assign: bool = False) -> Any:
-    own = {name: model.get_parameter(name) for name in values()}
-    state = {name: distribute_tensor(values()[name], p.device_mesh, p.placements) for name, p in own.items()}
+def load_distributed(model: nn.Module, assign: bool = False) -> None:
+    state = {name: like(value, model.get_parameter(name)) for name, value in values().items()}
     model.load_state_dict(state, assign=assign)
-    return shown(model.state_dict().values())
 
 
-def assign_distributed(model: nn.Module) -> Any:
-    return load_distributed(model, assign=True)
+def assign_distributed(model: nn.Module) -> None:
+    load_distributed(model, assign=True)
 
 
-def put_in_place(model: nn.Module) -> Any:
-    full = values()
+def put_in_place(model: nn.Module) -> None:
     for path, module in model.named_children():
         for name, param in list(module.named_parameters()):
-            value = full[f"{path}.{name}"]
-            if isinstance(param, DTensor):
-                value = distribute_tensor(value, param.device_mesh, param.placements)
-            setattr(module, name, nn.Parameter(value))
-    return shown(model.state_dict().values())
+            setattr(module, name, nn.Parameter(like(values()[f"{path}.{name}"], param)))
 
 
 LOADER = """
@@ -180,95 +167,37 @@ def rows_in_place(model, full):
 """
 
 
-def rows_in_place(model: nn.Module) -> Any:
+def rows_in_place(model: nn.Module) -> None:
     params = list(model.parameters())
     scope = {"__name__": "transformers.core_model_loading", "nn": nn, "DTensor": DTensor}
     exec(LOADER, scope)  # transformers' loader is known by its name
     scope["rows_in_place"](model, values())  # type: ignore[operator]  # a function
     assert all(one is other and one.is_loaded for one, other in zip(model.parameters(), params, strict=True))
-    return shown(model.state_dict().values())
 
 
-def set_full(model: nn.Module) -> Any:
+def set_full(model: nn.Module) -> None:
     set_model_state_dict(model, values(), options=StateDictOptions(full_state_dict=True))
-    return shown(model.state_dict().values())
 
 
-def set_from_first_rank(model: nn.Module) -> Any:
+def set_from_first_rank(model: nn.Module) -> None:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, values() if dist.get_rank() == 0 else {}, options=options)
-    return shown(model.state_dict().values())
-
-
-@torch.no_grad()
-def copy_local_rows(model: nn.Module) -> Any:
-    full = values()
-    for name, param in model.named_parameters():
-        if not isinstance(param.data, DTensor):
-            param.data.copy_(full[name])
-            continue
-        mesh, placements = param.data.device_mesh, param.data.placements
-        everywhere = DTensor.from_local(full[name], mesh, [Replicate()] * mesh.ndim)
-        param.data.to_local().copy_(everywhere.redistribute(placements=placements).to_local())
-    return shown(model.parameters())
-
-
-@torch.no_grad()
-def add_redistributed(model: nn.Module) -> Any:
-    full = values()
-    for name, param in model.named_parameters():
-        update = full[name]
-        if isinstance(param, DTensor):
-            everywhere = [Replicate()] * param.device_mesh.ndim
-            update = DTensor.from_local(update, param.device_mesh, everywhere).redistribute(placements=param.placements)
-        param.add_(update)
-    return shown(model.parameters())
 
 
 # --- local values -----------------------------------------------------------------------------------------------------
 
 
-def as_dtensor_of_rows(model: nn.Module) -> Any:
-    params = [param for param in model.parameters() if isinstance(param, DTensor)]
-    made = [
-        DTensor.from_local(p.to_local(), p.device_mesh, p.placements, shape=p.shape, stride=p.stride()) for p in params
-    ]
-    return shown(made)
-
-
-def as_dtensor_of_local_field(model: nn.Module) -> Any:
-    weight = model[0].weight
-    if isinstance(weight, DTensor):
-        return shown([DTensor.from_local(weight._local_tensor, weight.device_mesh, [Shard(0)])])
-    return shown([DTensor.from_local(weight, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])])
-
-
-def replicate_the_rest(model: nn.Module) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    rest = [param for param in model.parameters() if not isinstance(param, DTensor)]
-    return [len(rest), *shown([DTensor.from_local(param, mesh, [Replicate()]) for param in rest])]
-
-
 @torch.no_grad()
 def save_and_restore(model: nn.Module) -> Any:
-    before = shown(model.parameters())
-    saved = {name: param.to_local().clone() for name, param in model.named_parameters() if isinstance(param, DTensor)}
-    for name, param in model.named_parameters():
+    saved = {name: param.to_local().clone() for name, param in distributed(model).items()}
+    for name, param in distributed(model).items():
         param.zero_()
         param.to_local().copy_(saved[name])
-    return [*before, *shown(model.parameters())]
-
-
-def save_with_spec(model: nn.Module) -> Any:
-    specs = {param._spec for param in model.parameters() if isinstance(param, DTensor)}
-    return [len(specs) > 0]
+    return model.parameters()
 
 
 def stored_numbers(model: nn.Module) -> Any:
-    stored = sum(
-        param.to_local().numel() if isinstance(param, DTensor) else param.numel() for param in model.parameters()
-    )
-    total = torch.tensor(stored)
+    total = torch.tensor(sum(local(param).numel() for param in model.parameters()))
     dist.all_reduce(total)
     return [total]
 
@@ -283,26 +212,19 @@ def same_storage(model: nn.Module) -> Any:
 
 
 def addresses(model: nn.Module) -> Any:
-    found = [p.to_local().data_ptr() if isinstance(p, DTensor) else p.data_ptr() for p in model.parameters()
-             if not isinstance(p, DTensor) or p.to_local().numel()]  # fmt: skip
+    found = [local(param).data_ptr() for param in model.parameters() if local(param).numel()]
     return [len(found) == len(set(found))]
 
 
 # --- full values ------------------------------------------------------------------------------------------------------
 
 
-def stream_weights(model: nn.Module) -> Any:
-    return [param.full_tensor() if isinstance(param, DTensor) else param.detach() for param in model.parameters()]
-
-
 def gather_state_dict(model: nn.Module) -> Any:
-    state = model.state_dict()
-    return [value.to("cpu").full_tensor() if isinstance(value, DTensor) else value for value in state.values()]
+    return [full(value.to("cpu")) for value in model.state_dict().values()]
 
 
 def full_state_dict(model: nn.Module) -> Any:
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    return [*state.values()]
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)).values()
 
 
 def replicate_ahead(model: nn.Module) -> Any:
@@ -319,23 +241,19 @@ def offload_and_load(model: nn.Module) -> Any:
         for state in optimizer.state.values():
             state.update({key: value.to(device, non_blocking=True) for key, value in state.items()})
     optimizer.step()
-    return stream_weights(model)
+    return model.parameters()
 
 
 def sum_of_gradients(model: nn.Module) -> Any:
     weight = model[0].weight
     weight.grad = None
-    full = weight.full_tensor(grad_placements=[Partial()] * weight.device_mesh.ndim)
-    full.register_hook(lambda grad: grad / dist.get_world_size())
-    (full * (1 + dist.get_rank())).sum().backward()
-    return shown([weight.grad])
+    whole = weight.full_tensor(grad_placements=[Partial()] * weight.device_mesh.ndim)
+    whole.register_hook(lambda grad: grad / dist.get_world_size())
+    (whole * (1 + dist.get_rank())).sum().backward()
+    return [weight.grad]
 
 
 # --- what is asked of parameters --------------------------------------------------------------------------------------
-
-
-def is_sharded_at_all(model: nn.Module) -> Any:
-    return [any(isinstance(param, DTensor) for param in model.parameters())]
 
 
 def groups_by_mesh(model: nn.Module) -> Any:
@@ -345,129 +263,105 @@ def groups_by_mesh(model: nn.Module) -> Any:
 
 
 def sharded_dimensions(model: nn.Module) -> Any:
-    return [each.dim for param in model.parameters() if isinstance(param, DTensor) for each in param.placements
-            if isinstance(each, Shard)]  # fmt: skip
-
-
-def cast_frozen(model: nn.Module) -> Any:
-    for param in model.parameters():
-        if not isinstance(param, DTensor):
-            param.data = param.data.to(torch.bfloat16)
-    return shown(model.parameters())
-
-
-def average_what_is_replicated(model: nn.Module) -> Any:
-    hooked = [param for param in model.parameters() if not isinstance(param.data, DTensor)]
-    return [len(hooked)]
+    placements = [placement for param in distributed(model).values() for placement in param.placements]
+    return [each.dim for each in placements if isinstance(each, Shard)]
 
 
 def distribute_again(model: nn.Module) -> Any:
-    weight = model[0].weight
-    return [distribute_tensor(weight, weight.device_mesh, weight.placements) is weight]
+    return [like(model[0].weight, model[0].weight) is model[0].weight]
 
 
-def like_shards(weight: Any) -> list[Any]:
-    return [Replicate()] * (weight.device_mesh.ndim - 1) + [Shard(0)]
+def _with_another(model: nn.Module) -> tuple[Any, Any]:
+    weight = model[0].weight.detach()
+    placements = [Replicate()] * (weight.device_mesh.ndim - 1) + [Shard(0)]
+    return weight, distribute_tensor(values()["0.weight"], weight.device_mesh, placements)
 
 
 def beside_another(model: nn.Module) -> Any:
-    weight = model[0].weight.detach()
-    other = distribute_tensor(values()["0.weight"], weight.device_mesh, like_shards(weight))
-    return shown([weight + other, weight * other])
+    weight, other = _with_another(model)
+    return [weight + other, weight * other]
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
 
 
 def another_first(model: nn.Module) -> Any:
-    weight = model[0].weight.detach()
-    other = distribute_tensor(values()["0.weight"], weight.device_mesh, like_shards(weight))
-    return shown([other + weight])
+    weight, other = _with_another(model)
+    return other + weight
+
+
+def add_redistributed(model: nn.Module) -> Any:
+    param = model[0].weight
+    update = DTensor.from_local(values()["0.weight"], param.device_mesh, [Replicate()] * param.device_mesh.ndim)
+    return update.redistribute(placements=param.data.placements)
+
+
+def as_dtensor_of_rows(model: nn.Module) -> Any:
+    p = model[0].weight
+    return DTensor.from_local(p.to_local(), p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
 
-
+LOADS = (copy_distributed, copy_into_data, load_distributed, assign_distributed, put_in_place, rows_in_place, set_full,
+         set_from_first_rank)  # fmt: skip
 SITES: dict[str, Callable[[nn.Module], Any]] = {
     each.__name__: each
     for each in (
-        total_norm, norm_by_mesh, local_norm, local_maximum, norm_by_placements, scale_locally, scale_local_field,
-        copy_distributed, copy_into_data, load_distributed, assign_distributed, put_in_place, rows_in_place,
-        set_full, set_from_first_rank, copy_local_rows, add_redistributed, as_dtensor_of_rows,
-        as_dtensor_of_local_field, replicate_the_rest, save_and_restore, save_with_spec, stored_numbers, addresses,
-        same_storage,
-        stream_weights, gather_state_dict, replicate_ahead, full_state_dict, offload_and_load, sum_of_gradients,
-        is_sharded_at_all, groups_by_mesh, sharded_dimensions, cast_frozen, average_what_is_replicated,
-        distribute_again, beside_another, another_first,
+        total_norm, norm_by_mesh, local_norm, local_maximum, norm_by_placements, scale_locally, *LOADS,
+        save_and_restore, stored_numbers, addresses, same_storage, gather_state_dict, replicate_ahead, full_state_dict,
+        offload_and_load, sum_of_gradients, groups_by_mesh, sharded_dimensions, distribute_again, beside_another,
     )
 }  # fmt: skip
-REFUSED = {  # by name, a part of the error
-    "copy_local_rows": "use distribute_tensor",
-    "add_redistributed": "use distribute_tensor",
-    "as_dtensor_of_rows": "distribute_tensor",
-    "as_dtensor_of_local_field": "call to_local",
-    "save_with_spec": "read device_mesh and placements",
-    "another_first": "call full_tensor()",
+REFUSED: dict[Callable[[nn.Module], Any], str] = {  # a part of the error
+    add_redistributed: "use distribute_tensor",
+    as_dtensor_of_rows: "distribute_tensor",
+    another_first: "call full_tensor()",
+    lambda model: model[0].weight._local_tensor: "call to_local",
+    lambda model: model[0].weight._spec: "read device_mesh and placements",
 }
-LOADS = (copy_distributed, copy_into_data, load_distributed, assign_distributed, put_in_place, rows_in_place, set_full,
-         set_from_first_rank)  # fmt: skip
 
 
-def _found(name: str, fsdp: Any, mesh: DeviceMesh | None) -> tuple[Any, str]:
-    """What a site returns, or the text of its error."""
+def _found(name: str, fsdp: Any, mesh: DeviceMesh | None) -> list[Any]:
+    """What a site returns, or what is loaded, full."""
     model = sharded(fsdp, mesh)
-    try:
-        return SITES[name](model), ""
-    except Exception as error:
-        return None, f"{fsdp.__name__}, {type(error).__name__}: {error}"
+    found = SITES[name](model)
+    return [full(each) for each in (model.state_dict().values() if SITES[name] in LOADS else found)]
 
 
-def _beside_fsdp2(rank: int, chosen: list[str], names: tuple[str, ...] = ()) -> list[str]:
-    """What is wrong at each of the chosen sites, or nothing; `names` of the dimensions of a mesh of 2 x 2 ranks."""
+def _beside_fsdp2(rank: int, chosen: list[str], names: tuple[str, ...] = ()) -> None:
+    """Compare the chosen sites; `names` of the dimensions of a mesh of 2 x 2 ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names) if names else None
-    wrong = []
     for name in chosen:
-        found, error = _found(name, fsdp_compile, mesh)
-        if name in REFUSED or error:
-            wrong.append("" if name in REFUSED and REFUSED[name] in error else f"{name}: {error or found}")
-            continue
-        if SITES[name] in LOADS:  # FSDP2 does not load rows that ranks of two meshes cannot share evenly
-            expected, error = [*values().values()], ""
-        else:
-            expected, error = _found(name, torch.distributed.fsdp, mesh)
-        if not error and len(found) != len(expected):
-            error = f"expected {len(expected)} values, found {len(found)}"
-        pairs = () if error else zip(found, expected, strict=True)
-        differing = [f"expected {other}, found {one}" for one, other in pairs if not _equal(one, other)]
-        wrong.append("; ".join(f"{name}: {each}" for each in [error, *differing] if each))
-    return wrong
+        found = _found(name, fsdp_compile, mesh)
+        # FSDP2 does not load rows that ranks of two meshes cannot share evenly
+        expected = [*values().values()] if SITES[name] in LOADS else _found(name, torch.distributed.fsdp, mesh)
+        for one, other in zip(found, expected, strict=True):
+            if isinstance(one, Tensor):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=lambda text, at=name: f"{at}: {text}")
+            else:
+                assert one == other, name
+    for site, message in REFUSED.items() if "tp" not in names else ():
+        with pytest.raises((AttributeError, ValueError), match=re.escape(message)):
+            site(sharded(fsdp_compile, mesh))
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if not isinstance(one, Tensor):
-        return bool(one == other)
-    return one.shape == other.shape and torch.allclose(one.detach(), other.detach(), rtol=1e-5, atol=1e-6)
-
-
-LOADS_OF_TWO = [each for each in LOADS if each is not rows_in_place]
-OF_TWO_MESHES = [norm_by_mesh, stream_weights, gather_state_dict, full_state_dict, is_sharded_at_all, *LOADS_OF_TWO]
+OF_TWO_MESHES = ("norm_by_mesh", "gather_state_dict", "full_state_dict", *(each.__name__ for each in LOADS))
 
 
 @pytest.mark.parametrize(
-    ("world", "chosen", "mesh"),
+    ("world", "mesh"),
     [
-        ("two", [*SITES], ()),  # uneven, and tied
-        ("one", [*SITES], ()),  # a rank that stores all elements
-        *(
-            pytest.param("four", chosen, mesh, marks=pytest.mark.nightly)
-            for chosen, mesh in (
-                ([name for name in SITES if name != "rows_in_place"], ("replicate", "shard")),
-                ([each.__name__ for each in OF_TWO_MESHES], ("dp", "tp")),  # parameters that were distributed before
-            )
-        ),
+        ("two", ()),  # uneven, and tied
+        ("one", ()),  # a rank that stores all elements
+        pytest.param("four", ("replicate", "shard"), marks=pytest.mark.nightly),
+        pytest.param("four", ("dp", "tp"), marks=pytest.mark.nightly),  # parameters that were distributed before
     ],
 )
-def test_beside_fsdp2(request: pytest.FixtureRequest, world: str, chosen: list[str], mesh: tuple[str, ...]) -> None:
+def test_beside_fsdp2(request: pytest.FixtureRequest, world: str, mesh: tuple[str, ...]) -> None:
     """Each call site gives what it gives with FSDP2, or what was loaded, or says why not."""
-    for found in request.getfixturevalue(world).run(_beside_fsdp2, chosen, mesh):
-        assert not any(found), "\n".join(filter(None, found))
+    chosen = [name for name in (OF_TWO_MESHES if "tp" in mesh else SITES) if not mesh or name != "rows_in_place"]
+    request.getfixturevalue(world).run(_beside_fsdp2, chosen, mesh)
 
 
 @on_ranks(2)
@@ -546,8 +440,8 @@ def test_parameters_on_two_meshes(rank: int) -> None:
     reference(inputs[rank]).square().sum().backward()
     own = [each.grad.clone() for each in reference[0].parameters()]  # of this rank's data alone
     reference(inputs[1 - rank]).square().sum().backward()
-    for one, other in zip(shown(each.grad for each in model[0].parameters()), own, strict=True):
-        torch.testing.assert_close(one, other)
+    for one, other in zip(model[0].parameters(), own, strict=True):
+        torch.testing.assert_close(full(one.grad), other)
     rest = [each.grad / 2 for each in list(reference.parameters())[2:]]
-    for one, other in zip(shown(each.grad for each in list(model.parameters())[2:]), rest, strict=True):
-        torch.testing.assert_close(one, other)
+    for one, other in zip(list(model.parameters())[2:], rest, strict=True):
+        torch.testing.assert_close(full(one.grad), other)

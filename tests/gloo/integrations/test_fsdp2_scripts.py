@@ -14,16 +14,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 import torch.nn.functional as F
-from models import GPT, VOCABULARY, Block, seeded, text
+from models import GPT, seeded, text
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdp_compile
 from fsdp_compile import fully_shard
 
-from ..ranks import Ranks, on_ranks
+from ..ranks import on_ranks
 
 STEPS = 4
 
@@ -150,57 +149,20 @@ def from_meta(fsdp: Any, how: str, folder: Path) -> list[float]:
     return losses
 
 
-# --- two replicas of two ranks each, all-reduced once per step --------------------------------------------------------
+# --- both -------------------------------------------------------------------------------------------------------------
 
 
-def hybrid(fsdp: Any, how: str, _folder: Path) -> list[float]:
-    torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = nn.Sequential(nn.Embedding(VOCABULARY, 20), Block(), Block(), nn.Linear(20, VOCABULARY))
-    for block in model[1:3]:
-        fsdp.fully_shard(block, mesh=mesh, reshard_after_forward=False)
-    fsdp.fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    step = run(model, how)
-    losses = []
-    for index in range(STEPS):
-        for micro in range(3):
-            model.set_requires_all_reduce(micro == 2)
-            model.set_is_last_backward(micro == 2)
-            model.set_reshard_after_backward(micro == 2)
-            tokens, targets = batch(10 * index + micro)
-            loss = F.cross_entropy(step(tokens).flatten(0, 1), targets.flatten()) / 3
-            loss.backward()
-            if micro == 0:
-                assert all(param.grad is None for param in model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean(loss))
-    return losses
-
-
-def _compare(_rank: int, script: Callable[..., list[float]], folder: Path, tolerance: float) -> None:
-    theirs = script(torch.distributed.fsdp, "eager", folder)
+@pytest.mark.parametrize(
+    ("script", "tolerance"), [(from_meta, 1e-5), pytest.param(block_by_block, 1e-2, marks=pytest.mark.nightly)]
+)
+@on_ranks(2)
+def test_scripts(script: Callable[..., list[float]], tolerance: float, tmp_path: Path) -> None:
+    """Equal losses: on the meta device, with a norm that has no `reset_parameters`, and resumed; block by block in
+    bfloat16 with float32 outputs, autocast, accumulation and clipping."""
+    theirs = script(torch.distributed.fsdp, "eager", tmp_path)
     for how in ("eager", "aot_eager"):
-        ours = script(fsdp_compile, how, folder)
+        ours = script(fsdp_compile, how, tmp_path)
         assert ours == pytest.approx(theirs, rel=tolerance), f"{how}: {ours} against {theirs}"
-
-
-@pytest.mark.nightly
-def test_block_by_block(two: Ranks, tmp_path: Path) -> None:
-    """Units block by block, bfloat16 with float32 outputs, autocast, accumulation, clipping: equal losses."""
-    two.run(_compare, block_by_block, tmp_path, 1e-2)
-
-
-def test_from_meta(two: Ranks, tmp_path: Path) -> None:
-    """The meta idiom, with a norm that has no `reset_parameters`, and a resumed run: equal losses."""
-    two.run(_compare, from_meta, tmp_path, 1e-5)
-
-
-@pytest.mark.nightly
-def test_hybrid(four: Ranks, tmp_path: Path) -> None:
-    """Two replicas, gradients all-reduced in the last of three backward passes only: equal losses."""
-    four.run(_compare, hybrid, tmp_path, 1e-5)
 
 
 class _Product(nn.Module):

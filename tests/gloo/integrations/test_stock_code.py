@@ -20,11 +20,18 @@ from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import FSDPModule, fully_shard
-from fsdp_compile.core.unit import unit_of
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 from ..ranks import NIGHTLY, on_ranks
-from ..training import local, stored_here
+from ..training import local
+
+
+def _same_gradients(model: nn.Module, reference: nn.Module, **close: float) -> None:
+    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None), name
+        if other.grad is not None:
+            grad = param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad
+            torch.testing.assert_close(grad, other.grad.to(grad.dtype), msg=lambda m, at=name: f"{at}: {m}", **close)
 
 
 class _Block(nn.Module):
@@ -74,11 +81,7 @@ def _penalty(rank: int, on_all: bool, policy: Any, dtype: torch.dtype, strategy:
     close = {"rtol": 3e-2, "atol": 3e-2} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-6}
     torch.testing.assert_close(loss.detach().float(), expected[rank].detach().float(), **close)
     loss.backward()
-    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        assert other.grad is not None and param.grad is not None
-        here = stored_here(param, other.grad.float())
-        if here is not None:
-            torch.testing.assert_close(local(param.grad), here, **close)
+    _same_gradients(model, reference, **close)
 
 
 @on_ranks(2)
@@ -169,44 +172,6 @@ def _net() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-def _twice(self: nn.Sequential, x: Tensor) -> Tensor:
-    return 2 * self[2](self[1](self[0](x)))
-
-
-def _set_forward(model: nn.Module, how: str) -> None:
-    if how == "replaced":
-        model.forward = MethodType(_twice, model)  # type: ignore[method-assign]  # what is tested
-    else:  # as accelerate patches autocast around a forward
-        patched = torch.autocast("cpu", torch.bfloat16)(model.forward.__func__)
-        model.forward = MethodType(patched, model)  # type: ignore[method-assign]  # what is tested
-
-
-@pytest.mark.parametrize("how", ["replaced", "autocast"])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@on_ranks(2)
-def test_forward_set_on_the_instance(rank: int, how: str, when: str, strategy: str) -> None:
-    """A `forward` that was set on the module itself, before or after sharding, runs with parameters gathered."""
-    reference, sharded = _net(), _net()
-    _set_forward(reference, how)
-    if when == "before":
-        _set_forward(sharded, how)
-    fully_shard(sharded, sharding_strategy=ShardingStrategy[strategy])
-    if when == "after":
-        _set_forward(sharded, how)
-    world = dist.get_world_size()
-    batch = torch.randn(4 * world, 7, generator=seeded(1))
-    for _ in range(2):
-        reference(batch).float().square().mean().backward()
-        sharded(batch.chunk(world)[rank]).float().square().mean().backward()
-    close = {"rtol": 3e-2, "atol": 3e-3} if how == "autocast" else {"rtol": 1e-4, "atol": 1e-6}
-    for param, other in zip(sharded.parameters(), reference.parameters(), strict=True):
-        assert param.grad is not None and other.grad is not None
-        here = stored_here(param, other.grad)
-        if here is not None:
-            torch.testing.assert_close(local(param.grad), here, **close)
-
-
 class _Called(nn.Sequential):
     """Runs its first part by `call`: of the module, or of its `forward`, which takes no hooks."""
 
@@ -216,74 +181,68 @@ class _Called(nn.Sequential):
         return self[2](self[1](getattr(self[0], self.call)(x)))  # type: ignore[no-any-return]
 
 
+def _double(self: Any, x: Tensor) -> Tensor:
+    return 2 * nn.functional.linear(x, self.weight, self.bias)
+
+
+FORWARDS: dict[str, Callable[[Any], Any]] = {
+    "a function": lambda part: lambda x: _double(part, x),
+    "a method": lambda part: MethodType(_double, part),
+    "a partial": lambda part: partial(_double, part),
+    # As accelerate patches autocast around the forward of a model.
+    "autocast": lambda model: MethodType(torch.autocast("cpu", torch.bfloat16)(model.forward.__func__), model),
+}
+
+
+def _set_forward(model: Any, kind: str) -> None:
+    owner = model if kind == "autocast" else model[0]
+    owner.forward = FORWARDS[kind](owner)
+
+
 @pytest.mark.parametrize("call", ["__call__", "forward"])
-@pytest.mark.parametrize("when", ["before sharding", "before compiling", "after a step"])
+@pytest.mark.parametrize("when", ["before sharding", "after sharding", "after a step"])
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
 @on_ranks(2)
-def test_forward_set_on_a_part_of_a_graph(rank: int, when: str, call: str) -> None:
-    """A graph of the model around a unit whose `forward` is its own divides by the unit's factor, whenever it was set
-    and however it is called: it took the read of its parameters for one from outside, whose gradients are means."""
-    torch._dynamo.reset()
-    reference, sharded = _Called(*_net()), _Called(*_net())
-    for model in (reference, sharded):
-        model.call = call
-
-    def set_forward(model: nn.Module) -> None:
-        part = model[0]  # type: ignore[index]
-        part.forward = lambda x: 2 * nn.functional.linear(x, part.weight, part.bias)
-
-    if when == "before sharding":
-        set_forward(sharded)
-    fully_shard(sharded[0])
-    fully_shard(sharded)
-    if when == "before compiling":
-        set_forward(sharded)
-    for module in (sharded, sharded[0]):
-        module.set_gradient_divide_factor(1.0)
-    sharded.compile(backend="aot_eager", fullgraph=True)
-    world = dist.get_world_size()
-    batch = torch.randn(4 * world, 7, generator=seeded(1))
-    mine = batch.chunk(world)[rank]
-    if when == "after a step":
-        sharded(mine).square().mean().backward()
-        sharded.zero_grad()
-        set_forward(sharded)
-    set_forward(reference)
-    (reference(batch).square().mean() * world).backward()
-    sharded(mine).square().mean().backward()
-    for param, other in zip(sharded.parameters(), reference.parameters(), strict=True):
-        here = stored_here(param, other.grad)
-        if here is not None:
-            torch.testing.assert_close(local(param.grad), here, rtol=1e-4, atol=1e-6)
+def test_forward_set_on_the_instance(rank: int, how: str, when: str, call: str) -> None:
+    """A `forward` that was set on a unit itself, whenever, runs with parameters gathered and divides by the unit's
+    factor, however it is called, in a graph of the model around it too: its gradients are no means."""
+    for kind in FORWARDS:
+        torch._dynamo.reset()
+        reference, sharded = _Called(*_net()), _Called(*_net())
+        for model in (reference, sharded):
+            model.call = call
+        if when == "before sharding":
+            _set_forward(sharded, kind)
+        for unit in (sharded[0], sharded):
+            fully_shard(unit, sharding_strategy=ShardingStrategy.NO_SHARD if kind == "a method" else None)
+            unit.set_gradient_divide_factor(1.0)
+        if when == "after sharding":
+            _set_forward(sharded, kind)
+        run = sharded if how == "eager" else torch.compile(sharded, backend=how, fullgraph=True)
+        world = dist.get_world_size()
+        batch = torch.randn(4 * world, 7, generator=seeded(1))
+        if when == "after a step":
+            run(batch.chunk(world)[rank]).square().mean().backward()
+            sharded.zero_grad()
+            _set_forward(sharded, kind)
+        _set_forward(reference, kind)
+        for _ in range(2):
+            (reference(batch).float().square().mean() * world).backward()
+            run(batch.chunk(world)[rank]).float().square().mean().backward()
+        close = {"rtol": 3e-2, "atol": 3e-3} if kind == "autocast" else {"rtol": 1e-4, "atol": 1e-6}
+        _same_gradients(sharded, reference, **close)
 
 
-@pytest.mark.parametrize("kind", ["function", "method", "partial"])
 @on_ranks(2)
-def test_forward_set_on_a_part_called_by_name(rank: int, kind: str) -> None:
-    """A `forward` that was set after sharding, called as `part.forward(x)` before the module ever was, gathers and
-    divides as the unit says: gradients were means."""
-    torch.manual_seed(0)
-    part = nn.Linear(3, 2)
-    expected = [param.detach().clone() for param in part.parameters()]
-    fully_shard(part)
-    part.set_gradient_divide_factor(1.0)
-
-    def double(self: Any, x: Tensor) -> Tensor:
-        return 2 * nn.functional.linear(x, self.weight, self.bias)
-
-    of_kinds = {
-        "function": lambda x: double(part, x),
-        "method": MethodType(double, part),
-        "partial": partial(double, part),
-    }
-    part.forward = of_kinds[kind]  # type: ignore[assignment]  # what is tested
-    x = torch.full((1, 3), 1.0 + rank)
-    out = part.forward(x)
-    torch.testing.assert_close(out, 2 * nn.functional.linear(x, *expected))
-    out.sum().backward()
-    world = dist.get_world_size()
-    total = float(sum(range(1, world + 1)))
-    assert torch.equal(part.weight.grad.full_tensor(), torch.full((2, 3), 2 * total))
-    assert torch.equal(part.bias.grad.full_tensor(), torch.full((2,), 2.0 * world))
+def test_forward_set_on_a_part_called_first() -> None:
+    """A `forward` that was set after sharding, called by name before the module ever was."""
+    for kind in ("a function", "a method", "a partial"):
+        reference, part = _net()[0], fully_shard(_net()[0])
+        part.set_gradient_divide_factor(1.0)
+        for each, factor in ((reference, dist.get_world_size()), (part, 1)):
+            each.forward = FORWARDS[kind](each)
+            (each.forward(torch.ones(1, 7)).sum() * factor).backward()
+        _same_gradients(part, reference)
 
 
 @on_ranks(2)
@@ -300,11 +259,9 @@ def test_forward_set_on_a_block_breaks_the_graph() -> None:
 
     model[0].forward = saved_on_cpu  # type: ignore[assignment]  # what is tested
     model.compile(backend="aot_eager")
-    batch = torch.randn(4, 7, generator=seeded(1))
     for each in (reference, model):
-        each(batch).square().mean().backward()
-    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), other.grad)
+        each(torch.randn(4, 7, generator=seeded(1))).square().mean().backward()
+    _same_gradients(model, reference)
 
 
 # --- tensors in the place of parameters -------------------------------------------------------------------------------
@@ -387,8 +344,7 @@ def test_functional_call_within_forward() -> None:
     for each in (reference, model):
         for _ in range(2):
             each(x).square().mean().backward()
-    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), other.grad)
+    _same_gradients(model, reference)
 
 
 class Adapted(nn.Module):
@@ -453,11 +409,9 @@ def test_parametrized_within_forward(how: str, frozen: bool) -> None:
             each.zero_grad()
             y = checkpoint(forward, x, use_reentrant=False) if step and how == "eager" else forward(x)
             y.square().mean().backward()
-        for (name, mine), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert (mine.grad is None) == (other.grad is None)
-            if other.grad is not None:
-                torch.testing.assert_close(mine.grad.full_tensor(), other.grad, msg=name)
-            torch.testing.assert_close(mine.full_tensor(), other.detach(), msg=name)
+        _same_gradients(model, reference)
+        for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine.full_tensor(), other.detach())
     assert all(isinstance(each, kind) for each, kind in zip(model.modules(), kinds, strict=True))
 
 
@@ -527,9 +481,5 @@ def test_data_parallel_around_a_sharded_module(rank: int) -> None:
     for _ in range(2):
         model.zero_grad()
         model(batch.chunk(world)[rank]).square().mean().backward()
-        for param, other in zip(inner.parameters(), reference.parameters(), strict=True):
-            assert param.grad is not None and other.grad is not None
-            here = stored_here(param, other.grad) if unit_of(param) else other.grad
-            if here is not None:
-                torch.testing.assert_close(local(param.grad), here, rtol=1e-4, atol=1e-6)
+        _same_gradients(inner, reference, rtol=1e-4, atol=1e-6)
     assert len(replicate.state(model)._ddp_weakref()._module_parameters) == 2
