@@ -23,9 +23,9 @@ LIMITS = {
     "the story": 10_140,
     "the story and what it imports": 14_514,
     PACKAGE: 35_240,
-    "tests": 46_370,
+    "tests": 45_584,
     "bench": 4_856,
-    "docs, README, change log": 5_140,
+    "docs, README, change log": 5_139,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""
 

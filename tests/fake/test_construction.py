@@ -1,8 +1,10 @@
 """Odd shapes, settings of units, devices and refusals of `fully_shard`; on a fake group."""
 
 import inspect
+import os
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -179,6 +181,22 @@ def test_warnings_point_at_the_caller() -> None:
         line = inspect.currentframe().f_lineno + 1
         fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh=DeviceMesh.from_group(alone(), "cpu"))
     assert [(w.filename, w.lineno) for w in caught] == [(__file__, line)] * 2
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "is_on"),
+    [
+        ("FSDP_COMPILE_FULL_PREC_IN_EVAL", "1", True),
+        ("FSDP_USE_FULL_PREC_IN_EVAL", "1", True),
+        ("FSDP_COMPILE_FULL_PREC_IN_EVAL", "true", False),
+        ("FSDP_COMPILE_FULL_PREC_IN_EVAL", "0", False),
+    ],
+)
+def test_a_switch_is_read_when_units_are_made(variable: str, value: str, is_on: bool) -> None:
+    """What counts is the environment of the call of `fully_shard`, and the value 1 alone (E-ENV-6)."""
+    with mock.patch.dict(os.environ, {variable: value}):
+        model = fully_shard(mlp())
+    assert model._fsdp.settings.full_precision_in_eval == is_on
 
 
 # --- devices and broadcast --------------------------------------------------------------------------------------------

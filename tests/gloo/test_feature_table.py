@@ -252,6 +252,9 @@ def test_row(request: pytest.FixtureRequest, name: str) -> None:
     """Eager trains as one process that plays all ranks and aot_eager as eager, bit for bit, Inductor within rounding.
 
     Compiled as one full graph, once; also as a part of a module or a function of the user's (E-GEN-8).
+    Nothing needs an accelerator.
+
+    E-TEST-2, E-ERR-1, E-ERR-56, E-GRAD-3, E-INIT-3, E-LIM-17.
     """
     row = BY_NAME[name]
     ranks: Ranks = request.getfixturevalue({2: "two", 4: "four"}[row.ranks])

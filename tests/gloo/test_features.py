@@ -22,10 +22,7 @@ from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 from .ranks import NIGHTLY, Ranks, on_ranks
 from .training import (
-    OPTIMIZERS,
-    assert_bitwise,
     assert_same_gradients,
-    assert_same_parameters,
     backward,
     build,
     executor,
@@ -162,31 +159,6 @@ def test_modules(rank: int, name: str, how: str) -> None:
     _train(rank, MODULES[name], how)
 
 
-@compiled_late
-@on_ranks(2)
-def test_optimizer_made_before(how: str) -> None:
-    """Every parameter object stays the same, so an optimizer made before `fully_shard` trains as one made after.
-
-    E-VIEW-6, E-INIT-3.
-    """
-    models = [build(MLP), build(MLP)]
-    params = [list(model.parameters()) for model in models]
-    early = OPTIMIZERS["adamw"](models[0].parameters())
-    for model in models:
-        fully_shard(model)
-    late = OPTIMIZERS["adamw"](models[1].parameters())
-    runs = [executor(model, how) for model in models]
-    for step in range(3):
-        for run, optimizer in zip(runs, (early, late), strict=True):
-            backward(run, MLP, mine(MLP, step))
-            optimizer.step()
-        assert_bitwise(*models, f"step {step}")
-        for optimizer in (early, late):
-            optimizer.zero_grad()
-    for model, ours in zip(models, params, strict=True):
-        assert all(a is b for a, b in zip(model.parameters(), ours, strict=True)), "a parameter was replaced"
-
-
 # --- forwards and backwards -------------------------------------------------------------------------------------------
 
 
@@ -285,23 +257,6 @@ def test_each_backward_compares_what_its_forward_has_read() -> None:
         assert order == "second" or strategy == "SHARD_GRAD_OP", f"{what}: nothing was said"
         x, values = (batches[1], after) if order == "second" else (batches[0], before)
         torch.testing.assert_close(x.grad, _gradient_of_input(values, x), msg=what)
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@compiled_late
-@on_ranks(2)
-def test_deepcopy(how: str, strategy: str) -> None:
-    """A copy of a sharded model is sharded, trains, and neither model moves the other."""
-    reference, model = reference_and_model(MLP, strategy)
-    follow(executor(model, how), reference, MLP)
-    before = [param.detach().clone() for param in model.parameters()]
-    other, other_reference = copy.deepcopy(model), copy.deepcopy(reference)
-    assert not {id(p) for p in other.parameters()} & {id(p) for p in model.parameters()}, "a parameter is shared"
-    assert all(param.grad is None for param in other.parameters()), "as of a plain model, whose copy has no gradients"
-    follow(executor(other, how), other_reference, MLP, first_seed=200)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), "the original has changed"
-    follow(executor(model, how), reference, MLP, first_seed=300)
-    assert_same_parameters(other, other_reference)
 
 
 def _one_block(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:

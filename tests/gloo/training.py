@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fully_shard
-from fsdp_compile.comm.collectives import add_in_pairs
 from fsdp_compile.core.sharding import clean_name
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager.forward_pass import ForwardPass
@@ -71,18 +70,6 @@ def backward(model: nn.Module, case: Case, inputs: Inputs) -> Tensor:
     loss = case.loss(model, inputs)
     loss.backward()
     return loss.detach()
-
-
-def backward_in_pairs(model: nn.Module, case: Case, seed: int) -> None:
-    """The mean gradients of what the ranks see of a global batch, as `reduction_order="tree"` adds them up."""
-    params, ranks = [param for param in model.parameters() if param.requires_grad], dist.get_world_size()
-    losses = (case.loss(model, part(whole(case, seed), rank, ranks)) for rank in range(ranks))
-    of_ranks = [torch.autograd.grad(loss, params, allow_unused=True) for loss in losses]
-    for param, grads in zip(params, zip(*of_ranks, strict=True), strict=True):
-        if grads[0] is not None:
-            param.grad = torch.empty_like(param)
-            add_in_pairs(torch.stack(grads), out=param.grad)
-            param.grad /= ranks
 
 
 def follow(model: nn.Module, reference: nn.Module, case: Case, steps: int = 2, first_seed: int = 100) -> None:

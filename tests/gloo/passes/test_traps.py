@@ -1,7 +1,7 @@
 """Ways in which sharded training under a compiler goes wrong without a word, seen in numbers. Each has its test.
 
 Elsewhere, beside what they belong to:
-    tied parameters come back untied                            test_parity.py: test_end
+    tied parameters come back untied                            test_feature_table.py: test_row
     padding carries NaN into norms, gradients or parameters     test_steps.py: test_padding_is_never_seen
     weights gathered before optimizer.step() are read after it  test_unshard.py: test_older_values_are_not_used
     a graph that one rank has cached runs wrongly on another    test_artifacts.py; test_no_recompile.py: test_all_*
