@@ -21,9 +21,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def state(seed: int = 0) -> dict[str, Any]:
-    """Tensors that are views, of several dtypes, empty and 0-d, beside values that are no tensors."""
+    """Tensors that are views, some of them computed when they are read, of several dtypes, empty and 0-d, beside values
+    that are no tensors."""
     generator = torch.Generator().manual_seed(seed)
     flat = torch.randn(100, generator=generator)
+    complexes = torch.randn(3, 4, dtype=torch.complex64, generator=generator)
     tensors = {
         "view": flat[7:31].view(4, 6),
         "strided": flat[:60].view(6, 10).t(),
@@ -31,6 +33,10 @@ def state(seed: int = 0) -> dict[str, Any]:
         "bytes": flat.to(torch.uint8),
         "scalar": flat[5],
         "empty": flat[:0].view(0, 3),
+        "complex": complexes,
+        "conjugate": complexes.conj(),
+        "negative": complexes.conj().imag,
+        "turned": complexes.t().conj()[1:],
     }
     return {"model": tensors, "steps": [seed, {"name": "adam"}], "optimizer": {"momentum": flat[50:]}}
 
@@ -40,6 +46,7 @@ def blank() -> dict[str, Any]:
     made = state()
     for tensor in (*made["model"].values(), made["optimizer"]["momentum"]):
         tensor.zero_()
+    made["model"]["complex"] = torch.zeros(3, 4, dtype=torch.complex64)  # with memory of its own
     return made | {"steps": [None, {"name": None}]}
 
 
@@ -74,31 +81,14 @@ def test_saved_is_loaded(tmp_path: Path) -> None:
     assert_loads(tmp_path / "root", 2, step=2)
 
 
-def test_plain_dcp_reads_it(tmp_path: Path) -> None:
-    """The files are those of `torch.distributed.checkpoint`, whose own `load` reads them."""
-    checkpoint.save(state(4), tmp_path, 4)
+def test_functions_of_torch(tmp_path: Path) -> None:
+    """The files are those of `torch.distributed.checkpoint`: `dcp.async_save` makes them, and `dcp.load` reads them."""
+    dcp.async_save(state(4), storage_writer=checkpoint.DirectoryWriter(tmp_path, 4)).result()
+    assert_loads(tmp_path, 4)
     found = blank()
     dcp.load(found, checkpoint_id=tmp_path / "step-00000004")
     assert torch.equal(found["model"]["view"], state(4)["model"]["view"])
     assert found["steps"] == state(4)["steps"]
-
-
-def test_async_save_through_the_writer(tmp_path: Path) -> None:
-    """`dcp.async_save` with our writer makes the same checkpoint."""
-    dcp.async_save(state(4), storage_writer=checkpoint.DirectoryWriter(tmp_path, 4)).result()
-    assert_loads(tmp_path, 4)
-
-
-def test_lazy_views(tmp_path: Path) -> None:
-    """Of conjugates and negatives, which torch computes when they are read, the values are written."""
-    values = torch.randn(3, 4, dtype=torch.complex64)
-    lazy = {"conjugate": values.conj(), "negative": values.conj().imag, "turned": values.t().conj()[1:]}
-    assert lazy["conjugate"].is_conj() and lazy["negative"].is_neg()
-    checkpoint.save(lazy, tmp_path, 0)
-    found = {name: torch.zeros_like(tensor) for name, tensor in lazy.items()}
-    checkpoint.load(found, tmp_path)
-    for name, tensor in lazy.items():
-        assert torch.equal(found[name], tensor), name
 
 
 @pytest.mark.parametrize("use", [checkpoint.save, checkpoint.load])
@@ -171,20 +161,9 @@ def test_truncated_file(tmp_path: Path, lost: int) -> None:
         assert_loads(tmp_path, 1)
 
 
-def test_missing_file(tmp_path: Path) -> None:
-    """So for each file that is gone."""
-    checkpoint.save(state(1), tmp_path, 1)
-    for path in files(tmp_path / "step-00000001"):
-        content = path.read_bytes()
-        path.unlink()
-        with pytest.raises(checkpoint.CheckpointError, match=re.escape(path.name)):
-            checkpoint.load(blank(), tmp_path, 1)
-        path.write_bytes(content)
-    assert_loads(tmp_path, 1)
-
-
-def test_altered_byte(tmp_path: Path) -> None:
-    """Whichever byte of whichever file is altered: an error names the file, and the tensor that the byte is part of.
+def test_altered_bytes_and_missing_files(tmp_path: Path) -> None:
+    """Whichever byte of whichever file is altered: an error names the file, and the tensor that the byte is part of; so
+    it does if the file is gone.
 
     All but those that say how an empty tensor was stored: nothing of it is read.
     """
@@ -200,7 +179,11 @@ def test_altered_byte(tmp_path: Path) -> None:
                 path.write_bytes(content[:at] + bytes([content[at] ^ 64]) + content[at + 1 :])
                 with pytest.raises(checkpoint.CheckpointError, match=f"{re.escape(path.name)}, with {name}: "):
                     checkpoint.load(blank(), tmp_path, 1)
+        path.unlink()
+        with pytest.raises(checkpoint.CheckpointError, match=re.escape(path.name)):
+            checkpoint.load(blank(), tmp_path, 1)
         path.write_bytes(content)
+    assert_loads(tmp_path, 1)
 
 
 def test_only_what_is_loaded_is_checked(tmp_path: Path) -> None:
