@@ -17,7 +17,6 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import checkpoint, fully_shard, summon_full_params
 from fsdp_compile.checkpoint import hugging_face
-from fsdp_compile.checkpoint.convert import open_source
 
 from ..ranks import Ranks, on_ranks
 from ..training import backward, build, full_parameters, local, mine, units
@@ -110,21 +109,6 @@ def test_there_and_back(name: str, two: Ranks, tmp_path: Path) -> None:
 def test_replicas_write_once(four: Ranks, tmp_path: Path) -> None:
     """Hybrid sharding: of the ranks that store the same shard one writes it; the order of shards does not matter."""
     four.run(_there_and_back, tmp_path, "tied", ["HYBRID_SHARD", "FULL_SHARD", "IN_PAIRS"])
-
-
-@on_ranks(4)
-def test_tied_parameters_are_saved_once(tmp_path: Path) -> None:
-    """A checkpoint has one place for both names of a tied parameter, and what is converted from it knows."""
-    for strategy in ("FULL_SHARD", "HYBRID_SHARD"):
-        root = tmp_path / strategy
-        model = _sharded("tied", strategy, 0)
-        checkpoint.save({"model": model}, root, 1)
-        other = _sharded("tied", "SHARD_GRAD_OP", 1)
-        checkpoint.load({"model": other}, root)
-        expected = build(CASES["tied"]).state_dict()
-        for key, tensor in _values(other).items():
-            assert torch.equal(tensor, expected[key]), key
-        assert list(open_source(root).tied.items()) == [("model.head.weight", "model.tokens.weight")]
 
 
 @on_ranks(2)

@@ -1,7 +1,5 @@
 """State of optimizers in lists, dicts, tuples and dataclasses, in every kind of state dict and in checkpoints."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -129,13 +127,12 @@ def _assert_same(found: Any, expected: Any, what: str) -> None:
     assert "moments" not in expected or type(found["moments"]) is Moments
 
 
-@contextmanager
-def _fresh(model: nn.Module, like: nn.Module, with_dataclass: bool = True) -> Iterator[History]:
-    """A new optimizer over `model`, which has the weights of `like`."""
-    with torch.no_grad():
-        for param, source in zip(model.parameters(), like.parameters(), strict=True):
-            param.copy_(source)
-    yield History(model.parameters(), with_dataclass)
+@torch.no_grad()
+def _fresh(model: nn.Module, like: nn.Module, with_dataclass: bool = True) -> History:
+    """A new optimizer over `model`, which gets the weights of `like`."""
+    for param, source in zip(model.parameters(), like.parameters(), strict=True):
+        param.copy_(source)
+    return History(model.parameters(), with_dataclass)
 
 
 @on_ranks(2)
@@ -155,7 +152,8 @@ def test_kinds_of_state_dicts(rank: int) -> None:
                         assert all(type(leaf) in (Tensor, int) for _, leaf in leaves(state))
                         _assert_same(state, expected.state[names[name]], name)
                 other = shard(_model(1))
-                with _fresh(other, model) as fresh, state_dict_type(other, kind, None, config):
+                fresh = _fresh(other, model)
+                with state_dict_type(other, kind, None, config):
                     optim_state_dict_to_load(other, fresh, saved, load_directly=True)
                     _assert_goes_on(other, fresh, f"{kind} {config}")
 
@@ -174,9 +172,9 @@ def test_functions_of_torch(rank: int) -> None:
         (StateDictOptions(), sharded),
     ):
         other = fully_shard(_model(1))
-        with _fresh(other, model, with_dataclass=False) as fresh:
-            set_optimizer_state_dict(other, fresh, state, options=options)
-            _assert_goes_on(other, fresh, f"{options}")
+        fresh = _fresh(other, model, with_dataclass=False)
+        set_optimizer_state_dict(other, fresh, state, options=options)
+        _assert_goes_on(other, fresh, f"{options}")
     model, optimizer = _trained(fully_shard)
     with pytest.raises(ValueError, match=r"Unexpected value type.*Moments"):  # torch's, before anything is gathered
         get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
