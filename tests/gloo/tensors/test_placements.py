@@ -114,7 +114,9 @@ READERS: dict[str, Callable[[Any, Any], Any]] = {
 SAYS = ("shard", "placement", "DTensor", "rows", "full_tensor", "tabulate", "Invariant")  # one is in each error
 
 
-def _table(rank: int) -> dict[str, str]:
+@on_ranks(2)
+def test_readers() -> None:
+    """Each reader is right, or raises an error that says what is sharded how: of rows, ranges and guaranteed rows."""
     found = {}
     for what, (shape, options) in CASES.items():
         for kind in ("weight", "bias"):
@@ -129,13 +131,6 @@ def _table(rank: int) -> dict[str, str]:
                     says = any(each in str(error) for each in SAYS)
                     said = f"{'raises' if says else 'SAYS NOTHING'} {type(error).__name__}: {str(error)[:200]}"
                 found[f"{what} {kind}: {name}"] = said
-    return found
-
-
-@on_ranks(2)
-def test_readers(rank: int) -> None:
-    """Each reader is right, or raises an error that says what is sharded how: of rows, ranges and guaranteed rows."""
-    found = _table(rank)
     silent = [f"{name}: {said}" for name, said in found.items() if not said.startswith(("right", "raises"))]
     assert not silent, "\n".join(silent)
     right = {name for name, said in found.items() if said == "right"}

@@ -1,14 +1,14 @@
 """Sharded tensors under stock code, beside the same code on one process: uneven cuts, empty parts, scalars.
 
-Each test runs a family of operations on a pool of ranks: on plain tensors and on sharded ones that have their values.
+Each test runs a family of operations on plain tensors and on sharded ones that have their values.
 """
 
 import copy
+import inspect
 import io
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -26,15 +26,10 @@ from fsdp_compile.tensors.sharded_tensor import ShardedTensor, set_local
 from fsdp_compile.tensors.sharded_view import ShardedView
 from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient
 
-from ..ranks import Ranks
+from ..ranks import on_ranks
 
 SHAPES = [(7, 5), (5,), (3, 4), (6, 9), (1,), (33,), (2, 3, 4), (), (8, 16), (0, 3), (3, 7)]
 Params = list[Any]
-
-
-@pytest.fixture(params=[pytest.param(2, marks=pytest.mark.nightly), 3])  # three cut in more places
-def ranks(request: pytest.FixtureRequest, two: Ranks, three: Ranks) -> Ranks:
-    return two if request.param == 2 else three
 
 
 # --- building ---------------------------------------------------------------------------------------------------------
@@ -94,19 +89,6 @@ def assert_same(found: Any, expected: Any, name: str, tolerance: float = 1e-6) -
 def assert_same_params(sharded: Params, plain: Params, name: str, tolerance: float = 0.0) -> None:
     assert all(type(param) is ShardedTensor and isinstance(param, nn.Parameter) for param in sharded), name
     assert_same([param.detach() for param in sharded], [param.detach() for param in plain], name, tolerance)
-
-
-def run_both(cases: dict[str, Callable[[Params], Any]], tolerance: float = 1e-6) -> None:
-    """Each case on plain and on sharded parameters: equal results, and equal parameters afterwards."""
-    for name, case in cases.items():
-        plain, sharded = build()
-        results = []
-        for params in (plain, sharded):
-            torch.manual_seed(3)
-            with torch.no_grad():
-                results.append(full(case(params)))
-        assert_same(results[1], results[0], name, tolerance)
-        assert_same_params(sharded, plain, name, 1e-6)
 
 
 @contextmanager
@@ -297,46 +279,35 @@ FAMILIES = {
 }
 
 
-def _family(rank: int, family: str) -> None:
-    run_both(FAMILIES[family], 1e-5 if family == "reductions" else 1e-6)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_operations(ranks: Ranks, family: str) -> None:
+@on_ranks(3)
+def test_operations(family: str) -> None:
     """Operations on sharded tensors give what they give on one process, to results and to operands."""
-    ranks.run(_family, family)
+    tolerance = 1e-5 if family == "reductions" else 1e-6
+    for name, case in FAMILIES[family].items():
+        plain, sharded = build()
+        results = []
+        for params in (plain, sharded):
+            torch.manual_seed(3)
+            with torch.no_grad():
+                results.append(full(case(params)))
+        assert_same(results[1], results[0], name, tolerance)
+        assert_same_params(sharded, plain, name, 1e-6)
 
 
 # --- optimizers -------------------------------------------------------------------------------------------------------
 
-STEPS = (
-    "Adafactor",
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "Adamax",
-    "AdamW",
-    "ASGD",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-)
+NOT_BY_ELEMENT = ("Optimizer", "SparseAdam", "Muon", "LBFGS")  # the last two are below
+KINDS = {n: kind for n, kind in vars(torch.optim).items() if isinstance(kind, type) and n not in NOT_BY_ELEMENT}
 ROUNDED = ("Adafactor", "Muon", "fused")  # sums over ranks; vectors that end elsewhere
-FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
-Optimizers = dict[str, Callable[[Params], torch.optim.Optimizer]]
 
 
-def _optimizers() -> Optimizers:
-    made: Optimizers = {}
-    for name in STEPS:
-        kind = getattr(torch.optim, name)
-        for how in ("foreach", "loop", *(["fused"] if name in FUSED else [])):
-            options = {"fused": True} if how == "fused" else {"foreach": how == "foreach"}
-            made[f"{name} {how}"] = lambda p, kind=kind, options=options: kind(
-                [x for x in p if x.numel()], lr=0.01, **options
-            )
+def _optimizers() -> dict[str, Callable[[Params], torch.optim.Optimizer]]:
+    made: dict[str, Callable[[Params], torch.optim.Optimizer]] = {}
+    for name, kind in KINDS.items():
+        for how in ({"foreach": True}, {"foreach": False}, {"fused": True}):
+            if inspect.signature(kind).parameters.keys() >= how.keys():
+                made[f"{name} {how}"] = lambda p, kind=kind, how=how: kind([x for x in p if x.numel()], lr=0.01, **how)
     decay: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
     made["AdamW amsgrad"] = lambda p: torch.optim.AdamW(p, amsgrad=True, **decay)
     made["AdamW amsgrad fused"] = lambda p: torch.optim.AdamW(p, amsgrad=True, fused=True, **decay)
@@ -353,7 +324,9 @@ def _optimizers() -> Optimizers:
     return made
 
 
-def _optimize(rank: int) -> None:
+@on_ranks(3)
+def test_optimizers() -> None:
+    """Every optimizer of torch makes the steps that it makes on one process."""
     for name, make in _optimizers().items():
         plain, sharded = build()
         one, other = make(plain), make(sharded)
@@ -371,12 +344,9 @@ def _optimize(rank: int) -> None:
             )
 
 
-def test_optimizers(ranks: Ranks) -> None:
-    """Every optimizer of torch makes the steps that it makes on one process."""
-    ranks.run(_optimize)
-
-
-def _closures(rank: int) -> None:
+@on_ranks(3)
+def test_closure() -> None:
+    """LBFGS, which evaluates a closure many times, ends where it ends on one process."""
     for search in (None, "strong_wolfe"):
         plain, sharded = build([(7, 5), (5,), (), (3, 3)])
         for params in (plain, sharded):
@@ -393,11 +363,6 @@ def _closures(rank: int) -> None:
         assert_same_params(sharded, plain, f"LBFGS {search}", 1e-5)
 
 
-def test_closure(ranks: Ranks) -> None:
-    """LBFGS, which evaluates a closure many times, ends where it ends on one process."""
-    ranks.run(_closures)
-
-
 def _saved(value: Any, **options: Any) -> Any:
     file = io.BytesIO()
     torch.save(value, file)
@@ -410,7 +375,9 @@ def _saved(value: Any, **options: Any) -> Any:
 ORDERS = [2.0, 0.0, 0.5, 1.0, 3.0, math.inf, -math.inf]
 
 
-def _clip(rank: int) -> None:
+@on_ranks(3)
+def test_clipping() -> None:
+    """torch's clip functions find one process's norm and scale alike, for all orders, lists and implementations."""
     for order in ORDERS:
         for foreach in (True, False, None):
             for chosen in (slice(None), slice(0, 1), slice(7, 8)):
@@ -429,18 +396,13 @@ def _clip(rank: int) -> None:
     assert_same([p.grad for p in sharded], [p.grad for p in plain], "clip_grad_value_", 0.0)
 
 
-def test_clipping(ranks: Ranks) -> None:
-    """torch's clip functions find one process's norm and scale alike, for all orders, lists and implementations."""
-    ranks.run(_clip)
-
-
-def _clip_mixed(rank: int) -> None:
+@on_ranks(3)
+def test_plain_and_sharded_gradients() -> None:
+    """Plain gradients, of plain parameters and assigned to sharded ones, are clipped and stepped among sharded ones."""
     plain, sharded = build()
     give_gradients(plain, sharded, 1)
-    sharded[0].grad, sharded[6].grad = (
-        plain[0].grad.clone(),
-        plain[6].grad.clone(),
-    )  # full plain tensors, as users may assign
+    for index in (0, 6):  # full plain tensors, as users may assign
+        sharded[index].grad = plain[index].grad.clone()
     for params in (plain, sharded):
         params.insert(3, nn.Parameter(torch.ones(4)))
         params[3].grad = torch.ones(4)
@@ -454,12 +416,9 @@ def _clip_mixed(rank: int) -> None:
     assert_same([p.detach() for p in sharded], [p.detach() for p in plain], "step")
 
 
-def test_plain_and_sharded_gradients(ranks: Ranks) -> None:
-    """Plain gradients, of plain parameters and assigned to sharded ones, are clipped and stepped among sharded ones."""
-    ranks.run(_clip_mixed)
-
-
-def _count(rank: int) -> None:
+@on_ranks(3)
+def test_collectives(rank: int) -> None:
+    """Clipping does one all-reduce for each group of ranks, or each tensor without foreach; optimizers do none."""
     plain, sharded = build()
     other = dist.new_group(list(range(dist.get_world_size())))
     for order in ORDERS:
@@ -483,12 +442,9 @@ def _count(rank: int) -> None:
     assert seen == []
 
 
-def test_collectives(ranks: Ranks) -> None:
-    """Clipping does one all-reduce for each group of ranks, or each tensor without foreach; optimizers do none."""
-    ranks.run(_count)
-
-
-def _communicate(rank: int) -> None:
+@on_ranks(3)
+def test_communication_by_users() -> None:
+    """Collectives of torch.distributed write sharded tensors as they would full ones, equal on all ranks."""
     plain, sharded = build()
     size = dist.get_world_size()
     give_gradients(plain, sharded, 1)
@@ -507,37 +463,6 @@ def _communicate(rank: int) -> None:
         if one.dim() == 2 and one.shape[0] != one.shape[1]:
             with pytest.raises(NotImplementedError, match="aten::t_ changes the shape of a sharded tensor in place"):
                 other.detach().clone().t_()
-
-
-def test_communication_by_users(ranks: Ranks) -> None:
-    """Collectives of torch.distributed write sharded tensors as they would full ones, equal on all ranks."""
-    ranks.run(_communicate)
-
-
-def _scale(rank: int) -> None:
-    for bad in (False, True):
-        for foreach in (True, False):
-            plain, sharded = build()
-            scales = []
-            for params in (plain, sharded):
-                give_gradients(plain, sharded, 5, 8.0) if params is plain else None
-                optimizer = torch.optim.SGD(params, lr=0.1, foreach=foreach)
-                scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-                scaler.scale(torch.ones(1))
-                if bad:
-                    params[3].grad[0, 0] = math.inf  # of one rank's part
-                scaler.unscale_(optimizer)
-                norm = nn.utils.clip_grad_norm_(params, 1.0)
-                scaler.step(optimizer)
-                scaler.update()
-                scales.append((scaler.get_scale(), norm.isfinite().item()))
-            assert scales[0] == scales[1] and (scales[0][0] == 4.0) == bad
-            assert_same_params(sharded, plain, f"GradScaler {bad}", 1e-6)
-
-
-def test_scaler(ranks: Ranks) -> None:
-    """With an infinity on one rank, torch's GradScaler skips the step on all."""
-    ranks.run(_scale)
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
@@ -608,7 +533,12 @@ def data_of(rank: int) -> Tensor:
     return torch.randn(7, 5, generator=seeded(rank)).requires_grad_()
 
 
-def _gradients(rank: int) -> None:
+@on_ranks(3)
+def test_gradients(rank: int) -> None:
+    """What is computed from sharded parameters and a rank's data gives parameters the mean gradient over ranks.
+
+    The data gets the gradient of its rank.
+    """
     world = dist.get_world_size()
     for name, loss in (LOSSES | OF_PARTS).items():
         plain, sharded = build()
@@ -630,15 +560,9 @@ def _gradients(rank: int) -> None:
         assert type(x.grad) in (Tensor, type(None))
 
 
-def test_gradients(ranks: Ranks) -> None:
-    """What is computed from sharded parameters and a rank's data gives parameters the mean gradient over ranks.
-
-    The data gets the gradient of its rank.
-    """
-    ranks.run(_gradients)
-
-
-def _forward_values(rank: int) -> None:
+@on_ranks(3)
+def test_values_of_data(rank: int) -> None:
+    """What is computed from sharded parameters and a rank's data is that rank's, with autograd and without."""
     x = data_of(rank)
     for enabled in (True, False):
         for name, loss in LOSSES.items():
@@ -651,12 +575,9 @@ def _forward_values(rank: int) -> None:
     assert_same(frozen[1].detach(), frozen[0].detach(), "frozen")
 
 
-def test_values_of_data(ranks: Ranks) -> None:
-    """What is computed from sharded parameters and a rank's data is that rank's, with autograd and without."""
-    ranks.run(_forward_values)
-
-
-def _higher(rank: int) -> None:
+@on_ranks(3)
+def test_other_ways_to_gradients() -> None:
+    """autograd.grad and recomputation give what they give on one process."""
     plain, sharded = build()
     found = [torch.autograd.grad((p[0] ** 2).sum() + p[7] ** 2, [p[0], p[7]]) for p in (plain, sharded)]
     assert_same([full(each) for each in found[1]], list(found[0]), "autograd.grad")
@@ -671,17 +592,9 @@ def _higher(rank: int) -> None:
     assert_same(checkpointed[1], checkpointed[0], "checkpoint")
 
 
-def test_other_ways_to_gradients(ranks: Ranks) -> None:
-    """autograd.grad and recomputation give what they give on one process."""
-    ranks.run(_higher)
-
-
-def _step_and_clear(optimizer: torch.optim.Optimizer, param: Any) -> None:
-    optimizer.step()
-    param.grad = None
-
-
-def _hooks(rank: int) -> None:
+@on_ranks(3)
+def test_hooks() -> None:
+    """Hooks before and after accumulation see gradients of the full shape; `p.grad` takes plain and sharded tensors."""
     plain, sharded = build()
     seen: list[tuple[str, Any]] = []
     mask = (MATRIX > 9).float()
@@ -694,13 +607,6 @@ def _hooks(rank: int) -> None:
         ((param**2).sum() + (param @ torch.ones(5)).sum()).backward()
     assert seen == [(kind, torch.Size([7, 5])) for kind in ("plain", "plain", "sharded", "sharded")]
     assert_same(sharded[0].grad, plain[0].grad, "hooks")  # plain, as a hook has combined it with a plain tensor
-    for params in (plain, sharded):  # optimizer in backward
-        for param in params:
-            param.grad = None
-            optimizer = torch.optim.AdamW([param], lr=0.1)
-            param.register_post_accumulate_grad_hook(partial(_step_and_clear, optimizer))
-        sum((param**2).sum() for param in params).backward()
-    assert_same_params(sharded, plain, "optimizer in backward", 1e-6)
     sharded[0].grad = torch.ones(7, 5)
     assert type(sharded[0].grad) is Tensor
     sharded[0].grad = torch.ones_like(sharded[0])
@@ -709,15 +615,12 @@ def _hooks(rank: int) -> None:
         sharded[0].grad = torch.ones(sharded[0].spec.numel + 1)
 
 
-def test_hooks(ranks: Ranks) -> None:
-    """Hooks before and after accumulation see gradients of the full shape; `p.grad` takes plain and sharded tensors."""
-    ranks.run(_hooks)
-
-
 # --- as an object -----------------------------------------------------------------------------------------------------
 
 
-def _objects(rank: int) -> None:
+@on_ranks(3)
+def test_objects() -> None:
+    """Copies, pickles, versions, refusals and what a DTensor would say."""
     plain, sharded = build()
     param: Any = sharded[0]
     param.mark = "a"
@@ -761,12 +664,9 @@ def _objects(rank: int) -> None:
             torch.optim.AdamW(sharded, foreach=foreach).step()
 
 
-def test_objects(ranks: Ranks) -> None:
-    """Copies, pickles, versions, refusals and what a DTensor would say."""
-    ranks.run(_objects)
-
-
-def _foreign(rank: int) -> None:
+@on_ranks(3)
+def test_part_of_another_rank(rank: int) -> None:
+    """What another rank has saved is refused where it would be taken for this rank's part, and the error names it."""
     _, sharded = build()
     file = io.BytesIO()
     torch.save([p.detach() for p in sharded], file)
@@ -792,12 +692,9 @@ def _foreign(rank: int) -> None:
             raise AssertionError(name)
 
 
-def test_part_of_another_rank(ranks: Ranks) -> None:
-    """What another rank has saved is refused where it would be taken for this rank's part, and the error names it."""
-    ranks.run(_foreign)
-
-
-def _averages(rank: int) -> None:
+@on_ranks(3)
+def test_averages_of_models() -> None:
+    """AveragedModel and moving averages are those of one process."""
     plain, sharded = build([(7, 5), (7,)])
     averaged = []
     for params in (plain, sharded):
@@ -810,26 +707,18 @@ def _averages(rank: int) -> None:
                 torch._foreach_mul_(params, 0.9)
             mean.update_parameters(model)
             torch._foreach_lerp_(ema, [p.detach() for p in params], 0.1)
-        saved = [p.data for p in params]  # swapped in by pointers, and back
-        for param, value in zip(params, ema, strict=True):
-            param.data = value
-        shown = [p.detach().clone() for p in params]
-        for param, value in zip(params, saved, strict=True):
-            param.data = value
-        averaged.append([*shown, *ema, *mean.module.parameters(), *params])
+        averaged.append([*ema, *mean.module.parameters(), *params])
     assert all(type(each) is ShardedTensor for each in averaged[1])
     assert_same([each.detach() for each in averaged[1]], [each.detach() for each in averaged[0]], "averages")
-
-
-def test_averages_of_models(ranks: Ranks) -> None:
-    """AveragedModel, and moving averages that are swapped in by pointers, leave the parameters as on one process."""
-    ranks.run(_averages)
 
 
 # --- compiled ---------------------------------------------------------------------------------------------------------
 
 
-def _compiled(rank: int) -> None:
+@pytest.mark.nightly
+@on_ranks(3)
+def test_compiled() -> None:
+    """torch.compile of an optimizer's step and of clipping makes one graph each, once."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
@@ -852,9 +741,3 @@ def _compiled(rank: int) -> None:
         assert_same(clip(sharded), nn.utils.clip_grad_norm_(plain, 1.0), "compiled norm")
         assert_same([p.grad for p in sharded], [p.grad for p in plain], "compiled clip")
     assert counter.frame_count == 1, counter.frame_count
-
-
-@pytest.mark.nightly
-def test_compiled(ranks: Ranks) -> None:
-    """torch.compile of an optimizer's step and of clipping makes one graph each, once."""
-    ranks.run(_compiled)

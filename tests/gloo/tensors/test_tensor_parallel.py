@@ -41,7 +41,7 @@ from fsdp_compile import (
     summon_full_params,
 )
 
-from ..ranks import Ranks, on_ranks
+from ..ranks import on_ranks
 from ..training import executor
 
 
@@ -196,32 +196,28 @@ def test_fused_step() -> None:
             torch.testing.assert_close(mine.full_tensor(), other.full_tensor(), rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize(
+all_ways = pytest.mark.parametrize(
     "how", ["eager", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("aot_eager", "inductor"))]
 )
-def test_llama(four: Ranks, how: str) -> None:
+
+
+@all_ways
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(4)
+def test_llama(rank: int, strategy: str, how: str) -> None:
     """Losses, norms, gradients and parameters are those of one process after `parallelize_module` and `fully_shard`.
 
-    DTensors are sharded by their local tensors, and module code finds DTensors (E-PG-14, E-PG-16).
+    DTensors are sharded by their local tensors, and module code finds DTensors (E-PG-14, E-PG-16). Under NO_SHARD each
+    part of tensor parallelism has replicas, whose gradients are averaged.
     """
-    four.run(_train_llama, how)
+    _train_llama(rank, how, sharding_strategy=ShardingStrategy[strategy])
 
 
-@pytest.mark.parametrize(
-    "how", ["eager", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("aot_eager", "inductor"))]
-)
-@on_ranks(4)
-def test_replicas(rank: int, how: str) -> None:
-    """The same under NO_SHARD: each part of tensor parallelism has replicas, whose gradients are averaged."""
-    _train_llama(rank, how, sharding_strategy=ShardingStrategy.NO_SHARD)
-
-
-@pytest.mark.parametrize(
-    "how", ["eager", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("aot_eager", "inductor"))]
-)
-def test_one_data_parallel_rank(two: Ranks, how: str) -> None:
+@all_ways
+@on_ranks(2)
+def test_one_data_parallel_rank(rank: int, how: str) -> None:
     """The same where tensor parallelism is all there is: DTensors become sharded tensors on a mesh of one rank too."""
-    two.run(_train_llama, how, 1)
+    _train_llama(rank, how, 1)
 
 
 # --- experts on ranks of their own ------------------------------------------------------------------------------------
@@ -269,9 +265,7 @@ class MixtureOfExperts(nn.Module):
         return self.out(x + (weight.t().unsqueeze(-1) * mixed).sum(0))
 
 
-@pytest.mark.parametrize(
-    "how", ["eager", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("aot_eager", "inductor"))]
-)
+@all_ways
 @on_ranks(4)
 def test_experts(rank: int, how: str) -> None:
     """Experts split over two ranks and sharded over the other two train as on one process; all else over all four."""
@@ -301,7 +295,9 @@ def test_experts(rank: int, how: str) -> None:
 # --- everything around a step -----------------------------------------------------------------------------------------
 
 
-def _around(rank: int, folder: str) -> None:
+@on_ranks(4)
+def test_around_a_step(rank: int, tmp_path: Path) -> None:
+    """Meta parameters, full state dicts, accumulation, reductions, checkpoints, full parameters: all by full shapes."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     whole = Llama()
@@ -334,10 +330,10 @@ def _around(rank: int, folder: str) -> None:
 
     # Through a checkpoint into one process.
     _, states = get_state_dict(model, optimizer)
-    dcp.save({"model": model.state_dict(), "optim": states}, checkpoint_id=f"{folder}/dcp")
+    dcp.save({"model": model.state_dict(), "optim": states}, checkpoint_id=tmp_path / "dcp")
     if rank == 0:
-        dcp_to_torch_save(f"{folder}/dcp", f"{folder}/whole.pt")
-        saved = torch.load(f"{folder}/whole.pt", weights_only=False)
+        dcp_to_torch_save(tmp_path / "dcp", tmp_path / "whole.pt")
+        saved = torch.load(tmp_path / "whole.pt", weights_only=False)
         for name, value in whole.state_dict().items():
             torch.testing.assert_close(saved["model"][name], value, rtol=1e-5, atol=1e-5)
         average = saved["optim"]["state"]["blocks.1.down.weight"]["exp_avg"]
@@ -348,7 +344,7 @@ def _around(rank: int, folder: str) -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
-    dcp.load({"model": (state := model.state_dict())}, checkpoint_id=f"{folder}/dcp")
+    dcp.load({"model": (state := model.state_dict())}, checkpoint_id=tmp_path / "dcp")
     model.load_state_dict(state)
     for name, param in model.named_parameters():
         assert torch.equal(param.full_tensor(), before[name]), name
@@ -357,11 +353,6 @@ def _around(rank: int, folder: str) -> None:
         torch.nn.init.constant_(model.blocks[0].up.weight, 2.0)
         assert torch.equal(model.head.weight, before["head.weight"])
     assert (model.blocks[0].up.weight.full_tensor() == 2.0).all()
-
-
-def test_around_a_step(four: Ranks, tmp_path: Path) -> None:
-    """Meta parameters, full state dicts, accumulation, reductions, checkpoints, full parameters: all by full shapes."""
-    four.run(_around, str(tmp_path))
 
 
 @on_ranks(4)
