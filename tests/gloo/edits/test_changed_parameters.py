@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 from torch.utils.checkpoint import checkpoint
@@ -29,14 +30,6 @@ def _without_gradients(edits: dict[str, Edit]) -> dict[str, Edit]:
         return change
 
     return {name: changing(edit) for name, edit in edits.items()}
-
-
-def _set_row(model: Any) -> None:
-    model.teacher.weight[0] = 0.5
-
-
-def _assign_data(model: Any) -> None:
-    model.teacher.weight.data = model.teacher.weight.data * 0.9
 
 
 def _average(model: Any) -> None:
@@ -73,14 +66,8 @@ def _set_scaled(weight: Tensor) -> None:
     weight.data = weight.data * 0.9
 
 
-def _weight_of(model: Any) -> Tensor:
-    weight: Tensor = model.teacher.weight
-    return weight
-
-
-@torch.compiler.disable(recursive=False)
-def _from_a_traced_function(model: Any) -> None:
-    _scale(_weight_of(model))
+def _weight_of(model: Any) -> Any:
+    return model.teacher.weight
 
 
 EDITS: dict[str, Edit] = {
@@ -93,13 +80,13 @@ EDITS: dict[str, Edit] = {
             "clamp": lambda model: model.teacher.weight.clamp_(-0.1, 0.1),
             "out": lambda model: torch.mul(model.teacher.weight, 0.9, out=model.teacher.weight),
             "local": _write_local,
-            "row": _set_row,
+            "row": lambda model: model.teacher.weight.__setitem__(0, 0.5),
             "average": _average,
         }
     ),
     "data": lambda model: model.teacher.weight.data.mul_(0.9),
     "detached": lambda model: model.teacher.weight.detach().mul_(0.9),
-    "new data": _assign_data,
+    "new data": lambda model: setattr(model.teacher.weight, "data", model.teacher.weight.data * 0.9),
 }
 VIEWS = _without_gradients(
     {
@@ -114,7 +101,7 @@ HANDED_OVER: dict[str, Edit] = {
     "data behind a break": _data_behind_a_break,
     "untraced": lambda model: _scale(model.teacher.weight),
     "data untraced": lambda model: _set_scaled(model.teacher.weight),
-    "from a traced function": _from_a_traced_function,
+    "from a traced function": torch.compiler.disable(lambda model: _scale(_weight_of(model)), recursive=False),
 }
 ALL = {**EDITS, **VIEWS, **HANDED_OVER}
 
@@ -277,31 +264,20 @@ def test_of_another_unit_in_each_call(two: Ranks, how: str, every: int, strategy
 # --- a forward that changes its own unit's parameters -----------------------------------------------------------------
 
 
-def _own_row(model: Any) -> None:
-    model.code[0] = model.code[0] * 0.9
-
-
-def _own_new_data(model: Any) -> None:
-    model.code.data = model.code.data * 0.9
-
-
-def _own_new_parameter(model: Any) -> None:
-    model.code = nn.Parameter(model.code.detach() * 0.9)
-
-
 OWN: dict[str, Edit] = {
     **_without_gradients(
         {
             "listed": lambda model: [param.mul_(0.9) for param in model.parameters()],
             "multiply": lambda model: model.code.mul_(0.9),
             "copy": lambda model: model.code.copy_(model.code * 0.9),
-            "row": _own_row,
+            "row": lambda model: model.code.__setitem__(0, model.code[0] * 0.9),
             "foreach": lambda model: torch._foreach_mul_([model.code], 0.9),
         }
     ),
     "data": lambda model: model.code.data.mul_(0.9),
-    "new data": _own_new_data,
-    "new parameter": _own_new_parameter,
+    "max_norm": lambda model: F.embedding(torch.arange(4), model.code, max_norm=0.5),  # as nn.Embedding changes it
+    "new data": lambda model: setattr(model.code, "data", model.code.data * 0.9),
+    "new parameter": lambda model: setattr(model, "code", nn.Parameter(model.code.detach() * 0.9)),
 }
 
 
@@ -365,23 +341,6 @@ def test_under_no_shard(how: str) -> None:
             torch.testing.assert_close(mine, expected, msg=name)
 
 
-class _Renormalized(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(8, 4, max_norm=0.5)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.table(tokens)
-
-
-@on_ranks(2)
-def test_embedding_with_max_norm() -> None:
-    """`nn.Embedding(max_norm=...)`, which changes its weight in forward, is refused by name."""
-    model = fully_shard(_Renormalized())
-    with pytest.raises(RuntimeError, match=r"forward changed parameter .*weight of its own unit"):
-        model(torch.arange(8))
-
-
 # --- between steps, where the call of the model is traced with its caller ---------------------------------------------
 
 
@@ -404,17 +363,13 @@ class _Loss(nn.Module):
         return self.net(x).square().sum()
 
 
-def _new_data(net: Any) -> None:
-    net.first.weight.data = torch.full((4, 4), 0.3)
-
-
 def _scaled_data(net: Any) -> None:
     for param in net.parameters():
         param.data = param.data * 2
 
 
 CHANGES: dict[str, Edit] = {
-    "new data": _new_data,
+    "new data": lambda net: setattr(net.first.weight, "data", torch.full((4, 4), 0.3)),
     "scaled data": _scaled_data,
     "new parameter": lambda net: setattr(net.first, "weight", nn.Parameter(torch.full((4, 4), 0.3))),
     "thaw module": lambda net: net.requires_grad_(True),
@@ -437,26 +392,23 @@ def _train(run: Callable[[Tensor], Tensor], net: nn.Module, change: Edit, grad: 
     return [loss.detach() for loss in losses]
 
 
-def _compiled_caller(rank: int, how: str, strategy: ShardingStrategy) -> None:
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("how", "strategy"), [("aot_eager", "FULL_SHARD"), ("aot_eager", "NO_SHARD"), ("inductor", "FULL_SHARD")]
+)
+@on_ranks(2)
+def test_before_a_compiled_caller(how: str, strategy: str) -> None:
+    """A compiled module or function that calls a sharded model sees data, parameters and `requires_grad` that were
+    changed since the last step, with one graph (E-WB-1)."""
     for name, caller, grad in product(CHANGES, ("module", "function"), (True, False)):
         change = CHANGES[name]
         whole, net = _Net(), _Net()
         for each in (whole, net):
             each.first.requires_grad_("thaw" not in name)
-        fully_shard(net.first, sharding_strategy=strategy)
-        fully_shard(net, sharding_strategy=strategy)
+        fully_shard(net.first, sharding_strategy=ShardingStrategy[strategy])
+        fully_shard(net, sharding_strategy=ShardingStrategy[strategy])
         torch._dynamo.reset()
         run: Any = _Loss(net) if caller == "module" else partial(_Loss.forward, SimpleNamespace(net=net))
         found = _train(torch.compile(run, backend=how, fullgraph=True), net, change, grad)
         for step, pair in enumerate(zip(found, _train(_Loss(whole), whole, change, grad), strict=True)):
             torch.testing.assert_close(*pair, msg=f"{name}, {caller}, grad {grad}, step {step}")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("how", "strategy"), [("aot_eager", "FULL_SHARD"), ("aot_eager", "NO_SHARD"), ("inductor", "FULL_SHARD")]
-)
-def test_before_a_compiled_caller(two: Ranks, how: str, strategy: str) -> None:
-    """A compiled module or function that calls a sharded model sees data, parameters and `requires_grad` that were
-    changed since the last step, with one graph (E-WB-1)."""
-    two.run(_compiled_caller, how, ShardingStrategy[strategy])

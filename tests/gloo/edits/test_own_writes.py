@@ -13,71 +13,44 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from fsdp_compile import fully_shard
 from fsdp_compile.edits import own_writes
 
-from ..ranks import Ranks, on_ranks
+from ..ranks import on_ranks
 
 STEPS = 5
 
 
-def _clamps(block: Any, x: Tensor) -> None:
-    if block.training:
-        block.up.weight.data.clamp_(-0.2, 0.2)
+Write = Callable[[Any], Any]
 
 
-def _clamps_later(block: Any, x: Tensor) -> None:
+def _clamps_later(block: Any) -> None:
     block.calls += 1
     limit = 0.1 if block.calls > 3 else 100.0  # which changes nothing at first
     block.up.weight.data.clamp_(-limit, limit)
 
 
-def _renormalizes(block: Any, x: Tensor) -> None:
-    weight = block.up.weight.data
-    weight.div_(weight.norm(dim=1, keepdim=True))
-
-
-def _moves_a_codebook(block: Any, x: Tensor) -> None:
-    block.codes.data.mul_(0.9).add_(block.up.weight.detach().mean(0), alpha=0.1)
-
-
-def _writes_a_row(block: Any, x: Tensor) -> None:
-    block.up.weight.data[2] = 0.5
-
-
-def _writes_detached(block: Any, x: Tensor) -> None:
-    block.up.bias.data.view(-1)[1:4].fill_(0.25)
-
-
-def _replaces_data(block: Any, x: Tensor) -> None:
-    block.up.weight.data = block.up.weight.data.clamp(-0.2, 0.2)
-
-
-def _changes_nothing(block: Any, x: Tensor) -> None:
-    block.up.weight.data.clamp_(-100, 100)
-
-
-PATTERNS = [
-    _clamps,
-    _clamps_later,
-    _renormalizes,
-    _moves_a_codebook,
-    _writes_a_row,
-    _writes_detached,
-    _replaces_data,
-    _changes_nothing,
-]
+WRITES: dict[str, Write] = {
+    "clamps": lambda block: block.up.weight.data.clamp_(-0.2, 0.2) if block.training else None,
+    "clamps later": _clamps_later,
+    "renormalizes": lambda block: block.up.weight.data.div_(block.up.weight.data.norm(dim=1, keepdim=True)),
+    "moves a codebook": lambda b: b.codes.data.mul_(0.9).add_(b.up.weight.detach().mean(0), alpha=0.1),
+    "writes a row": lambda block: block.up.weight.data.__setitem__(2, 0.5),
+    "writes to a view": lambda block: block.up.bias.data.view(-1)[1:4].fill_(0.25),
+    "replaces data": lambda block: setattr(block.up.weight, "data", block.up.weight.data.clamp(-0.2, 0.2)),
+    "changes nothing": lambda block: block.up.weight.data.clamp_(-100, 100),
+}
 
 
 class _Block(nn.Module):
-    def __init__(self, write: Callable[[Any, Tensor], None]) -> None:
+    def __init__(self, write: Write) -> None:
         super().__init__()
         self.up, self.write, self.calls = nn.Linear(8, 8), write, 0
         self.codes = nn.Parameter(torch.randn(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.write(self, x)
+        self.write(self)
         return x + torch.tanh(self.up(x)) * self.codes
 
 
-def _model(write: Callable[[Any, Tensor], None]) -> Any:
+def _model(write: Write) -> Any:
     torch.manual_seed(0)
     return nn.Sequential(_Block(write), nn.Linear(8, 8), _Block(write))
 
@@ -100,7 +73,7 @@ def _train(model: Any, rank: int | None) -> list[Tensor]:
     return losses
 
 
-NOT_AT_FIRST = (_clamps_later, _changes_nothing)
+NAMES, NOT_AT_FIRST = list(WRITES), ("clamps later", "changes nothing")
 
 
 def _compile(model: Any, how: str) -> Any:
@@ -113,52 +86,48 @@ def _compile(model: Any, how: str) -> Any:
     return model
 
 
-def _as_unsharded(rank: int, options: dict[str, Any], how: str, patterns: list[Any]) -> None:
-    for write in patterns:
-        plain, model = _model(write), _model(write)
-        fully_shard(model, auto_wrap_policy={_Block}, **options)
-        if write in NOT_AT_FIRST and how == "eager":  # a graph shows that it is going to write
-            model.set_writes_own_parameters(True)
-        expected, found = _train(plain, None), _train(_compile(model, how), rank)
-        close = {"rtol": 0.05, "atol": 0.02} if "mixed_precision" in options else {}
-        for name, param in plain.named_parameters():
-            full = model.get_parameter(name).full_tensor()
-            torch.testing.assert_close(full, param, msg=f"{write.__name__}: {name}", **close)
-        torch.testing.assert_close(found[-1], expected[-1], check_dtype=False, **close)
-
-
 # Before 2.14, Dynamo leaves `.data = ...` in a function to eager code, and autograd counts it: refused below.
-ASSIGNED_IN_A_FUNCTION = (_replaces_data,) if torch.__version__ < "2.14" else ()
+ASSIGNED_IN_A_FUNCTION = ("replaces data",) if torch.__version__ < "2.14" else ()
 LATE = pytest.mark.nightly
 
 
 @pytest.mark.parametrize(
-    ("options", "how", "patterns"),
+    ("options", "how", "names"),
     [
-        ({}, "eager", PATTERNS),
-        ({"mixed_precision": MixedPrecision(torch.bfloat16)}, "eager", PATTERNS),
-        ({}, "whole", [_clamps_later]),
-        ({}, "blocks", [_moves_a_codebook, _replaces_data]),
-        pytest.param({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, "eager", PATTERNS, marks=LATE),
-        pytest.param({}, "whole", [p for p in PATTERNS if p not in ASSIGNED_IN_A_FUNCTION], marks=LATE),
-        pytest.param({}, "blocks", PATTERNS, marks=LATE),
+        ({}, "eager", NAMES),
+        ({"mixed_precision": MixedPrecision(torch.bfloat16)}, "eager", NAMES),
+        ({}, "whole", ["clamps later"]),
+        ({}, "blocks", ["moves a codebook", "replaces data"]),
+        pytest.param({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, "eager", NAMES, marks=LATE),
+        pytest.param({}, "whole", [name for name in NAMES if name not in ASSIGNED_IN_A_FUNCTION], marks=LATE),
+        pytest.param({}, "blocks", NAMES, marks=LATE),
     ],
 )
-def test_equal_changes_stay(two: Ranks, options: dict[str, Any], how: str, patterns: list[Any]) -> None:
+@on_ranks(2)
+def test_equal_changes_stay(rank: int, options: dict[str, Any], how: str, names: list[str]) -> None:
     """What all ranks write in the same way stays, in the first forward and later, as in one process; also where the
     model is compiled, or each block: the unit whose graph would write runs eagerly."""
-    two.run(_as_unsharded, options, how, patterns)
+    for name in names:
+        plain, model = _model(WRITES[name]), _model(WRITES[name])
+        fully_shard(model, auto_wrap_policy={_Block}, **options)
+        if name in NOT_AT_FIRST and how == "eager":  # a graph shows that it is going to write
+            model.set_writes_own_parameters(True)
+        expected, found = _train(plain, None), _train(_compile(model, how), rank)
+        close = {"rtol": 0.05, "atol": 0.02} if "mixed_precision" in options else {}
+        for key, param in plain.named_parameters():
+            torch.testing.assert_close(model.get_parameter(key).full_tensor(), param, msg=f"{name}: {key}", **close)
+        torch.testing.assert_close(found[-1], expected[-1], check_dtype=False, **close)
 
 
 @on_ranks(2)
 def test_what_a_graph_cannot_keep_is_refused() -> None:
     """By name: as one graph, and where Dynamo leaves an assignment to `.data` to eager code."""
-    refused = [(_clamps, r"0\.up\.weight of its own unit, so it runs eagerly; leave out fullgraph=True")]
+    refused = [("clamps", r"0\.up\.weight of its own unit, so it runs eagerly; leave out fullgraph=True")]
     refused += [(each, r"forward changed parameter 0\.up\.weight of its own unit") for each in ASSIGNED_IN_A_FUNCTION]
-    for write, match in refused:
+    for name, match in refused:
         torch._dynamo.reset()
-        model = fully_shard(_model(write), auto_wrap_policy={_Block})
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=write is _clamps)
+        model = fully_shard(_model(WRITES[name]), auto_wrap_policy={_Block})
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=name == "clamps")
         with pytest.raises(Exception, match=match):
             compiled(torch.ones(2, 8))
 
@@ -175,7 +144,7 @@ def test_what_a_graph_cannot_keep_is_refused() -> None:
 def test_different_changes_are_refused(first: int, how: str, alone: bool) -> None:
     """On all ranks, by name, whenever they begin, also those of one rank alone and of what another rank stores."""
 
-    def write(block: Any, x: Tensor) -> None:
+    def write(block: Any) -> None:
         block.calls += 1
         block.up.weight.data.clamp_(-100, 100)
         if block.calls > first and (dist.get_rank() or not alone):
@@ -198,9 +167,7 @@ def test_different_changes_are_refused(first: int, how: str, alone: bool) -> Non
 @on_ranks(2)
 def test_different_changes_of_a_unit_that_writes() -> None:
     """All ranks name the one parameter that differs, also those that store nothing of it."""
-    model = fully_shard(
-        _model(lambda block, x: block.up.bias.data[:1].fill_(dist.get_rank())), auto_wrap_policy={_Block}
-    )
+    model = fully_shard(_model(lambda block: block.up.bias.data[:1].fill_(dist.get_rank())), auto_wrap_policy={_Block})
     model.set_writes_own_parameters(True)
     with pytest.raises(RuntimeError, match=r"forward changed parameter 0\.up\.bias of its own unit.*this one is not"):
         model(torch.ones(2, 8))
@@ -210,7 +177,7 @@ def test_different_changes_of_a_unit_that_writes() -> None:
 def test_late_changes_are_refused() -> None:
     """A unit that begins to write after its first two forwards raises, before twice as many forwards have run."""
 
-    def write(block: Any, x: Tensor) -> None:
+    def write(block: Any) -> None:
         block.calls += 1
         if block.calls > 2:
             block.up.weight.data.mul_(0.9)
@@ -225,7 +192,7 @@ def test_late_changes_are_refused() -> None:
 @on_ranks(2)
 def test_others_pay_nothing() -> None:
     """Where nothing writes, the third forward is not looked at."""
-    plain = fully_shard(_model(lambda block, x: None), auto_wrap_policy={_Block})
+    plain = fully_shard(_model(lambda block: None), auto_wrap_policy={_Block})
     for _ in range(2):
         plain(torch.ones(2, 8)).sum().backward()
     with patch.object(own_writes, "checksums", side_effect=AssertionError):

@@ -190,63 +190,52 @@ def _shifted() -> nn.Sequential:
     return model
 
 
-def _to_none(model: Any) -> None:
-    model[0].bias = model[1].bias = None
-
-
-def _to_none_in_one_place(model: Any) -> None:
-    model[1].register_parameter("bias", None)
-
-
 def _delete(model: Any) -> None:
     del model[0].bias, model[2].weight
     model[2].weight = None
 
 
-def _pop(model: Any) -> None:
-    model[1]._parameters.pop("bias")
-
-
-def _to_buffer(model: Any) -> None:
+def _replace(model: Any, bias: Any) -> None:
     del model[0].bias
-    model[0].register_buffer("bias", torch.full((5,), 2.0))
+    model[0].bias = bias
 
 
-def _to_module(model: Any) -> None:
-    del model[0].bias
-    model[0].bias = nn.Identity()
-
-
-def _to_tensor(model: Any) -> None:
-    del model[0].bias
-    model[0].bias = torch.full((5,), 2.0)
+def _to_none(model: Any) -> Any:
+    bias, model[0].bias, model[1].bias = model[0].bias, None, None
+    return bias
 
 
 def _put_back(model: Any) -> None:
-    bias = model[0].bias
-    _to_none(model)
+    bias = _to_none(model)
     model(torch.ones(1, 5))
     model[0].bias = model[1].bias = bias
 
 
 def _put_a_new_one(model: Any) -> None:
-    _to_buffer(model)
+    _replace(model, nn.Buffer(torch.full((5,), 2.0)))
     del model[1].bias
     model(torch.ones(1, 5))
     del model[0].bias
     model[0].bias = model[1].bias = nn.Parameter(torch.full((5,), 0.3))
 
 
-def _to_none_in_forward(model: Any) -> None:
-    model[0].edit = lambda module: setattr(module, "bias", None)
+def _in_forward(edit: Callable[[Any], Any]) -> Callable[[Any], None]:
+    return lambda model: setattr(model[0], "edit", edit)
 
 
-def _pop_in_forward(model: Any) -> None:
-    model[0].edit = lambda module: module._parameters.pop("bias", None)
-
-
-REMOVALS = (_to_none, _to_none_in_one_place, _delete, _pop, _to_buffer, _to_module, _to_tensor, _put_back)
-REMOVALS = (*REMOVALS, _put_a_new_one, _to_none_in_forward, _pop_in_forward)
+REMOVALS: dict[str, Callable[[Any], Any]] = {
+    "none": _to_none,
+    "none in one place": lambda model: model[1].register_parameter("bias", None),
+    "deleted": _delete,
+    "popped": lambda model: model[1]._parameters.pop("bias"),
+    "a buffer": lambda model: _replace(model, nn.Buffer(torch.full((5,), 2.0))),
+    "a module": lambda model: _replace(model, nn.Identity()),
+    "a tensor": lambda model: _replace(model, torch.full((5,), 2.0)),
+    "put back": _put_back,
+    "a new one": _put_a_new_one,
+    "none in forward": _in_forward(lambda module: setattr(module, "bias", None)),
+    "popped in forward": _in_forward(lambda module: module._parameters.pop("bias", None)),
+}
 
 
 @pytest.mark.parametrize(
@@ -261,7 +250,7 @@ def test_removed_parameters(strategy: str, how: str, every: int) -> None:
     Removed between steps or within forward, in all places of a tied parameter or in one.
     """
     x = torch.randn(4, 5, generator=seeded(1))
-    for remove in REMOVALS[::every]:
+    for name, remove in list(REMOVALS.items())[::every]:
         torch._dynamo.reset()
         model = fully_shard(_shifted(), auto_wrap_policy={_Shifted}, sharding_strategy=ShardingStrategy[strategy])
         for each, run in ((reference := _shifted(), reference), (model, executor(model, how))):
@@ -273,7 +262,7 @@ def test_removed_parameters(strategy: str, how: str, every: int) -> None:
                 with torch.no_grad():
                     for param in each.parameters():
                         param -= 0.01 * param.grad if param.grad is not None else 0
-        torch.testing.assert_close(run(x), reference(x), msg=remove.__name__)
+        torch.testing.assert_close(run(x), reference(x), msg=name)
         assert list(dict(model.named_parameters())) == list(dict(reference.named_parameters()))
 
 
