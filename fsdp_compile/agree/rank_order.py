@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_compile.agree.root_checks import groups_of, timeout_of_checks
+from fsdp_compile.agree.root_checks import groups_of
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
-from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists, follow
+from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists, follow, timeout_of_checks
 from fsdp_compile.comm.groups import NamedGroup
 from fsdp_compile.comm.waits import state_of
 from fsdp_compile.core.backward_pass import BackwardPass, running_backward

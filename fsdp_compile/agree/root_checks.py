@@ -5,15 +5,14 @@ compare_units    before the first forward that communicates: one line for each u
 """
 
 import operator
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists
+from fsdp_compile.comm.comparison import Subject, checksum, compare_in_groups, exists, timeout_of_checks
 from fsdp_compile.comm.groups import NamedGroup
 from fsdp_compile.comm.waits import state_of
 from fsdp_compile.core._torch import replicated_params
@@ -112,8 +111,6 @@ def _check_not_replicated(module: Any) -> None:
 # on with values of its own for ever. What FULL_SHARD cuts is not compared: each rank may initialize its own slice.
 
 _ADVICE = "build and shard the same model with the same arguments on all ranks"
-_CHUNK = 1 << 20  # numbers whose places are counted at a time
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes per element; wider ones as several integers
 
 
 def compare_units(module: Any, settings: str, compiled: bool) -> bool:
@@ -203,35 +200,3 @@ def _lines_to_compare(units: dict[Unit, str], group: NamedGroup) -> Iterator[str
             names = ", ".join(unit.names[:3]) + (", ..." if len(unit.names) > 3 else "")
             stored = [flat.shard.detach() for flat in unit.flats if flat.trains]
             yield f"{path}: replicated values of {names} with checksum {checksum(stored)}"
-
-
-def checksum(tensors: Iterable[Tensor]) -> int:
-    """A sum of the bits of `tensors`, each number times its place; waits for the device once."""
-    return int(_sum_of_bits(tensors))
-
-
-def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """The checksum of each of `tensors`, which are on one device; waits for it once."""
-    sums = [_sum_of_bits([each]) for each in tensors if each.numel()]
-    found = iter(torch.stack(sums).tolist() if sums else ())
-    return [next(found) if each.numel() else 0 for each in tensors]
-
-
-def _sum_of_bits(tensors: Iterable[Tensor]) -> Any:
-    """An int64, shape `()`; 0 of no elements."""
-    flat = (each.detach().contiguous().view(-1) for each in tensors)
-    bits = [each.view(_BITS.get(each.element_size(), torch.int64)) for each in flat]
-    chunks = [chunk for each in bits for chunk in each.split(_CHUNK) if chunk.numel()]
-    sums = [(chunk * torch.arange(1, chunk.numel() + 1, device=chunk.device)).sum() for chunk in chunks]
-    return sum(weight * each for weight, each in enumerate(sums, 1))
-
-
-def timeout_of_checks() -> float | None:
-    """Seconds to wait for other ranks, or None if `FSDP_COMPILE_DISABLE` names `check_ranks`."""
-    if "check_ranks" in map(str.strip, os.environ.get("FSDP_COMPILE_DISABLE", "").split(",")):
-        return None
-    given = os.environ.get("FSDP_COMPILE_CHECK_RANKS_TIMEOUT") or "600"
-    try:
-        return float(given)
-    except ValueError:
-        raise ValueError(f"FSDP_COMPILE_CHECK_RANKS_TIMEOUT={given} is no number of seconds") from None

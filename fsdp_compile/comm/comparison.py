@@ -12,12 +12,15 @@ Ranks that agree need five operations of the store, whatever the length of their
 """
 
 import hashlib
+import os
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fsdp_compile.comm._torch import timeout_of
 from fsdp_compile.comm.waits import LONG, MessageBoard, state_of
@@ -39,6 +42,17 @@ class Subject(NamedTuple):
     expected: str
     end: str
     advice: str
+
+
+def timeout_of_checks() -> float | None:
+    """Seconds to wait for other ranks, or None if `FSDP_COMPILE_DISABLE` names `check_ranks`."""
+    if "check_ranks" in map(str.strip, os.environ.get("FSDP_COMPILE_DISABLE", "").split(",")):
+        return None
+    given = os.environ.get("FSDP_COMPILE_CHECK_RANKS_TIMEOUT") or "600"
+    try:
+        return float(given)
+    except ValueError:
+        raise ValueError(f"FSDP_COMPILE_CHECK_RANKS_TIMEOUT={given} is no number of seconds") from None
 
 
 def limit_in(group: dist.ProcessGroup, timeout: float) -> float:
@@ -175,3 +189,30 @@ class _Round:
 def in_words(ranks: list[int]) -> str:
     """Such as "rank 1" or "ranks 0, 2", for errors."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+# --- values that ranks compare ----------------------------------------------------------------------------------------
+
+_CHUNK = 1 << 20  # numbers whose places are counted at a time
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes per element; wider ones as several integers
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """A sum of the bits of `tensors`, each number times its place; waits for the device once."""
+    return int(_sum_of_bits(tensors))
+
+
+def checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """The checksum of each of `tensors`, which are on one device; waits for it once."""
+    sums = [_sum_of_bits([each]) for each in tensors if each.numel()]
+    found = iter(torch.stack(sums).tolist() if sums else ())
+    return [next(found) if each.numel() else 0 for each in tensors]
+
+
+def _sum_of_bits(tensors: Iterable[Tensor]) -> Any:
+    """An int64, shape `()`; 0 of no elements."""
+    flat = (each.detach().contiguous().view(-1) for each in tensors)
+    bits = [each.view(_BITS.get(each.element_size(), torch.int64)) for each in flat]
+    chunks = [chunk for each in bits for chunk in each.split(_CHUNK) if chunk.numel()]
+    sums = [(chunk * torch.arange(1, chunk.numel() + 1, device=chunk.device)).sum() for chunk in chunks]
+    return sum(weight * each for weight, each in enumerate(sums, 1))

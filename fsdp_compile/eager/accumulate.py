@@ -18,9 +18,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp_compile.agree.root_checks import checksum, timeout_of_checks
 from fsdp_compile.comm import collectives
-from fsdp_compile.comm.comparison import exists
+from fsdp_compile.comm.comparison import checksum, exists, timeout_of_checks
 from fsdp_compile.comm.waits import MessageBoard
 from fsdp_compile.core._torch import executes_node
 from fsdp_compile.core.autograd import ReduceQueue

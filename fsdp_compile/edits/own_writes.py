@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_compile.agree.root_checks import checksums
 from fsdp_compile.comm import collectives
+from fsdp_compile.comm.comparison import checksums
 from fsdp_compile.core.ops import inner_tensors
 from fsdp_compile.core.sharding import changed_in_forward
 from fsdp_compile.core.unit import Unit

@@ -21,7 +21,7 @@ ALLOWED = {
     "edits": {"core", "comm", "tensors", "eager", "agree"},
     "agree": {"core", "comm", "tensors", "eager", "edits"},
     "construct": {"core", "comm", "tensors", "config"},
-    "eager": {"core", "comm", "tensors", "agree.root_checks"},
+    "eager": {"core", "comm", "tensors"},
     "optim": {"core", "comm", "tensors"},
     "passes": {
         *("core.ops", "core.flat_collectives", "core.layout"),
