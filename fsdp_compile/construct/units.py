@@ -260,43 +260,22 @@ def _turn_into(tensor: Tensor, other: Tensor) -> None:
     torch.utils.swap_tensors(tensor, other)
 
 
-BUCKET_BYTES = 250 * 2**20
-
-
-def broadcast(tensors: Iterable[Tensor], groups: Groups, bucket_bytes: int = BUCKET_BYTES) -> None:
+def broadcast(tensors: Iterable[Tensor], groups: Groups) -> None:
     """Copy `tensors`, of any shapes and dtypes, from the first rank of `groups` to all others, in place.
 
     First among replicas, so that the first rank of every shard group has the values when they go through shard groups.
     """
     plain = [inner.detach() for tensor in tensors for inner in inner_tensors(tensor) if inner.numel()]
-    for group in (groups.replicate, groups.shard):
-        if group is not None and group.size > 1:
-            for bucket in _buckets(plain, bucket_bytes):
-                segments = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in bucket]
-                message = segments[0] if len(segments) == 1 else torch.cat(segments)
-                try:
-                    collectives.broadcast(message, group.find())
-                except RuntimeError as error:
-                    error.add_note(f"This was the broadcast of {len(bucket)} parameters and buffers in fully_shard.")
-                    raise
-                sizes = [segment.numel() for segment in segments]
-                for tensor, segment in zip(bucket, message.split(sizes), strict=True):
-                    tensor.copy_(segment.view(tensor.dtype).view(tensor.shape))
-
-
-def _buckets(tensors: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Groups of tensors of one device that fill a bucket; a larger tensor gets its own."""
-    bucket: list[Tensor] = []
-    nbytes = 0
-    # Wide dtypes come first, so that every tensor starts at a multiple of its item size in a bucket of bytes.
-    for tensor in sorted(tensors, key=lambda t: (str(t.device), -t.itemsize)):
-        if bucket and (nbytes + tensor.nbytes > bucket_bytes or tensor.device != bucket[0].device):
-            yield bucket
-            bucket, nbytes = [], 0
-        bucket.append(tensor)
-        nbytes += tensor.nbytes
-    if bucket:
-        yield bucket
+    for group in filter(None, (groups.replicate, groups.shard)):
+        for tensor in plain if group.size > 1 else ():
+            message = tensor.contiguous().view(-1).view(torch.uint8)  # memory of the tensor if it is contiguous
+            try:
+                collectives.broadcast(message, group.find())
+            except RuntimeError as error:
+                error.add_note(f"This was the broadcast of {len(plain)} parameters and buffers in fully_shard.")
+                raise
+            if not tensor.is_contiguous():
+                tensor.copy_(message.view(tensor.dtype).view(tensor.shape))
 
 
 # --- connecting -------------------------------------------------------------------------------------------------------
