@@ -1,17 +1,6 @@
 """Private names of torch about groups, collectives and the stage of a step. Checked on torch 2.11, 2.13 and 2.14.
 
-When torch moves:
-- importing `_functional_collectives` registers the operators of `_c10d_functional` and the shapes of their results;
-  collectives.py lists those that are used, and in `GROUP_ARGUMENT` the position of the group among their arguments;
-- `_resolve_process_group` takes a plain `str` in 2.11 and a NewType of it in 2.13; a group may be registered under
-  several names, and torch forgets those when the group is gone;
-- `_init_backend` and `_rank` of DeviceMesh let it be made without a process group; `_pg_registry` of a root mesh and of
-  copies holds groups for Dynamo, and all else finds them by `_dim_group_names`;
-- `_allgather_base` is what `dist.all_gather_into_tensor` calls; `_get_backend` gives what its calls end in, with the
-  same names and arguments, on torch's own process groups;
-- `options._timeout` of gloo's and NCCL's backends is what `init_process_group` or `new_group` was given as `timeout`;
-- the store of `_get_process_group_store` must be the group's own;
-- `new_group(..., use_local_synchronization=True)` makes a group's name of its ranks and of the size of `pg_names`.
+docs/upgrading_torch.md says what to look for when torch moves. Importing `_functional_collectives` registers operators.
 """
 
 import copy

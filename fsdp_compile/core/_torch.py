@@ -1,34 +1,6 @@
 """Private names of torch about autograd, wrapper subclasses, modules and Dynamo. Checked on torch 2.11, 2.13 and 2.14.
 
-torch._C._dynamo.eval_frame, torch._dynamo.eval_frame    whether Dynamo is active, and frames that it leaves alone. When
-                                                         torch moves: look for `skip_code` and the getter of the
-                                                         eval-frame callback, which is None or False when off.
-torch._dynamo.comptime, guards, symbolic_convert         functions that Dynamo calls while it traces, before each run
-                                                         (`add_lambda_guard`), with the graph (`add_graph_finalizer`);
-                                                         `dict_vt` of a variable, what it knows of its attributes
-torch._dynamo.compiled_autograd                          whether one of its graphs runs
-torch._dynamo.exc                                        how code that Dynamo traces ends the graph
-torch._dynamo.utils                                      permission for side effects in a checkpointed region, asked for
-                                                         by `_disable_side_effect_safety_checks_for_current_subtracer`
-torch._C._autograd, Node._sequence_nr                    whether the running backward pass retains its graph, the order
-                                                         in which autograd's nodes were made, and version counters
-torch.autograd.graph                                     whether saved tensors may be changed
-torch._C, torch.compiler                                 whether torch.jit.trace, make_fx or torch.export records
-torch._C._functorch, torch._functorch.pyfunctorch        the transform of torch.func that runs, and how to leave all
-                                                         for a while
-torch._foreach_norm                                      norms of many tensors in one kernel
-torch.ops.aten._unsafe_view                              an operator whose result is its operand
-torch.distributed.fsdp._common_utils                     what torch's wrapper says of its state: IDLE, ...
-torch.distributed.algorithms._comm_hooks.default_hooks   the hooks that users pass to `register_comm_hook`
-DeviceMesh._concatenate                                  one mesh of two that were sliced from one
-torch.distributed.tensor.placement_types                 `_StridedShard`: a dimension that is split over a later
-                                                         dimension of the mesh first
-torch.nn.modules.module                                  whether hooks of all modules are registered
-torch.nn.parallel.DistributedDataParallel                the one whose forward runs, as Dynamo asks for it, and its
-                                                         parameters
-torch.utils._pytree                                      the tensors in the arguments and outputs of a module
-
-docs/upgrading_torch.md says of the others what to look for.
+docs/upgrading_torch.md says what to look for when torch moves.
 """
 
 import copy

@@ -1,36 +1,6 @@
 """Private names of torch's compiler that the passes use. Checked on torch 2.11, 2.13 and 2.14.
 
-What to look for when torch moves:
-
-compile_fx(gm, inputs, config_patches=)   applies the patches to the backward too, which is compiled later
-config.joint_custom_post_pass             called within the partitioner, before the cut, on a graph that may be unsorted
-config.post_grad_custom_post_pass         called on forward and backward each, before the graph is lowered
-config.realize_reads_threshold            buffers that a value with several readers may read before it is stored
-config._post_fusion_custom_pass           called on the scheduler's nodes once loops are fused
-CustomGraphPass.uuid                      in the key of Inductor's and AOTAutograd's caches; None switches both off
-ShortenTraceback                          an error that Dynamo and, with caches, Inductor do not wrap in one of theirs
-InductorError.inner_exception             what Inductor has wrapped
-get_graph_being_compiled                  "model__<index>_<joint|forward|backward|inference>_<n>"
-TracingContext.fw_metadata                num_forward_returns: outputs behind those are saved for backward
-ShapeEnv, bound_sympy                     var_to_range, backed_var_to_val, var_to_sources, by symbol of a size
-names of placeholders                     primals_<n>: inputs and parameters; tangents_<n>: gradients of outputs
-FakeStore                                 may leave `torch.testing`; `init_process_group("fake", store=...)` accepts it
-reset_dynamo                              `torch.compiler.reset` clears more than Dynamo (also the caches of Inductor)
-
-Order of nodes: `preserve_node_ordering(graph, {node: OrderedSet(earlier)})` wraps nodes in `control_deps`, which pins
-their order through Inductor's scheduler. A wrapped matrix product gets a buffer of its own (if that changes, all
-products can be pinned); `reorder_for_peak_memory` must leave the pinned order alone.
-
-Lowering: `V.graph`, the graph that is being lowered, must still have `env`, `operations`, `name_to_buffer`,
-`additional_buffer_deps`, `additional_star_deps`, `never_reuse_buffers` and `scheduler`, and the wrapper
-`add_import_once` and `make_buffer_free`. `fallback_handler` makes the call itself; loops compute with `ops`.
-
-Scheduler: see Note [Loops that forget the wait]. If `tests/gloo/passes/test_traps.py` passes without the hook, drop it.
-
-Inductor's IR: `ConcatKernel`, `NonOwningLayout` and `ReinterpretView` let a kernel write into a slice of another
-buffer; `FallbackKernel` and `_WaitKernel` are subclassed; an `InputBuffer` of another dtype than the input
-stands for a shard that is cast where its all-gather starts. `tests/fake/test_copies.py` and `test_order.py`
-read generated code and fail if a gradient is copied or read too late.
+docs/upgrading_torch.md says what to look for when torch moves.
 """
 
 import re
@@ -58,7 +28,6 @@ from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode, refresh
 from torch._inductor.virtualized import V as _V
 from torch._inductor.virtualized import ops as _ops
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._pytree import tree_leaves
@@ -66,7 +35,6 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 __all__ = [
     "CustomGraphPass",
-    "FakeTensorMode",
     "InductorError",
     "OpOverload",
     "OrderedSet",
@@ -174,7 +142,8 @@ def join_sums(nodes: list[Any]) -> list[Any]:
     runs: list[list[Any]] = []  # each a node, and the sums that follow it
     loops, made_by = list[int](), dict[str, int]()  # which runs begin with a loop; the run that makes a buffer
     for node in nodes:
-        at, is_loop = len(runs), _is_cpu_loop(node)
+        is_loop = isinstance(node, SchedulerNode | FusedSchedulerNode) and not node.is_template()
+        at, is_loop = len(runs), is_loop and node.get_device().type == "cpu"
         if is_loop and 2 * node.get_write_buffer_sizes() <= node.get_read_buffer_sizes():
             reads = max((made_by.get(dep.name, 0) for dep in node.unmet_dependencies), default=0)
             first = bisect_left(loops, reads)
@@ -185,11 +154,6 @@ def join_sums(nodes: list[Any]) -> list[Any]:
         runs[at].append(node)
         made_by.update(dict.fromkeys(node.get_buffer_names(), at))
     return list(chain.from_iterable(runs))
-
-
-def _is_cpu_loop(node: Any) -> bool:
-    is_loop = isinstance(node, SchedulerNode | FusedSchedulerNode) and not node.is_template()
-    return is_loop and node.get_device().type == "cpu"
 
 
 def direction() -> str:
@@ -255,13 +219,11 @@ def largest_size(size: Any) -> int:
 
 def symbols_of(graph: fx.Graph) -> dict[Any, SizeRange]:
     """The symbols in the sizes of the inputs of `graph`, in order."""
-    sizes = (n for node in graph.find_nodes(op="placeholder") for n in _sizes_of(node.meta.get("val")))
-    symbols = dict.fromkeys(s for n in sizes for s in sorted(n.node.expr.free_symbols, key=str))
+    values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+    sizes = (n for value in values for n in (value.shape if isinstance(value, Tensor) else (value,)))
+    known = (n.node.expr.free_symbols for n in sizes if isinstance(n, SymInt))
+    symbols = dict.fromkeys(symbol for found in known for symbol in sorted(found, key=str))
     return {symbol: size_range(symbol) for symbol in symbols}
-
-
-def _sizes_of(value: Any) -> list[SymInt]:
-    return [n for n in (value.shape if isinstance(value, Tensor) else (value,)) if isinstance(n, SymInt)]
 
 
 def size_range(symbol: Any) -> SizeRange:
