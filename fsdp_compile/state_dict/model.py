@@ -8,8 +8,7 @@ Where the kind was set, as `FullyShardedDataParallel` does, values of a unit's p
 are as FSDP1 gives them: rows of dimension 0 in a DTensor (sharded_value.py). Buffers and ignored parameters are never
 copied. In FULL tensor subclasses stay whole; the other kinds have their inner tensors (Note [Inner tensors]).
 
-Every kind can be loaded, whichever is set. SHARDED and LOCAL values in a file of `torch.save` are what one rank stores;
-only the same rank of equally many can load them. The default is SHARDED after `fully_shard` and FULL after
+Every kind can be loaded, whichever is set. The default is SHARDED after `fully_shard` and FULL after
 `FullyShardedDataParallel`, as in torch.
 """
 

@@ -1,11 +1,5 @@
 """State of optimizers over sharded parameters: sharded as these are, and by their names.
 
-    optimizer.state_dict()      {0: {"exp_avg": original shape, "step": ()}, ...}, groups of integers
-    optim_state_dict            {"blocks.0.weight": {"exp_avg": original shape, "step": ()}, ...}, groups of names
-    state_to_save               the same over the optimizer's memory, for checkpoints
-
-For full state the ranks first check that they have the same state, then gather one parameter after the other.
-
 `optimizer.state_dict()` is torch's own, of the sharded tensors that the optimizer has. But `load_state_dict` takes
 tensors as they come, and `Adagrad` makes some with its parameters, so a hook on steps of all optimizers looks once at
 each: nothing else tells of an optimizer before it updates full state on every rank.

@@ -1,9 +1,4 @@
-"""Values of sharded state dicts: sharded tensors that share memory with parameters, and rows as FSDP1 has them.
-
-state = model.state_dict()                       {"blocks.0.weight": ShardedTensor of shape (64, 96), ...}
-torch.distributed.checkpoint.save(state, ...)    every rank writes its chunks, under original names and shapes
-torch.distributed.checkpoint.load(state, ...)    every rank reads its chunks, straight into its shard
-"""
+"""Values of sharded state dicts: sharded tensors that share memory with parameters, and rows as FSDP1 has them."""
 
 # Note [Values in sharded state dicts]
 # A value is the detached parameter, or a view of it that a hook of the module has made. Loading into it changes the

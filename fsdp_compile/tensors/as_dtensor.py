@@ -10,13 +10,11 @@ param.device_mesh, param.placements      a mesh, and a `FlatShard` for the ranks
 # with `full_tensor()`. What they do with other tensors is meant for a model that is not sharded: a local norm that is
 # summed over ranks would count all elements on each of them. So the answer is yes, by a property `__class__`, without
 # DTensor as a base class, whose operators act on placements. tests/gloo/integrations/test_call_sites.py runs call
-# sites of frameworks beside FSDP2, and docs/frameworks.md has the table. Of 34 that were measured both ways 27 do with
-# it what they do with FSDP2, and 7 are refused by name; without it ten silently do something else: norms that are the
-# root of two too large, counts that miss parameters, and `DTensor.from_local` around a sharded tensor.
+# sites of frameworks beside FSDP2; of 34 that were measured both ways ten would silently do something else without it.
 #
 # What is no DTensor: unsharded parameters within `summon_full_params`, which are plain to operators; gradients under
 # `no_sync`, whose local elements other ranks do not have; views, but those in state dicts. Code of torch that reads the
-# fields of what is one is told no: Dynamo, so that compiled code is, and `assert_close`. tensors/_torch.py has a table.
+# fields of what is one is told no: tensors/_torch.py has a table.
 # Parameters have no `_local_tensor` and no `_spec`: `DTensor.from_local` would make rows of what is a range. Gradients
 # and values of state dicts have the former, which VeOmni scales and torchtitan compares. With `shards="rows"` there are
 # both, to be read. No DTensor can be made of them: torch moves data between two placements of one dimension as if they

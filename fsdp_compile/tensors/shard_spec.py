@@ -13,10 +13,8 @@ that a range of an n-dimensional tensor needs:
 # Note [Why shards end between rows]
 # torch.distributed.checkpoint plans, writes and reads chunk by chunk, and each chunk takes an entry in `.metadata` and
 # in a file. A shard that ends within a row of a matrix leaves two chunks on either side: complete rows and a part of
-# one. So a layout (`lay_out` in core/layout.py) pads where fewer shards then end within a row: by up to 1/512, or 1/50
-# if then none does. Parameters keep their order, and start further on where a shard then ends between rows. Stacked
-# experts count by rows of each. A block of Llama 3 8B is 72 chunks on 64 ranks, 262 on 256; with padding
-# at its end alone 106 and 764. Any range of elements is saved and loaded correctly, by any number of ranks.
+# one. So `lay_out` in core/layout.py pads where fewer shards then end within a row: a block of Llama 3 8B is 72 chunks
+# on 64 ranks, 262 on 256; with padding at its end alone 106 and 764.
 
 import math
 import operator

@@ -6,9 +6,9 @@ and equal on all ranks:
 
     sum, mean      0       sum        any     0     max
     amax, max      -inf    max        all     1     min
-    amin, min      inf     min        norm    0     sum of powers; of infinite order max or min
+    amin, min      inf     min        norm    0     sum of powers; of infinite order max
 
-A norm is a root of powers, whose sum over the ranks is that of magnitudes; of order 0 it is a count.
+A norm is a root of powers, whose sum over the ranks is that of magnitudes; of order 0 it is a count, below 0 gathered.
 """
 
 import functools
@@ -133,13 +133,6 @@ def _root(total: Tensor, order: float) -> Tensor:
     return total if math.isinf(order) or order == 0 else total ** (1 / order)
 
 
-def _combined(order: float) -> tuple[str, float]:
-    """How powers of several ranks are combined, "sum", "max" or "min"; and those of nothing."""
-    if math.isinf(order):
-        return ("max", 0.0) if order > 0 else ("min", math.inf)
-    return "sum", 0.0 if order >= 0 else math.inf
-
-
 def _powers(
     stored: Sequence[Tensor | None],
     spec: ShardSpec | None,
@@ -158,23 +151,25 @@ def _powers(
     Returns:
         Those of each tensor, `[len(stored)]`; `together`, of all of them, `()`.
     """
-    op, neutral = _combined(order)
+    op = "max" if math.isinf(order) else "sum"
     parts = [each for each in stored if each is not None]
-    if spec is not None and spec.ranks.same_bits and op == "sum" and order >= 0:
+    if spec is not None and spec.ranks.same_bits and op == "sum":
         sets = [parts] if together else [[] if each is None else [each] for each in stored]
         sums = exact_sums(sets, functools.partial(powers_of_norm, order=order), device, spec.all_reduce)
         return sums[0] if together else sums
     found = iter(norms(parts, order, dtype) if parts else ())
-    none = torch.full((), neutral, dtype=dtype, device=device)
+    none = torch.zeros((), dtype=dtype, device=device)
     of_each = _power(torch.stack([none if each is None else next(found) for each in stored] or [none]), order)
     if together:
-        of_each = of_each.sum() if op == "sum" else of_each.amax() if op == "max" else of_each.amin()
+        of_each = of_each.sum() if op == "sum" else of_each.amax()
     return of_each if spec is None else spec.all_reduce(of_each, op)
 
 
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     x, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    [norm] = _norms([x], float(2 if order is None else order), *_dims_and_keepdim(args, kwargs, 2))
+    if (order := float(2 if order is None else order)) < 0:
+        return gather(func, args, kwargs)
+    [norm] = _norms([x], order, *_dims_and_keepdim(args, kwargs, 2))
     return norm.to(kwargs.get("dtype") or x.dtype)
 
 
@@ -186,12 +181,13 @@ def _foreach_norm(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         if any(map(_requires_grad, tensors)):
             average_gradients(tensors)
         kinds = {(flat.specs[0].ranks.group, flat.grad.device, flat.grad.dtype) for flat in FlatGradient.of(tensors)}
-        if len(kinds) == 1 and not any(map(_tensor_parallel_of, tensors)):  # the work for each runs in C
+        if len(kinds) == 1 and order >= 0 and not any(map(_tensor_parallel_of, tensors)):  # the work for each runs in C
             return list(_norms(tensors, order).to(dtype or tensors[0].dtype).unbind())
     found: list[Any] = [None] * len(tensors)
     groups: dict[Any, list[int]] = {}
     for i, each in enumerate(tensors):
-        groups.setdefault((each.spec.reducing_groups, each.device) if is_sharded(each) else None, []).append(i)
+        is_split = is_sharded(each) and order >= 0
+        groups.setdefault((each.spec.reducing_groups, each.device) if is_split else None, []).append(i)
     for group, chosen in groups.items():
         alike = [tensors[i] for i in chosen]
         of_group = _norms(alike, order) if group else aten._foreach_norm.Scalar([*map(plain, alike)], order, dtype)
@@ -201,7 +197,7 @@ def _foreach_norm(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _norms(tensors: Sequence[ShardedTensor], order: float, dims: Any = None, keepdim: bool = False) -> Tensor:
-    """Norms of sharded tensors of one group, `[len(tensors), ...]`, in at least float32."""
+    """Norms of an order from 0 on of sharded tensors of one group, `[len(tensors), ...]`, in at least float32."""
     first = tensors[0]
     precise = functools.reduce(torch.promote_types, set(map(_dtype_of, tensors)), torch.float32)
 
@@ -209,8 +205,8 @@ def _norms(tensors: Sequence[ShardedTensor], order: float, dims: Any = None, kee
         return _power(torch.linalg.vector_norm(x, order, dims, keep, dtype=precise), order)
 
     if dims and len(dims) < first.dim():
-        op, neutral = _combined(order)
-        return _root(_reduce_over_ranks(first, dims, keepdim, neutral, op, of_rows), order).unsqueeze(0)
+        op = "max" if math.isinf(order) else "sum"
+        return _root(_reduce_over_ranks(first, dims, keepdim, 0.0, op, of_rows), order).unsqueeze(0)
     stored = [each.local if each.spec.numel else None for each in tensors]
     total = _root(_powers(stored, first.spec, order, precise, first.device), order).to(precise)
     return total.view([-1, *[1] * first.dim()]) if keepdim else total

@@ -209,9 +209,7 @@ def check_distribution(name: str, param: DTensor, peers: list[int], ranks: int) 
         )
     common = set(peers) & set(param.device_mesh.mesh.flatten().tolist())
     dims, mesh = _dimensions_of_peers(param, set(peers)), param.device_mesh
-    if len(common) > 1 and math.prod(mesh.size(dim) for dim in dims) == ranks:
-        return
-    if len(common) > 1:
+    if len(common) > 1 and math.prod(mesh.size(dim) for dim in dims) != ranks:
         raise ValueError(
             f"parameter {name} is distributed over ranks {sorted(common)} already, and its unit would be sharded over "
             f"them again: pass mesh=mesh['dp'] of one mesh with a dimension for each, or list it in ignored_params"

@@ -1,15 +1,12 @@
-"""How torch.distributed.checkpoint (DCP) writes a sharded tensor: as chunks, or as rows.
-
-FileSystemWriter, and what writes as it does      each chunk of this rank is an item: nothing is communicated
-other writers                                     the rows that `torch.chunk` gives to this rank are one item
-"""
+"""How torch.distributed.checkpoint (DCP) writes a sharded tensor: each chunk of a rank is an item, or its rows are."""
 
 # Note [Writers that keep one item]
 # A range of elements is up to `2 * ndim - 1` chunks, which DCP tells apart by their offsets. Writers of safetensors, as
 # torch's HuggingFaceStorageWriter, keep tensors by name: of several chunks of a rank all but the last would be lost,
 # and nothing would be said. So a writer that is not known to keep chunks gets what every sharding of DTensor gives it,
-# one item for each rank. Ranks gather the tensor for that while they plan, before a file is written, which they cannot
-# do in the background: there, the plan is refused. A writer says by `keeps_chunks = True` that it keeps them.
+# one item for each rank: the rows that `torch.chunk` gives to it. Ranks gather the tensor for that while they plan,
+# before a file is written, which they cannot do in the background: there, the plan is refused. A writer says by
+# `keeps_chunks = True` that it keeps them.
 
 import threading
 import weakref
