@@ -63,9 +63,9 @@ def _compare(step: Workload) -> dict[str, Any]:
 
 
 def _figures(planned: PlannedStep, computing: float) -> dict[str, Any]:
-    spent = {"seconds": planned.seconds, "exposed": planned.seconds - computing, "gap": planned.gap}
+    spent = {"seconds": planned.seconds, "exposed": planned.seconds - computing}
     kept = {"peak": planned.peak, "keep_unsharded": len(planned.keep_unsharded)}
-    return {**spent, **kept, "unavoidable": planned.bound - computing}
+    return {**spent, **kept, "gap": planned.seconds / planned.bound - 1, "unavoidable": planned.bound - computing}
 
 
 HEAD = (

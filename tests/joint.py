@@ -14,11 +14,23 @@ from torch._dynamo.backends.common import aot_autograd
 
 from fsdp_compile.comm.collectives import ALL_GATHER, ALL_GATHER_INTO, STARTS
 from fsdp_compile.config import CompileConfig
+from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.ops import MARKERS
 from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import sort
 from fsdp_compile.passes.graph.nodes import is_ours
 from fsdp_compile.passes.pipeline import GraphContext, enabled, run_passes
+
+
+@torch.library.impl("fsdp_flat::pack_grads", "default")
+def _pack_grads(grads: list[Tensor | None], layout: str) -> Tensor:
+    """What Inductor lowers, and nothing but this backend runs."""
+    some = next(grad for grad in grads if grad is not None)
+    segments = FlatParamLayout.parse(layout).segments
+    of_segments = [None if each.parameter is None else grads[each.parameter] for each in segments]
+    pairs = zip(of_segments, segments, strict=True)
+    return torch.cat([some.new_zeros(each.numel) if grad is None else grad.reshape(-1) for grad, each in pairs])
+
 
 Collective = tuple[str, torch.dtype, int]  # kind, dtype and bytes of the full buffer
 

@@ -20,10 +20,10 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 10_140,
-    "the story and what it imports": 14_514,
-    PACKAGE: 35_240,
-    "tests": 45_066,
+    "the story": 10_002,
+    "the story and what it imports": 13_977,
+    PACKAGE: 35_060,
+    "tests": 45_047,
     "bench": 4_856,
     "docs, README, change log": 5_139,
 }

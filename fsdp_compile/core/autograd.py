@@ -82,7 +82,6 @@ class ShardSplitter:
         records = layout.records(rank)
         self._sizes: list[int] = []  # of consecutive windows of the shard, padding included
         self._windows: list[int] = []  # for each parameter its window, without elements if it is not on this rank
-        self._absent = [record is None for record in records]
         end = 0
         for record in records:
             if record and record.offset > end:
@@ -107,10 +106,6 @@ class ShardSplitter:
         """As `split_all`, for parameters that have elements here: most have none where there are many ranks."""
         windows = flat.split_with_sizes(self._filled_sizes)
         return [windows[window] for window in self._filled]
-
-    def split(self, flat: Tensor) -> list[Tensor | None]:
-        """As `split_all`, but None for parameters that are not on this rank."""
-        return [None if absent else part for part, absent in zip(self.split_all(flat), self._absent, strict=True)]
 
 
 @dataclass(eq=False)

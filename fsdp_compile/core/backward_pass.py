@@ -83,14 +83,6 @@ def running_backward() -> BackwardPass | None:
     return running
 
 
-def at_end_of_backward(call: Callable[[], Any]) -> None:
-    """Call `call` when the running backward pass has ended without error. RuntimeError outside of one."""
-    backward = running_backward()
-    if backward is None:
-        raise RuntimeError("no backward pass is running, of which this could be the end")
-    backward.at_end(call)
-
-
 def _end_pass(number: int) -> None:
     try:
         _running[number].end()

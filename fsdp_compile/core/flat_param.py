@@ -73,7 +73,7 @@ class FlatParam:
         shard = torch.zeros(layout.shard_numel, dtype=self.params[0].dtype, device=device, pin_memory=pin_memory)
         with torch.no_grad():  # copy what this rank stores of each parameter; the full flat parameter never exists
             for param, part, record in zip(self.params, self.split(shard), self.records, strict=True):
-                if part is not None and record is not None:
+                if record is not None:
                     part.copy_(param.detach().reshape(-1)[record.first : record.last + 1])
         self.shard = shard
         self.bind(shard)
@@ -121,9 +121,9 @@ class FlatParam:
         out = torch.empty(self.layout.numel, dtype=dtype, device=device)
         return torch.cat([part.reshape(-1) for part in parts], out=out) if parts else out
 
-    def split(self, flat: Tensor) -> list[Tensor | None]:
-        """The parameters' slices of `flat`, a tensor laid out like the shard; None: not on this rank."""
-        return self._splitter.split(flat)
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """The parameters' slices of `flat`, a tensor laid out like the shard; without elements if not on this rank."""
+        return self._splitter.split_all(flat)
 
     def bind(self, shard: Tensor) -> None:
         """Make `shard`, 1-D `[layout.shard_numel]`, the storage of all parameters, with an autograd node of its own."""
@@ -160,7 +160,7 @@ class FlatParam:
             type(node).__name__ = f"the shard of parameters {', '.join(self.names[:3])}{rest}"
 
     def _bind_params(self) -> None:
-        for param, part, spec in zip(self.params, self._splitter.split_all(self.shard), self.specs, strict=True):
+        for param, part, spec in zip(self.params, self.split(self.shard), self.specs, strict=True):
             set_local(param, part, spec, ShardedTensor)
 
     def note_trained(self) -> None:

@@ -118,16 +118,14 @@ class FlatParamLayout:
         return tuple(segment for segment in segments if segment.numel)
 
     @cached_property
-    def windows(self) -> tuple[list[int], list[tuple[int, tuple[int, ...] | None]]]:
-        """The sizes of all segments; and for each parameter with elements its segment, and its shape if not 1-D."""
+    def windows(self) -> tuple[list[int], list[tuple[int, tuple[int, ...] | None]], list[int]]:
+        """The sizes of all segments; for each parameter with elements its segment, and its shape if not 1-D; and the
+        indices of those without.
+        """
         at = [(place, each.parameter) for place, each in enumerate(self.segments) if each.parameter is not None]
         shapes = [(place, self.shapes[index]) for place, index in at]
-        return [each.numel for each in self.segments], [(at, None if len(dims) == 1 else dims) for at, dims in shapes]
-
-    @cached_property
-    def empty(self) -> list[int]:
-        """Indices of the parameters without elements."""
-        return [index for index, numel in enumerate(self.numels) if not numel]
+        windows = [(place, None if len(shape) == 1 else shape) for place, shape in shapes]
+        return [each.numel for each in self.segments], windows, [i for i, numel in enumerate(self.numels) if not numel]
 
     @property
     def padding_numel(self) -> int:

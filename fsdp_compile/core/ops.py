@@ -120,10 +120,10 @@ def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 def views_of(full: Tensor, layout: FlatParamLayout) -> list[Tensor]:
     """Views of `full`, 1-D `[layout.numel]`, in the parameters' shapes, cut by a single split: at every forward."""
-    sizes, windows = layout.windows
+    sizes, windows, empty = layout.windows
     cut = full.split_with_sizes(sizes)
     views = [cut[at] if shape is None else cut[at].view(shape) for at, shape in windows]
-    for index in layout.empty:
+    for index in empty:
         views.insert(index, full.new_empty(layout.shapes[index]))
     return views
 
@@ -225,23 +225,10 @@ def _reduce_grads_fake(packed: Tensor, spec: str) -> Tensor:
     return packed.new_empty(UnshardSpec.parse(spec).layout.shard_numel)
 
 
-@torch.library.impl("fsdp_flat::pack_grads", "default")
-def _pack_grads(grads: list[Tensor | None], layout: str) -> Tensor:
-    parsed = FlatParamLayout.parse(layout)
-    packed = _first(grads).new_empty(parsed.numel)
-    for segment in parsed.segments:
-        window = packed.narrow(0, segment.offset, segment.numel)
-        grad = None if segment.parameter is None else grads[segment.parameter]
-        if grad is None:
-            window.zero_()  # padding and unused parameters: what is sent must be finite
-        else:
-            window.view(grad.shape).copy_(grad)
-    return packed
-
-
 @torch.library.register_fake("fsdp_flat::pack_grads")
 def _pack_grads_fake(grads: list[Tensor | None], layout: str) -> Tensor:
-    return _first(grads).new_empty(FlatParamLayout.parse(layout).numel)
+    some = next(grad for grad in grads if grad is not None)
+    return some.new_empty(FlatParamLayout.parse(layout).numel)
 
 
 for _name in ("add_accumulated_", "start_reduce_"):
@@ -253,11 +240,6 @@ for _name in ("defer_reduce", "update_shard"):
 torch.library.register_fake("fsdp_flat::check_ranks", lambda *given: torch.empty(0, device=given[-1]))
 torch.library.register_fake("fsdp_flat::send_buffer", lambda sent, dtype=None: torch.empty_like(sent, dtype=dtype))
 torch.library.register_fake("fsdp_flat::sum_in_pairs", lambda rows: rows.new_empty(rows.shape[1:]))
-torch.library.impl("fsdp_flat::send_buffer", "default", lambda sent, dtype=None: sent.to(dtype, copy=True))
-
-
-def _first(grads: list[Tensor | None]) -> Tensor:
-    return next(grad for grad in grads if grad is not None)
 
 
 # --- how a flat parameter is gathered and its gradients reduced, as one string that a graph carries -------------------

@@ -105,12 +105,8 @@ def own_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def _units_of(modules: Iterable[nn.Module]) -> list[Unit]:
-    units: dict[Unit, None] = {}
-    for module in modules:
-        sharding = sharding_of(module)
-        units |= dict.fromkeys(sharding.units if sharding else ())
-        units |= dict.fromkeys(module.__dict__.get("_fsdp_units", ()))
-    return list(units)
+    pairs = ((sharding_of(module), module.__dict__.get("_fsdp_units", ())) for module in modules)
+    return list(dict.fromkeys(u for sharding, own in pairs for u in (*(sharding.units if sharding else ()), *own)))
 
 
 # --- look-up ----------------------------------------------------------------------------------------------------------

@@ -377,11 +377,6 @@ class Unit:
         return not self.is_sharded or (self.options.reshard_after_backward and not stays_under_no_sync)
 
     @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """For each parameter its full shape."""
-        return [shape for flat in self.flats for shape in flat.full_shapes]
-
-    @property
     def names(self) -> list[str]:
         """For each parameter its name, for errors: see `rename`."""
         return [name for flat in self.flats for name in flat.names]

@@ -22,7 +22,7 @@ from torch import Tensor
 from fsdp_compile.comm.collectives import waiting_for
 from fsdp_compile.comm.hops import hops_of
 from fsdp_compile.core.autograd import check_first_order
-from fsdp_compile.core.backward_pass import at_end_of_backward
+from fsdp_compile.core.backward_pass import running_backward
 from fsdp_compile.core.flat_collectives import start_average
 from fsdp_compile.core.flat_param import FlatParam, find_flat_param
 from fsdp_compile.core.unit import Unit, unit_of
@@ -177,7 +177,9 @@ def reduce_or_accumulate(
         mean, complete = _start_reduce(unit, flat, packed, at_once=streams.device.has_streams)
     reduction.running = running = _what_follows(unit, flat, streams, mean, complete)
     if running.gradient is None or running.update is not None:  # autograd will not wait for it
-        at_end_of_backward(reduction.wait)
+        backward = running_backward()
+        assert backward is not None  # of which that is a result
+        backward.at_end(reduction.wait)
     if running.gradient is not None:
         unit.reduces_in_flight.add(reduction, unit.path, unit.options.reduces_in_flight)
     return running.gradient if running.update is None else None

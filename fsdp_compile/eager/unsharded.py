@@ -333,7 +333,7 @@ class UnshardedUnit:
             stored = flat.split(flat.shard.detach())
             for name, record, mine in zip(flat.names, flat.records, stored, strict=True):
                 view = next(inner_tensors(next(views)))
-                if record is None or mine is None:
+                if record is None:
                     continue
                 same_size = view.numel() > record.last
                 here = view.detach().reshape(-1)[record.first : record.last + 1] if same_size else None

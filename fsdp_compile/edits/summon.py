@@ -238,10 +238,8 @@ def _local_part(full: Tensor, spec: ShardSpec) -> Tensor:
 
 def _write_changed(flat: FlatParam, values: Sequence[Tensor]) -> None:
     """Write those of `values` that differ into the shard; what was gathered before is out of date then."""
-    changed = {}
-    for index, (stored, value) in enumerate(zip(flat.split(flat.shard), values, strict=True)):
-        if stored is not None and not equal_bits(stored, value.to(stored.device)):
-            changed[index] = value
+    pairs = enumerate(zip(flat.split(flat.shard), values, strict=True))
+    changed = {index: value for index, (stored, value) in pairs if not equal_bits(stored, value.to(stored.device))}
     write_to_shard(flat, changed, flat.shard)
     torch.autograd.graph.increment_version([flat.params[index] for index in changed])
 
@@ -264,7 +262,7 @@ def full_gradients(unit: Unit) -> list[Tensor | None]:
             packed = torch.zeros_like(flat.shard)
             with torch.no_grad():
                 for param, part in zip(flat.params, flat.split(packed), strict=True):
-                    if part is not None and param.grad is not None:
+                    if param.grad is not None:
                         part.copy_(_stored_gradient(param.grad))
             views = flat.full_views(_all_gather(unit, packed))
             grads += [view if exists else None for view, exists in zip(views, exist, strict=True)]

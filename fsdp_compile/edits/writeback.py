@@ -162,9 +162,7 @@ def write_to_shard(flat: FlatParam, values: Mapping[int, Tensor], shard: Tensor)
     """Copy this rank's part of parameters, 1-D by their index in `flat`, into `shard`."""
     stored = flat.split(shard)
     for index, local in values.items():
-        into = stored[index]
-        if into is not None:
-            into.copy_(local)
+        stored[index].copy_(local)
 
 
 def _warn_of_copies(unit: Unit, changed: Sequence[Mapping[int, Tensor]]) -> None:

@@ -55,11 +55,6 @@ class Gather:
     readers: list[fx.Node]
 
     @property
-    def inputs(self) -> set[fx.Node]:
-        """What the nodes that start the gather read."""
-        return {each for node in (*self.first, *self.start) for each in node.all_input_nodes}
-
-    @property
     def starts(self) -> list[fx.Node]:
         """The all-gathers of the last stage, in the order in which they are launched."""
         return [node for node in self.start if node.target in STARTS]
@@ -137,7 +132,8 @@ def analyze(graph: fx.Graph, costs: Costs = FREE, joint: bool = False) -> GraphI
     cuts = _task_starts(computing, [*reads.values(), *writes.values()], backward)
     tasks = [computing[begin:end] for begin, end in pairwise((*cuts, len(computing)))]
     units = list(dict.fromkeys([*gathers, *reduces]))
-    first = next((name for name, gather in gathers.items() if gather.inputs & {*prologue}), None)
+    reading = {user for node in prologue for user in node.users}
+    first = next((name for name, each in gathers.items() if reading.intersection((*each.first, *each.start))), None)
     ready = [spans[-1][1] for spans in writes.values()]
     has_bytes = costs.counts_bytes
     alive = _alive_beside_plan(graph, computing, reduces, ready, gathers.keys(), joint) if has_bytes else []

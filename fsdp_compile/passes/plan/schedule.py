@@ -47,11 +47,6 @@ class PlannedStep:
     peak: int
     bound: float
 
-    @property
-    def gap(self) -> float:
-        """How far the plan may be from the shortest one, as a fraction of the bound; 0: it is the shortest."""
-        return self.seconds / self.bound - 1 if self.bound else 0.0
-
 
 def search_plan(workload: Workload, budget: int | None = None, *, coalesce: int = 8) -> PlannedStep:
     """Return the shortest plan that is found for `workload`; of equally short ones that with the least memory.
