@@ -28,7 +28,7 @@ class Fuzzer:
         self.how, self.ranks = how, Ranks(world_size, folder, LIMITS[how], "spawn")
         self.invalid = 0
 
-    def failure(self, case: Case, fsdp2: bool = False) -> str | None:
+    def failure(self, case: Case) -> str | None:
         """What goes wrong, or None."""
         from .run import INVALID, attempt
 
@@ -37,7 +37,7 @@ class Fuzzer:
             self.ranks.run(attempt, Case(), "eager")
             self.ranks.limit = LIMITS[self.how]
         try:
-            found = self.ranks.run(attempt, case, "eager" if fsdp2 else self.how, fsdp2)
+            found = self.ranks.run(attempt, case, self.how)
         except RanksFailed as error:
             return str(error)
         raised = ["Traceback" in str(text) for text in found]
@@ -91,7 +91,6 @@ def main() -> int:
                     case = fuzzer.shrunk(case, failure)
                     failure = fuzzer.failure(case) or failure
                     print(f"smaller:\n    {case}\n{failure}", flush=True)
-                    print(f"FSDP2: {fuzzer.failure(case, True)}", flush=True)
                 fuzzer.ranks.stop()
         fuzzer.ranks.stop()
     seconds = time.monotonic() - begin

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from fsdp_compile import FSDPModule, ModuleWrapPolicy, Wire, fully_shard
+from fsdp_compile import ModuleWrapPolicy, Wire, fully_shard
 from fsdp_compile.core.sharding import units_gathered_below
 
 from .cases import Case, Step, nodes_of
@@ -42,13 +42,13 @@ class InvalidCase(Exception):
     """The unsharded model cannot run the case either."""
 
 
-def compare(rank: int, case: Case, how: str, fsdp2: bool = False) -> str | None:
+def compare(rank: int, case: Case, how: str) -> str | None:
     """The first difference from the unsharded model, or None, or INVALID. Raises what the sharded model raises."""
     reference, model = build(case), build(case)
     if case.order == "tree":
         alone: Any = _shard(case, reference, _alone())
         reference = alone
-    run = _shard_by_fsdp2(case, model) if fsdp2 else _shard(case, model)
+    run = _shard(case, model)
     if how != "eager":
         run = torch.compile(_caller(case, model), backend=JointPasses() if how == "joint" else how)
     try:
@@ -66,10 +66,10 @@ def _caller(case: Case, model: Model) -> Callable[[Tensor], Any]:
     return callers[case.caller]
 
 
-def attempt(rank: int, case: Case, how: str, fsdp2: bool = False) -> str | None:
+def attempt(rank: int, case: Case, how: str) -> str | None:
     """As `compare`; what it raises, as text."""
     try:
-        return compare(rank, case, how, fsdp2)
+        return compare(rank, case, how)
     except Exception:
         return traceback.format_exc()
 
@@ -128,22 +128,6 @@ def _precision(case: Case) -> MixedPrecision | None:
     return MixedPrecision(param_dtype=dtypes[0], reduce_dtype=dtypes[1]) if any(dtypes) else None
 
 
-def _shard_by_fsdp2(case: Case, model: Model) -> nn.Module:
-    """The same by torch's `fully_shard`, where it can be expressed."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-    from torch.distributed.fsdp import fully_shard as torch_fully_shard
-
-    options: dict[str, Any] = {"reshard_after_forward": case.reshard or case.strategy == "FULL_SHARD"}
-    if case.replicas > 1:
-        options["mesh"] = _mesh(case.replicas)
-    precision = _precision(case)
-    if precision is not None:
-        options["mp_policy"] = MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype)
-    for module in model.to_shard if case.wrap != "none" else ():
-        torch_fully_shard(module, **options)
-    return torch_fully_shard(model, **options)
-
-
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
@@ -188,7 +172,7 @@ class Comparison:
         failed = self.run is not self.model and any(step.before == "failed backward" for step in self.case.steps)
         if failed or any(node.gate == "accumulating" for node in nodes_of(self.case.nodes)):
             return  # a compiled backward that failed leaves what it has until its graph goes
-        for unit in units_gathered_below(self.model) if isinstance(self.model, FSDPModule) else ():
+        for unit in units_gathered_below(self.model):
             buffers = [buffer for gathered in unit.awaiting_backward for buffer in gathered.buffers]
             is_left = unit.unsharded_params is not None or not all(each.is_free or each.is_shard for each in buffers)
             if is_left or unit.kept or unit.prefetched:
@@ -336,7 +320,7 @@ class Comparison:
     @contextmanager
     def _sync(self, syncs: bool) -> Iterator[None]:
         model: Any = self.model
-        if self.case.no_sync and hasattr(model, "no_sync"):
+        if self.case.no_sync:
             with nullcontext() if syncs else model.no_sync():
                 yield
         else:

@@ -18,7 +18,7 @@ from models import MODELS, MODULES, Case, Routed, mlp, part, squared_error, vect
 from torch import Tensor, nn
 from torch.utils import checkpoint as activations
 
-from fsdp_compile import FSDPModule, fully_shard, mean_over_ranks, microbatch_seed
+from fsdp_compile import FSDPModule, checkpoint, compile_step, fully_shard, mean_over_ranks, microbatch_seed
 from fsdp_compile.core.sharding import clean_name
 from fsdp_compile.optim import by_owner
 from fsdp_compile.reproducibility import hash_of
@@ -164,6 +164,49 @@ def trained(
     stepping = optimizers(model, optimizer)
     seen = train(case, group, how, model, stepping, range(steps), microbatches)
     return model.fingerprint(), seen, fingerprint_of_state(model, stepping, group)
+
+
+def stepped(
+    group: Any, options: dict[str, Any], backend: str = "eager", microbatches: int = MICROBATCHES, **sharding: Any
+) -> str:
+    """The parameters after whole steps; with several microbatches `update_in_backward` is left out, which refuses."""
+    case, ranks, rank = CASES["mlp"], dist.get_world_size(group), dist.get_rank(group)
+    torch.manual_seed(0)
+    model = fully_shard(case.build(), reduction_order="tree", **sharding)
+    optimizer, accumulate = torch.optim.AdamW(model.parameters(), lr=0.01), microbatches // ranks
+    chosen = options if accumulate == 1 or "update_in_backward" not in options else {}
+    step = compile_step(model, optimizer, F.mse_loss, accumulate=accumulate, backend=backend, **chosen)
+    for number in range(STEPS):
+        inputs, targets = part(case.batch(number, 2 * microbatches), rank, ranks)
+        step(inputs, target=targets)
+    return model.fingerprint()
+
+
+def resized(
+    rank: int, folder: str, worlds: tuple[int, ...], optimizer: str, how: str, steps: int, microbatches: int
+) -> None:
+    """A run that is stopped and continued, some steps on each number of ranks, is that of all ranks all along."""
+    case, groups = CASES["gpt"], {ranks: first(ranks) for ranks in sorted(set(worlds))}
+    expected, seen, state_of = trained(case, None, how, optimizer, steps * len(worlds), microbatches)
+    torch._dynamo.reset()
+    for number, ranks in enumerate(worlds):
+        group = groups[ranks]
+        if rank < ranks:
+            torch.manual_seed(number)
+            model = fully_shard(case.build(), reduction_order="tree", process_group=group)
+            stepping = optimizers(model, optimizer)
+            state = {"model": model, **{f"optimizer {index}": each for index, each in enumerate(stepping)}}
+            if number:
+                checkpoint.load(state, folder, process_group=group)
+            now = range(steps * number, steps * (number + 1))
+            found = train(case, group, how, model, stepping, now, microbatches)
+            assert found == seen[2 * now.start : 2 * now.stop], f"{ranks} ranks, steps {now}"
+            checkpoint.save(state, folder, number, process_group=group)
+            torch._dynamo.reset()
+        dist.barrier()
+    if rank < worlds[-1]:
+        assert model.fingerprint() == expected
+        assert fingerprint_of_state(model, stepping, groups[worlds[-1]]) == state_of
 
 
 def fingerprint_of_state(model: nn.Module, stepped: Iterable[torch.optim.Optimizer], group: Any) -> dict[str, Any]:

@@ -46,6 +46,7 @@ TWO = Case(lambda: mlp(2), vectors, squared_error)
 # --- as one process that plays all ranks ------------------------------------------------------------------------------
 
 BLOCK, LAYER = Node("mlp", unit=True), Node()
+PARAMETRIZED = Node("conv", size=7)  # while it runs
 CHECKPOINTS = ("reentrant", "non-reentrant")
 OUTPUTS = ("tuple", "dict", "dataclass", "view")
 BETWEEN = ("eval", "abandon", "failed forward", "failed backward", "deepcopy", "data", "summon", "functional call",
@@ -79,9 +80,16 @@ WAYS: dict[str, Way] = {
         steps=tuple(Step(before=what) for what in ("", "freeze", "freeze", "thaw")),
     ),
     "run twice, without gradients, of odd shapes": Way(
-        (replace(BLOCK, times=2), replace(BLOCK, gate="no_grad"), Node("scale", unit=True), Node("scale"), LAYER),
+        (
+            replace(BLOCK, times=2),
+            replace(BLOCK, gate="no_grad"),
+            Node("scale", unit=True),
+            Node("scale"),
+            LAYER,
+            Node("recurrent", unit=True),
+        ),
         forward_prefetch=True,
-        steps=(Step((False, True)), Step(), Step()),
+        steps=(Step((False, True)), Step(before="deepcopy"), Step()),
     ),
     "outputs": Way(tuple(replace(BLOCK, out=out) for out in OUTPUTS), out="dataclass", steps=(Step(), Step())),
     "views changed in place": Way(
@@ -96,7 +104,9 @@ WAYS: dict[str, Way] = {
     **{
         f"checkpoints of units, prefetch {prefetch}": Way(
             tuple(
-                _nest(replace(BLOCK, checkpoint=inner, times=2), LAYER, checkpoint=outer)
+                _nest(
+                    replace(BLOCK, checkpoint=inner, times=2), replace(PARAMETRIZED, checkpoint=inner), checkpoint=outer
+                )
                 for outer, inner in product(CHECKPOINTS, repeat=2)
             ),
             backward_prefetch=prefetch,

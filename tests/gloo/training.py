@@ -17,9 +17,6 @@ from torch.distributed.fsdp import ShardingStrategy
 from fsdp_compile import fully_shard
 from fsdp_compile.core.sharding import clean_name
 from fsdp_compile.core.unit import Unit, unit_of
-from fsdp_compile.eager.forward_pass import ForwardPass
-from fsdp_compile.eager.unsharded import UnshardedUnit
-from fsdp_compile.edits.writeback import refresh
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
@@ -100,16 +97,8 @@ def units(model: nn.Module) -> list[Unit]:
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the full parameters by name, gathered from all ranks."""
-    full: dict[nn.Parameter, Tensor] = {}
-    runtime = next((module._fsdp_runtime for module in model.modules() if hasattr(module, "_fsdp_runtime")), None)
-    with torch.no_grad():  # parameters without elements may belong to no unit
-        for unit in units(model):
-            refresh(unit)
-            gathered = UnshardedUnit(unit, True, ForwardPass(runtime))
-            gathered.pre_forward(None, is_alone=True)
-            gathered.hide()
-            full.update((param, view.clone()) for param, view in zip(unit.params, gathered.views, strict=True))
-    return {name: full.get(param, param.detach()) for name, param in model.named_parameters()}
+    found = {name: param.detach() for name, param in model.named_parameters()}
+    return {name: p.full_tensor() if isinstance(p, ShardedTensor) else p.clone() for name, p in found.items()}
 
 
 def stored_here(param: nn.Parameter, full: Tensor) -> Tensor | None:

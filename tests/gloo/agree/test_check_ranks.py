@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from models import Ordered
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -24,24 +25,10 @@ from .test_order import _watching
 X = torch.ones(2, 4)
 
 
-class _Ordered(nn.Module):
-    """Runs some of three layers in some order; its graph without gradients has products alone, no kernel to build."""
-
-    def __init__(self, order: tuple[int, ...], width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, width if i == 1 else 4) for i in range(3))
-        self.order = order
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index in self.order:
-            x = self.layers[index](x)[:, :4]
-        return x
-
-
-def _evaluate(order: tuple[int, ...], width: int = 4, timeout: float = 60.0, **options: Any) -> Tensor:
+def _evaluate(order: tuple[int, ...], timeout: float = 60.0, **options: Any) -> Tensor:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = fully_shard(_Ordered(order, width), auto_wrap_policy={nn.Linear}, **options)
+    model = fully_shard(Ordered(order, width=4), auto_wrap_policy={nn.Linear}, **options)
     run = torch.compile(model, fullgraph=True, backend=fsdp_compile_backend, options={"check_ranks_timeout": timeout})
     with torch.no_grad():
         return run(X)
@@ -75,7 +62,7 @@ def test_different_graphs(rank: int) -> None:
 def _come_late(rank: int) -> float:
     before = time.monotonic()
     missing = (
-        r"compiled forward: .* no sign of rank 1 for 1 s, while rank 0 was about to run _Ordered with .* and \d+ more"
+        r"compiled forward: .* no sign of rank 1 for 1 s, while rank 0 was about to run Ordered with .* and \d+ more"
     )
     os.environ["FSDP_COMPILE_CHECK_RANKS_TIMEOUT"] = ["1", "60"][rank]
     store = dist.distributed_c10d._get_default_store()
@@ -109,7 +96,7 @@ def _run_others(rank: int) -> float:
     waited = 0.0
     for other, expected in (("eager", r"the all-gather of .*"), ("graph", GRAPH)):
         torch._dynamo.reset()
-        model: Any = fully_shard(_Ordered((0, 1), 4), auto_wrap_policy={nn.Linear}, process_group=dist.new_group())
+        model: Any = fully_shard(Ordered((0, 1), width=4), auto_wrap_policy={nn.Linear}, process_group=dist.new_group())
         run = torch.compile(model, fullgraph=True, backend=fsdp_compile_backend)
         with torch.no_grad():
             run(X)

@@ -2,21 +2,18 @@
 
 import copy
 import gc
-import os
 import re
-import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from models import Ordered
+from torch import nn
 
 from fsdp_compile import MixedPrecision, ShardingStrategy, fully_shard, summon_full_params
 from fsdp_compile.comm import comparison
@@ -39,18 +36,9 @@ def _sharded(seed: int = 0, width: int = 4, turned: bool = False, **options: obj
     return fully_shard(_model(seed, width, turned), auto_wrap_policy={nn.Linear}, **options)  # type: ignore[arg-type]  # options of a row
 
 
-class _Chosen(nn.Module):
-    """Equal blocks, run in a given order."""
-
-    def __init__(self, order: tuple[int, ...]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers, self.order = nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), order
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index in self.order:
-            x = self.layers[index](x)
-        return x
+def _ordered(*order: int) -> nn.Module:
+    torch.manual_seed(0)
+    return fully_shard(Ordered(order), auto_wrap_policy={nn.Linear})
 
 
 Make = Callable[[], nn.Module]
@@ -75,6 +63,11 @@ DIFFERENT: dict[str, tuple[Make, Make, str]] = {  # what rank 0 and rank 1 have,
         lambda: _sharded(mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16)),
         r"rank 0: .*reduced as torch.float32; rank 1: .*reduced as torch.bfloat16",
     ),
+    "wire": (
+        lambda: _sharded(wire="int8"),
+        lambda: _sharded(wire="fp8"),
+        r"rank 0: 0 \(Linear, FULL_SHARD\): .*int8.*; rank 1: 0 \(Linear, FULL_SHARD\): .*fp8",
+    ),
     "values": (
         lambda: _sharded(seed=0, sharding_strategy=Kind.NO_SHARD),
         lambda: _sharded(seed=1, sharding_strategy=Kind.NO_SHARD),
@@ -86,8 +79,8 @@ DIFFERENT: dict[str, tuple[Make, Make, str]] = {  # what rank 0 and rank 1 have,
         r"ranks: expected all of them to run the same program, found rank 0: eager forward \(Seq.*; rank 1: compiled ",
     ),
     "order": (
-        lambda: fully_shard(_Chosen((0, 1)), auto_wrap_policy={nn.Linear}),
-        lambda: fully_shard(_Chosen((1, 0)), auto_wrap_policy={nn.Linear}),
+        lambda: _ordered(0, 1),
+        lambda: _ordered(1, 0),
         r"order of units: .* rank 0: all-gather of layers.0 \(Linear.*\); rank 1: all-gather of layers.1 \(.*; let",
     ),
 }
@@ -234,45 +227,6 @@ def test_groups_come_and_go() -> None:
         del model, group, groups, states
         gc.collect()
         assert not any(state() for state in left)
-
-
-_FORKS = """
-import os, sys, torch, torch.distributed as dist
-from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from fsdp_compile import fully_shard
-
-def train():
-    torch.manual_seed(0)
-    model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), auto_wrap_policy={nn.Linear})
-    model(torch.ones(2, 8)).square().sum().backward()
-    return torch.cat([param.grad.full_tensor().flatten() for param in model.parameters()])
-
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-train()
-children = []
-for rank in range(2):
-    children.append(os.fork())
-    if not children[-1]:
-        dist.destroy_process_group()
-        dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
-        torch.manual_seed(0)
-        plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        plain(torch.ones(2, 8)).square().sum().backward()
-        torch.testing.assert_close(train(), torch.cat([param.grad.flatten() for param in plain.parameters()]))
-        dist.destroy_process_group()
-        os._exit(0)
-sys.exit(any(os.waitpid(child, 0)[1] for child in children))
-"""
-
-
-@pytest.mark.nightly
-def test_forked_ranks(tmp_path: Path) -> None:
-    """Ranks that are forks of a process that had a group of its own know nothing of that one."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-c", _FORKS, str(tmp_path / "rendezvous")]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr[-4000:]
 
 
 @on_ranks(2)

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from models import Ordered
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -156,7 +157,7 @@ def test_an_operator_on_one_rank(rank: int) -> None:
 @on_ranks(2)
 def test_all_ranks_leave_out_a_unit(rank: int) -> None:
     """Ranks that all depart from the first step's order in the same way go on, with the gradients of an unsharded
-    model; a step in that order compares nothing.
+    model, None where no loss uses a unit (E-NONE-3); a step in that order compares nothing.
     """
     for strategy in ("FULL_SHARD", "NO_SHARD"):
         model, reference = _model(strategy), _Model()
@@ -178,29 +179,16 @@ def test_all_ranks_leave_out_a_unit(rank: int) -> None:
 # --- units, graphs and models that are alike --------------------------------------------------------------------------
 
 
-class _Ways(nn.Module):
-    """Runs some of its layers, all of one size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.way = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), (0, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index in self.way:
-            x = self.layers[index](x)
-        return x
-
-
-def _other_way(rank: int, runs: list[Any], models: list[_Ways]) -> Tensor:
-    models[0].way = ((0, 1), (0, 2))[rank]
+def _other_way(rank: int, runs: list[Any], models: list[Ordered]) -> Tensor:
+    models[0].order = ((0, 1), (0, 2))[rank]
     return runs[0](_batch(0))
 
 
-def _other_model(rank: int, runs: list[Any], models: list[_Ways]) -> Tensor:
+def _other_model(rank: int, runs: list[Any], models: list[Ordered]) -> Tensor:
     return runs[rank](_batch(0))
 
 
-def _no_backward(rank: int, runs: list[Any], models: list[_Ways]) -> Tensor:
+def _no_backward(rank: int, runs: list[Any], models: list[Ordered]) -> Tensor:
     output = runs[0](_batch(0))
     if rank == 0:
         output.sum().backward()
@@ -221,7 +209,7 @@ def test_what_is_alike_is_not_mixed_up(rank: int, how: str, grad: bool) -> None:
     for differ in (_other_way, _other_model, *([_no_backward] if grad else [])):
         torch._dynamo.reset()
         KEPT.append(dist.new_group(timeout=timedelta(seconds=100)))
-        models = [_Ways(), _Ways()]
+        models = [Ordered((0, 1)), Ordered((0, 1))]
         for model in models:
             for module in (*model.layers, model):
                 fully_shard(module, process_group=KEPT[-1])
@@ -230,7 +218,7 @@ def test_what_is_alike_is_not_mixed_up(rank: int, how: str, grad: bool) -> None:
             for run in runs * 2:
                 for model in models:
                     for way in ((0, 1), (0, 2)):
-                        model.way = way
+                        model.order = way
                         output = run(_batch(0))
                         if grad:
                             output.sum().backward()

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import compile_step, fully_shard
 
-from ..comm.test_communication import _spied
 from ..ranks import Ranks, on_ranks
-from ..training import executor, full_parameters
+from ..training import assert_same_gradients, assert_same_parameters, executor
+from ..wire import wire
 
 LATE = pytest.mark.nightly
 late = lambda *values: [pytest.param(value, marks=LATE) for value in values]  # noqa: E731
@@ -76,15 +76,6 @@ def _loss(model: Any, seed: int, rank: int, uses: bool) -> Tensor:
     return loss
 
 
-def _assert_same(model: nn.Module, reference: nn.Module, when: str) -> None:
-    for name, expected in reference.named_parameters():
-        found = model.get_parameter(name).grad
-        assert (found is None) == (expected.grad is None), f"{when}: gradient of {name}: {found}"
-        if found is not None:
-            full = found.full_tensor() if hasattr(found, "full_tensor") else found
-            torch.testing.assert_close(full, expected.grad, msg=lambda text, name=name: f"{when}: {name}: {text}")
-
-
 def _models(kind: str = "", **options: Any) -> tuple[Any, Any, list[torch.optim.Optimizer]]:
     models = []
     for _ in range(2):
@@ -118,13 +109,11 @@ def _train(rank: int, pattern: str, how: str, kind: str, microbatches: int, opti
             for each in ranks:
                 (_loss(reference, number, each, uses(each, number)) / microbatches / len(ranks)).backward()
             number += 1
-        _assert_same(model, reference, f"step {step}")
+        assert_same_gradients(model, reference)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=step != 1)  # zeros stay where nothing is used
-    full = full_parameters(model)
-    for name, expected in reference.named_parameters():
-        torch.testing.assert_close(full[name], expected.data, msg=lambda text, name=name: f"{name}: {text}")
+    assert_same_parameters(model, reference)
 
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -180,9 +169,7 @@ def _step_in_backward(rank: int, how: str, all_used: bool) -> None:
         step(torch.randn(4, 6), uses)
         adamw.step()
         adamw.zero_grad()
-        full = full_parameters(model)
-        for name, expected in reference.named_parameters():
-            torch.testing.assert_close(full[name], expected.data, msg=lambda text, name=name: f"{name}: {text}")
+        assert_same_parameters(model, reference)
     for one, other in zip(reference.parameters(), model.parameters(), strict=True):
         assert bool(adamw.state[one]) == bool(ours.state[other])
 
@@ -212,7 +199,7 @@ def test_collectives(rank: int, how: str) -> None:
         model = _sharded(_Model("all used"), find_unused_parameters=finds)
         run = _run(model, how)
         for number in range(4):
-            with _spied() as calls:
+            with wire() as calls:
                 _loss(run, number, rank, uses=True).backward()
             asked[finds, number] = [call.kind for call in calls].count("all_reduce")
     assert [asked[None, number] for number in range(4)] == [1, 1, 0, 0]
@@ -225,7 +212,7 @@ def test_staying_on(rank: int) -> None:
     """Where one rank has left something out in the second pass, all ranks go on to say what they use."""
     model = _sharded(_Model("all used"))
     for number in range(6):
-        with _spied() as calls:
+        with wire() as calls:
             _loss(model, number, rank, uses=rank != 1 or number != 1).backward()
         assert [call.kind for call in calls].count("all_reduce") == 1, number
     unused = _loss(model, 6, rank, uses=False)
@@ -338,7 +325,7 @@ def test_for_some_parameters(rank: int) -> None:
                 loss = _loss(reference, number, each, uses(each, number)) / dist.get_world_size()
                 used = chosen[0] if uses(each, number) else chosen[0][1:]
                 loss.backward(inputs=used)
-            _assert_same(model, reference, f"pass {number}")
+            assert_same_gradients(model, reference)
         (grad,) = torch.autograd.grad(_loss(model, 3, rank, uses=False), [model.blocks[1].extra.weight])
         assert not grad.full_tensor().any()
 
@@ -375,7 +362,7 @@ def test_backward_passes_within_a_backward_pass(rank: int) -> None:
             for each in range(dist.get_world_size()):
                 loss = reference(batches[each], PATTERNS[pattern](each, number)).square().mean()
                 (loss / dist.get_world_size()).backward()
-            _assert_same(model, reference, f"{pattern}, pass {number}")
+            assert_same_gradients(model, reference)
 
 
 @pytest.mark.parametrize("how", ["eager", "aot_eager", *late("block aot_eager")])
@@ -392,4 +379,4 @@ def test_two_forwards_in_a_backward(rank: int, how: str) -> None:
             for each in range(dist.get_world_size()):
                 losses = _loss(reference, number, each, uses=False) + _loss(reference, number + 1, each, uses=second)
                 (losses / dist.get_world_size()).backward()
-            _assert_same(model, reference, f"{number}, second {second}")
+            assert_same_gradients(model, reference)

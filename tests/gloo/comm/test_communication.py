@@ -1,92 +1,27 @@
 """What goes over the wire, how long full parameters live, and what activation checkpointing changes: nothing."""
 
-import copy
 import gc
-import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import MODELS, Case, checkpointed, squared_error, vectors
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_compile import checkpoint, export
-from fsdp_compile.comm import collectives
 
 from ..ranks import on_ranks
-from ..training import (
-    OPTIMIZERS,
-    assert_bitwise,
-    backward,
-    executor,
-    follow,
-    local,
-    mine,
-    reference_and_model,
-    shard,
-    units,
-)
+from ..training import OPTIMIZERS, assert_bitwise, backward, executor, local, mine, shard, units
+from ..wire import per_unit, soon, wire
 
 MLP = MODELS["mlp"]
 both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager"])
 compiled_late = pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 sharded = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-
-
-# --- seeing collectives -----------------------------------------------------------------------------------------------
-
-
-class _Call(NamedTuple):
-    """A collective that ran."""
-
-    kind: str  # gather, reduce or all_reduce
-    numel: int  # of the unit's full buffer; blocks share one size, the root has another
-    result: int  # address of the result's storage
-    gathered: StorageWeakRef | None  # the storage that an all-gather filled
-
-
-@contextmanager
-def _spied() -> Iterator[list[_Call]]:
-    """Record the collectives that run inside."""
-    calls: list[_Call] = []
-
-    def spy(name: str, kind: str, sizes: Callable[..., int]) -> Any:
-        original = getattr(collectives, name)
-
-        def spying(*args: Any) -> Any:
-            out = original(*args)
-            written = out[0] if isinstance(out, tuple) else out if out is not None else args[0]
-            storage = written.untyped_storage()
-            made = StorageWeakRef(storage) if name == "start_all_gather" else None
-            calls.append(_Call(kind, sizes(*args), storage.data_ptr(), made))
-            return out
-
-        return mock.patch.object(collectives, name, spying)
-
-    with (
-        spy("start_all_gather", "gather", lambda full, *_: full.numel()),
-        spy("start_reduce_scatter", "reduce", lambda full, *_: full.numel()),
-        spy("start_all_reduce", "all_reduce", lambda full, *_: full.numel()),
-    ):
-        yield calls
-
-
-def _per_unit(model: nn.Module, calls: list[_Call], kind: str) -> list[int]:
-    """How often the root, and how often on average each block, was gathered or reduced."""
-    counts = Counter(call.numel for call in calls if call.kind == kind)
-    sizes = Counter(unit.flats[0].layout.numel for unit in units(model))
-    assert counts.keys() <= sizes.keys() and all(count % sizes[numel] == 0 for numel, count in counts.items()), counts
-    return [counts[numel] // sizes[numel] for numel in sizes]
 
 
 # --- collectives and memory -------------------------------------------------------------------------------------------
@@ -106,12 +41,12 @@ def test_collectives_per_step(strategy: str, gathers: list, reduces: list, all_r
     model = shard(MLP, strategy)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     for seed in range(4):
-        with _spied() as calls:
+        with wire() as calls:
             backward(model, MLP, mine(MLP, seed))
             optimizer.step()
             optimizer.zero_grad()
         if seed > 1:  # before, ranks also ask whether one leaves something out (test_unused.py)
-            found = [_per_unit(model, calls, kind) for kind in ("gather", "reduce", "all_reduce")]
+            found = [per_unit(model, calls, kind) for kind in ("gather", "reduce", "all_reduce")]
             assert found == [gathers, reduces, all_reduces]
 
 
@@ -128,54 +63,6 @@ def test_nothing_that_gloo_copies(how: str) -> None:
     assert kinds == {"gloo:broadcast", "gloo:all_to_all"}
 
 
-def _gathered_bytes(calls: list[_Call]) -> Counter[int]:
-    """Bytes that are left of what all-gathers made, by the size of the unit's full buffer in elements."""
-    nbytes: Counter[int] = Counter()
-    seen = set()
-    for call in calls:
-        if call.gathered is not None and call.gathered.cdata not in seen:
-            seen.add(call.gathered.cdata)
-            alive = torch.UntypedStorage._new_with_weak_ptr(call.gathered.cdata)
-            nbytes[call.numel] += alive.nbytes() if alive is not None else 0
-    return nbytes
-
-
-def _soon(holds: Callable[[], bool]) -> bool:
-    """Whether `holds` within two seconds: gloo's threads drop tensors a moment after the collective has ended."""
-    deadline = time.monotonic() + 2.0
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return holds()
-
-
-def _assert_freed(calls: list[_Call], when: str) -> None:
-    """Nothing is left of what all-gathers made."""
-    assert _soon(lambda: _gathered_bytes(calls).total() == 0), f"kept {when}: {_gathered_bytes(calls)} bytes"
-
-
-class _Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(7, 5, num_layers=2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rnn(x[:, None])[0][:, 0]
-
-
-@sharded
-@on_ranks(2)
-def test_recurrent_modules_keep_nothing(strategy: str) -> None:
-    """The list of weights that an LSTM has of its own keeps no full parameter; it trains as unsharded."""
-    case = Case(_Recurrent, vectors, squared_error)
-    reference, model = reference_and_model(case, strategy)
-    for _ in range(2):
-        with _spied() as calls, torch.no_grad():
-            model(mine(case, 1)[0])
-        _assert_freed(calls, "after a forward without gradients")
-        follow(model, reference, case)
-    follow(copy.deepcopy(model), copy.deepcopy(reference), case)
-
-
 @compiled_late
 @on_ranks(2)
 def test_gradients_are_not_copied(how: str) -> None:
@@ -184,9 +71,9 @@ def test_gradients_are_not_copied(how: str) -> None:
         case = MODELS[name]
         model = shard(case)
         run = executor(model, how)
-        with _spied() as calls:
+        with wire() as calls:
             backward(run, case, mine(case, 1))
-        reduced = {call.result for call in calls if call.kind == "reduce"}
+        reduced = {call.address for call in calls if call.kind == "reduce"}
         for unit in units(model):
             storages = {local(p.grad).untyped_storage().data_ptr() for p in unit.params if p.grad is not None}
             trained = any(p.requires_grad for p in unit.params)
@@ -229,7 +116,7 @@ def test_what_a_model_leaves(how: str, strategy: str, tmp_path: Path) -> None:
     torch._dynamo.reset()
     gc.collect()
     assert not any(unit() for unit in left), "units are left"
-    assert _soon(lambda: all(shard.expired() for shard in shards)), "shards are left"
+    assert soon(lambda: all(shard.expired() for shard in shards)), "shards are left"
 
 
 def _threads_of_gloo() -> int:
@@ -258,10 +145,10 @@ def test_checkpointing(where: str, how: str, strategy: str) -> None:
     run = executor(model, how)
     for seed in (1, 2):
         backward(expected, plain, mine(plain, seed))
-        with _spied() as calls:
+        with wire() as calls:
             backward(run, case, mine(case, seed))
         assert_bitwise(model, expected, f"pass {seed}")
-    gathers, reduces = _per_unit(model, calls, "gather"), _per_unit(model, calls, "reduce")
+    gathers, reduces = per_unit(model, calls, "gather"), per_unit(model, calls, "reduce")
     assert all(count <= 2 for count in gathers), gathers
     assert all(count == 1 for count in reduces), reduces
     # Without our passes a traced region gathers again; tests/fake/test_checkpoints.py has them.

@@ -1,7 +1,5 @@
 """Means over ranks: float16 without overflow, hybrid sharding, dtypes of reduced gradients."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 import torch.distributed as dist
 from models import MODELS, seeded
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from fsdp_compile import fully_shard
@@ -21,7 +20,7 @@ from fsdp_compile.eager.reduce import reduce_gradients
 
 from ..ranks import Ranks, on_ranks
 from ..training import assert_same_gradients, backward, build, executor, local, mine, shard, whole
-from .test_communication import _spied
+from ..wire import wire
 
 MLP = MODELS["mlp"]
 HYBRID = ShardingStrategy.HYBRID_SHARD
@@ -84,13 +83,12 @@ def test_compiled_means_equal_eager_ones(rank: int, compute: torch.dtype, dtype:
     """
     grads = torch.randn(2, 64, generator=seeded(rank))
     precision = MixedPrecision(param_dtype=compute, reduce_dtype=dtype)
-    with _two_by_two() as groups:
-        means = []
-        for how in ("eager", "inductor"):
-            chosen = {"process_group": groups, "sharding_strategy": HYBRID} if hybrid else {}
-            model = fully_shard(_Scaled(64, 64), mixed_precision=precision, **chosen)
-            executor(model, how)(*grads.to(compute)).backward()
-            means.append([local(p.grad).to(dtype) for p in model.parameters()])
+    chosen = {"mesh": init_device_mesh("cpu", (2, 2)), "sharding_strategy": HYBRID} if hybrid else {}
+    means = []
+    for how in ("eager", "inductor"):
+        model = fully_shard(_Scaled(64, 64), mixed_precision=precision, **chosen)
+        executor(model, how)(*grads.to(compute)).backward()
+        means.append([local(p.grad).to(dtype) for p in model.parameters()])
     for eager, compiled in zip(*means, strict=True):
         assert torch.equal(eager, compiled)
 
@@ -98,41 +96,29 @@ def test_compiled_means_equal_eager_ones(rank: int, compute: torch.dtype, dtype:
 # --- hybrid -----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _two_by_two() -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
-    """(shard group, replica group) of this rank: 0 and 1 share a copy, 2 and 3 another."""
-    shards = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    copies = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    rank = dist.get_rank()
-    yield shards[rank // 2], copies[rank % 2]  # this rank is in both
-    for group in (shards[rank // 2], copies[rank % 2]):
-        dist.destroy_process_group(group)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @on_ranks(4)
 def test_hybrid_reduces_shards_over_replicas(rank: int, dtype: torch.dtype) -> None:
     """Hybrid: a reduce-scatter among the ranks of a copy, then only the shard is averaged over copies (E-PG-13)."""
-    with _two_by_two() as (group, replicas):
-        weight = nn.Parameter(torch.zeros(37))
-        precision = MixedPrecision(reduce_dtype=dtype)
-        settings = Settings(ShardingStrategy.HYBRID_SHARD, Groups.of(group, replicas), precision=precision)
-        unit = Unit([[("weight", weight)]], settings, device=weight.device)
-        (flat,) = unit.flats
-        grad = torch.arange(37.0) + 25000.0 * (dtype == torch.float16) + rank
-        with _spied() as calls, torch.no_grad():
-            (shard_grad,) = reduce_gradients(unit, unit.flats, [grad])
-            assert shard_grad is not None
-            flat.reduction.wait()
-        assert [(call.kind, call.numel) for call in calls] == [
-            ("reduce", flat.layout.numel),
-            ("all_reduce", flat.layout.shard_numel),
-        ]
-        (part,) = flat.split(shard_grad)
-        record = unit.records[0]
-        assert part is not None and record is not None and shard_grad.dtype == torch.float32
-        expected = (torch.arange(37.0) + 25000.0 * (dtype == torch.float16) + 1.5)[record.first : record.last + 1]
-        torch.testing.assert_close(part, expected, rtol=1e-3 if dtype == torch.float16 else 1e-6, atol=0)
+    mesh, weight = init_device_mesh("cpu", (2, 2)), nn.Parameter(torch.zeros(37))
+    groups = Groups.of(mesh.get_group(1), mesh.get_group(0))
+    settings = Settings(HYBRID, groups, precision=MixedPrecision(reduce_dtype=dtype))
+    unit = Unit([[("weight", weight)]], settings, device=weight.device)
+    (flat,) = unit.flats
+    expected = torch.arange(37.0) + 25000.0 * (dtype == torch.float16)
+    with wire() as calls, torch.no_grad():
+        (shard_grad,) = reduce_gradients(unit, unit.flats, [expected + rank])
+        assert shard_grad is not None
+        flat.reduction.wait()
+    assert [(call.kind, call.numel) for call in calls] == [
+        ("reduce", flat.layout.numel),
+        ("all_reduce", flat.layout.shard_numel),
+    ]
+    (part,) = flat.split(shard_grad)
+    record = unit.records[0]
+    assert part is not None and record is not None and shard_grad.dtype == torch.float32
+    here = (expected + 1.5)[record.first : record.last + 1]
+    torch.testing.assert_close(part, here, rtol=1e-3 if dtype == torch.float16 else 1e-6, atol=0)
 
 
 # --- dtypes -----------------------------------------------------------------------------------------------------------

@@ -1,19 +1,16 @@
 """Gradients over several backward passes: `no_sync`, clearing in between, and what must not be stepped with."""
 
 import gc
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from models import MODELS, vectors
+from models import MODELS, Case, mlp, squared_error, vectors
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision
 
-from fsdp_compile import fully_shard
-
-from ..comm.test_communication import _assert_freed, _spied
 from ..ranks import NIGHTLY, on_ranks
 from ..training import (
     OPTIMIZERS,
@@ -28,56 +25,41 @@ from ..training import (
     units,
     whole,
 )
+from ..wire import assert_freed, wire
 
 MLP = MODELS["mlp"]
+SMALL = Case(lambda: mlp(1), vectors, squared_error)
 all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 
 
-@pytest.mark.parametrize("pattern", ["ns", "nnns", "sns", "snnsns", "ss"])
+@pytest.mark.parametrize(
+    ("pattern", "how"),
+    [*((pattern, "eager") for pattern in ("ns", "nnns", "sns", "snnsns", "ss")), ("snns", "aot_eager")],
+)
 @all_strategies
 @on_ranks(2)
-def test_patterns(pattern: str, strategy: str) -> None:
+def test_patterns(pattern: str, how: str, strategy: str) -> None:
     """Backward passes with (s) and without (n) reduce, in any order, add up to the unsharded gradient.
 
-    Nothing is sent without. E-ACC-1..4, E-RED-4.
+    Nothing is sent without, and once for each unit with; nothing is compiled again. E-ACC-1..4, E-COMP-8, E-RED-4.
     """
     reference, model = reference_and_model(MLP, strategy)
+    run = executor(model, how)
     optimizers = [OPTIMIZERS["momentum"](each.parameters()) for each in (reference, model)]
     for first in (0, 10):  # two rounds: nothing of the first is left in the second
         for seed, letter in enumerate(pattern, first):
-            with model.no_sync() if letter == "n" else nullcontext(), _spied() as calls:
-                backward(reference, MLP, whole(MLP, seed))
-                backward(model, MLP, mine(MLP, seed))
-            # one number: ranks agree on whether what an earlier backward kept is current
-            reduced = any(call.kind != "gather" and call.numel > 1 for call in calls)
-            assert reduced == (letter == "s"), (pattern, seed, calls)
+            backward(reference, MLP, whole(MLP, seed))
+            again = torch._dynamo.config.patch(error_on_recompile=first > 0)
+            with model.no_sync() if letter == "n" else nullcontext(), wire() as calls, again:
+                backward(run, MLP, mine(MLP, seed))
+            # one number: ranks agree on whether what an earlier backward kept is current; bytes: on what they use
+            numbers = [call for call in calls if call.kind != "gather" and call.numel > 1 and call.dtype != torch.uint8]
+            assert len(numbers) == (len(units(model)) if letter == "s" else 0), (pattern, seed, calls)
         assert_same_gradients(model, reference)
         for optimizer in optimizers:
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=first > 0)
         assert_same_parameters(model, reference)
-
-
-@on_ranks(2)
-def test_local_gradients_are_shown() -> None:
-    """Without a reduce `.grad` is this rank's gradient in full shape and hides the reduced one, which comes back.
-
-    E-GRAD-6, E-ACC-3. Each rank holds gradients of full size then (E-LIM-24).
-    """
-    model = fully_shard(nn.Linear(32, 2, bias=False))
-    shape = model.weight.shape
-
-    def once() -> None:
-        model(torch.ones(1, 32)).sum().backward()
-
-    once()
-    with model.no_sync():
-        once()
-        assert model.weight.shape == shape and model.weight.grad.shape == (2, 32)
-        torch.testing.assert_close(model.weight.grad, torch.ones(2, 32))
-    once()
-    assert model.weight.grad.shape == shape
-    torch.testing.assert_close(model.weight.grad.full_tensor(), torch.full(shape, 3.0))
 
 
 @on_ranks(2)
@@ -142,33 +124,38 @@ def test_backward_of_some_parameters(strategy: str, how: str) -> None:
     assert_same_gradients(model, reference)
 
 
-@pytest.mark.parametrize("synced_before", [False, True])
-@pytest.mark.parametrize("set_to_none", [True, False])
-@on_ranks(2)
-def test_clearing_and_scaling(set_to_none: bool, synced_before: bool) -> None:
-    """zero_grad without a reduce drops local gradients and the reduced ones that they hide; scaling counts.
+EDITS: dict[str, tuple[Callable[[Any], Any], bool]] = {  # and whether the reduced gradients stay that local ones hide
+    "scaled": (lambda param: param.grad.mul_(0.5), True),
+    "assigned": (lambda param: setattr(param, "grad", torch.ones(param.shape)), False),
+    "None": (lambda param: setattr(param, "grad", None), False),
+    "zero": (lambda param: torch.optim.SGD([param]).zero_grad(set_to_none=False), False),
+}
 
-    E-GRAD-6.
-    """
-    reference, model = reference_and_model(MLP)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    if synced_before:
-        backward(model, MLP, mine(MLP, 7))
-    with model.no_sync():
-        backward(model, MLP, mine(MLP, 8))
-        optimizer.zero_grad(set_to_none=set_to_none)
-        backward(model, MLP, mine(MLP, 1))
-        assert all(param.grad is not None and param.grad.any() for param in model.parameters())
-        for param in model.parameters():
-            assert param.grad is not None
-            param.grad.mul_(0.5)
-    backward(model, MLP, mine(MLP, 2))
-    backward(reference, MLP, whole(MLP, 1))
-    for param in reference.parameters():
-        assert param.grad is not None
-        param.grad.mul_(0.5)
-    backward(reference, MLP, whole(MLP, 2))
-    assert_same_gradients(model, reference)
+
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@pytest.mark.parametrize("edit", EDITS)
+@on_ranks(2)
+def test_edits_of_local_gradients_count(edit: str, how: str) -> None:
+    """What users do to gradients under no_sync counts up to the reduce, between forward and backward too (E-GRAD-6)."""
+    change, keeps = EDITS[edit]
+    reference, model = reference_and_model(SMALL)
+    run = executor(model, how)
+    for seed in (0, 10):  # the second time there are reduced gradients, which local ones hide
+        hidden = [param.grad for param in reference.parameters()]
+        with model.no_sync():
+            backward(run, SMALL, mine(SMALL, seed))
+        loss = SMALL.loss(run, mine(SMALL, seed + 1))
+        reference.zero_grad()
+        backward(reference, SMALL, whole(SMALL, seed))
+        for each in (model, reference):
+            for param in list(each.parameters())[::2]:
+                change(param)
+        for index, (param, before) in enumerate(zip(reference.parameters(), hidden, strict=True)):
+            if before is not None and (index % 2 or keeps):
+                param.grad = before + param.grad
+        loss.backward()
+        backward(reference, SMALL, whole(SMALL, seed + 1))
+        assert_same_gradients(model, reference)
 
 
 @on_ranks(2)
@@ -181,22 +168,6 @@ def test_backward_after_a_fused_step() -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="was changed in place between forward and backward"):
         loss.backward()
-
-
-@on_ranks(2)
-def test_gradients_assigned_while_accumulating() -> None:
-    """A plain tensor in full shape that is assigned to `.grad` under `no_sync` replaces what this rank accumulated."""
-    reference, model = reference_and_model(MLP)
-    ones = [torch.ones(param.shape) for param in reference.parameters()]
-    with model.no_sync():
-        backward(model, MLP, mine(MLP, 1))
-        for param, grad in zip(model.parameters(), ones, strict=True):
-            param.grad = grad.clone()
-    backward(model, MLP, mine(MLP, 2))
-    for param, grad in zip(reference.parameters(), ones, strict=True):
-        param.grad = grad
-    backward(reference, MLP, whole(MLP, 2))
-    assert_same_gradients(model, reference)
 
 
 @all_strategies
@@ -228,19 +199,6 @@ def test_steps_without_reduce_are_refused(strategy: str) -> None:
 
 
 @on_ranks(2)
-def test_a_compiled_step_still_works() -> None:
-    """The check before optimizer steps lets `torch.compile(optimizer.step)` through (E-GRAD-9)."""
-    reference, model = reference_and_model(MLP)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    backward(model, MLP, mine(MLP, 1))
-    torch.compile(optimizer.step, backend="eager")()
-    other = OPTIMIZERS["momentum"](reference.parameters())
-    backward(reference, MLP, whole(MLP, 1))
-    other.step()
-    assert_same_parameters(model, reference)
-
-
-@on_ranks(2)
 def test_local_gradients_add_up_in_the_reduce_dtype() -> None:
     """Under bfloat16 compute and a float32 reduce, nothing accumulates in bfloat16 (E-MP-20)."""
     model = shard(MLP, mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
@@ -249,53 +207,27 @@ def test_local_gradients_add_up_in_the_reduce_dtype() -> None:
         assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {torch.float32}
 
 
-# --- several backwards, unused outputs, second order ------------------------------------------------------------------
+# --- derivatives of second order ------------------------------------------------------------------------------------
 
 
-class _TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = MLP.build()
-        self.left, self.right = nn.Linear(5, 3), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.trunk(x).tanh()
-        return self.left(x), self.right(x)
-
-
-@pytest.mark.parametrize("together", [True, False])
-@all_strategies
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
 @on_ranks(2)
-def test_two_heads(rank: int, strategy: str, together: bool) -> None:
-    """Two losses of one forward, with one backward or with one each: the trunk gets both gradients (E-FIN-7)."""
-    torch.manual_seed(0)
-    reference = _TwoHeads()
-    torch.manual_seed(0)
-    model = fully_shard(_TwoHeads(), sharding_strategy=ShardingStrategy[strategy])
-    batch = vectors(1, 3 * dist.get_world_size())[0]
-    for net, x in ((reference, batch), (model, batch.chunk(dist.get_world_size())[rank])):
-        left, right = (out.square().mean() for out in net(x))
-        if together:
-            (left + right).backward()
-        else:
-            left.backward(retain_graph=True)
-            right.backward()
-    assert_same_gradients(model, reference)
-
-
-@on_ranks(2)
-def test_second_order_is_refused() -> None:
+def test_second_order_is_refused(how: str) -> None:
     """A backward pass that is to be differentiated raises at once; the model stays usable.
 
     E-ERR-11, E-LIM-3, E-BWD-8.
     """
-    reference, model = reference_and_model(MLP)
-    loss = MLP.loss(model, mine(MLP, 1))
-    with pytest.raises(RuntimeError, match=r"parameter \S+: derivatives of second order.*create_graph"):
-        loss.backward(create_graph=True)
-    del loss
-    model.zero_grad()
-    follow(model, reference, MLP)
+    reference, model = reference_and_model(SMALL)
+    run = executor(model, how)
+    for syncs in (True, False):
+        with nullcontext() if syncs else model.no_sync():
+            loss = SMALL.loss(run, mine(SMALL, 1))
+            with pytest.raises(RuntimeError, match=r"parameter \S+: derivatives of second order.*create_graph"):
+                loss.backward(create_graph=True)
+        del loss
+        model.zero_grad()
+    torch._dynamo.reset()  # what was compiled for create_graph stays so
+    follow(run, reference, SMALL)
 
 
 def _penalized(model: nn.Module, inputs: Any) -> Tensor:
@@ -311,7 +243,7 @@ def test_gradient_penalty() -> None:
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
         reference, model = reference_and_model(MLP, strategy)
         both = [OPTIMIZERS["momentum"](each.parameters()) for each in (model, reference)]
-        with _spied() as calls:
+        with wire() as calls:
             for seed in range(2):
                 _penalized(reference, whole(MLP, seed)).backward()
                 _penalized(model, mine(MLP, seed)).backward()
@@ -320,8 +252,8 @@ def test_gradient_penalty() -> None:
                     optimizer.step()
                     optimizer.zero_grad()
             gc.collect()
-            _assert_freed(calls, f"after the steps of {strategy}")
-    if NIGHTLY:  # by day test_second_order_is_refused of test_compiled_accumulation.py
+            assert_freed(calls, f"after the steps of {strategy}")
+    if NIGHTLY:  # by day test_second_order_is_refused
         penalty = _penalized(torch.compile(model, backend="aot_eager"), mine(MLP, 3))
         with pytest.raises(RuntimeError, match="does not currently support double backward"):
             penalty.backward()

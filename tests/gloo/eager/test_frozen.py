@@ -1,4 +1,4 @@
-"""Units of several kinds of parameters: frozen beside trained ones (LoRA), and several dtypes."""
+"""Frozen parameters beside trained ones (LoRA), and units of frozen parameters alone."""
 
 import copy
 from functools import partial
@@ -6,31 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODELS, Case, Residual, squared_error, vectors
+from models import MODELS, Case, CheckpointedStack, Residual, Stack, squared_error, vectors
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard
 
-from ..comm.test_communication import _assert_freed, _gathered_bytes, _soon, _spied
 from ..ranks import on_ranks
-from ..training import (
-    OPTIMIZERS,
-    assert_same_parameters,
-    backward,
-    build,
-    executor,
-    follow,
-    mine,
-    reference_and_model,
-    shard,
-    units,
-    whole,
-)
-from ..wire import wire
+from ..training import backward, follow, mine, reference_and_model, units
+from ..wire import assert_freed, gathered_bytes, soon, wire
 
 MLP = MODELS["mlp"]
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 # --- LoRA -------------------------------------------------------------------------------------------------------------
@@ -48,27 +34,12 @@ class _Adapted(nn.Module):
         return x + torch.tanh(self.base(x.to(self.base.weight.dtype)).to(x.dtype) + self.up(self.down(x)))
 
 
-class _Chain(nn.Module):
-    """Blocks one after another, each in a checkpoint if `how` says so."""
-
-    def __init__(self, blocks: list[nn.Module], how: str = "none") -> None:
-        super().__init__()
-        self.stem, self.blocks, self.how = nn.Linear(7, 11), nn.ModuleList(blocks), how
-        self.head = nn.Linear(11, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x) if self.how == "none" else checkpoint(block, x, use_reentrant=self.how == "reentrant")
-        return self.head(x)
+def _chain(blocks: list[nn.Module], how: str) -> Stack:
+    return Stack(blocks) if how == "none" else CheckpointedStack(blocks, 1, how == "reentrant")
 
 
-def _lora(base: torch.dtype, how: str = "none") -> _Chain:
-    return _Chain([_Adapted(11, base) for _ in range(3)], how)
-
-
-def _frozen_blocks(how: str = "none") -> _Chain:
-    return _Chain([Residual(11, 23).requires_grad_(False) for _ in range(6)], how)
+def _lora(base: torch.dtype, how: str) -> Stack:
+    return _chain([_Adapted(11, base) for _ in range(3)], how)
 
 
 @pytest.mark.parametrize("checkpoints", ["none", "around", "reentrant"])
@@ -100,9 +71,9 @@ def test_lora(base: torch.dtype, strategy: str, checkpoints: str) -> None:
 
 
 KINDS = {
-    "frozen": _frozen_blocks,
-    "lora": lambda how: _Chain([_Adapted(11, FP32) for _ in range(6)], how),
-    "trained": lambda how: _Chain([Residual(11, 23) for _ in range(6)], how),
+    "frozen": lambda: Residual(11, 23).requires_grad_(False),
+    "lora": lambda: _Adapted(11, FP32),
+    "trained": lambda: Residual(11, 23),
 }
 
 
@@ -114,12 +85,12 @@ def test_units_are_freed_in_backward(rank: int, kind: str, how: str) -> None:
 
     E-FRZ-2, E-AC-2.
     """
-    model = fully_shard(KINDS[kind](how))
+    model = fully_shard(_chain([KINDS[kind]() for _ in range(6)], how))
     sizes = {flat.layout.numel for unit in units(model.blocks[0]) for flat in unit.flats}
     held: list[int] = []
 
     def count(grad: Tensor) -> None:  # runs when a block's backward has ended, before its input is handed on
-        held.append(sum(_gathered_bytes(calls)[numel] for numel in sizes) // sum(4 * numel for numel in sizes))
+        held.append(sum(gathered_bytes(calls)[numel] for numel in sizes) // sum(4 * numel for numel in sizes))
 
     def watch(module: nn.Module, args: tuple) -> None:
         if args[0].requires_grad:
@@ -127,10 +98,10 @@ def test_units_are_freed_in_backward(rank: int, kind: str, how: str) -> None:
 
     for block in model.blocks:
         block.register_forward_pre_hook(watch)
-    with _spied() as calls:
+    with wire() as calls:
         backward(model, MLP, mine(MLP, rank))
     assert len(held) >= 6 and max(held) <= 3, f"blocks gathered at once in backward: {held}"
-    _assert_freed(calls, "after backward")
+    assert_freed(calls, "after backward")
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
@@ -143,13 +114,13 @@ def test_frozen_units_without_backward(rank: int, strategy: str) -> None:
     fully_shard(model, sharding_strategy=strategies[strategy], find_unused_parameters=False)
     frozen = units(model[0])[0].flats[0].layout.numel
     x, y = vectors(rank, 4, inputs=11)
-    with _spied() as calls:
+    with wire() as calls:
         loss = squared_error(model, (x, y))
-    assert _soon(lambda: _gathered_bytes(calls)[frozen] == 0), "a frozen unit whose backward will not run was kept"
+    assert soon(lambda: gathered_bytes(calls)[frozen] == 0), "a frozen unit whose backward will not run was kept"
     with wire() as sent:
         loss.backward()
     assert [each.kind for each in sent] == ["reduce"], "only the head trains"
-    _assert_freed(calls, "after backward")
+    assert_freed(calls, "after backward")
     assert all(param.grad is None for param in model[:3].parameters())
 
 
@@ -180,49 +151,3 @@ def test_gradients_of_inputs_alone() -> None:
             (found,), (wanted,) = (torch.autograd.grad(each(x).sin().sum(), [x]) for each in (model, plain))
             torch.testing.assert_close(found, wanted)
         assert not any(unit.is_unsharded for unit in units(model))
-
-
-# --- several dtypes ---------------------------------------------------------------------------------------------------
-
-
-class _Mixed(nn.Module):
-    """One unit of three dtypes, one of them used in two modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.single, self.narrow = nn.Linear(7, 11), nn.Linear(11, 11, dtype=BF16)
-        self.wide, self.head = nn.Linear(11, 9, dtype=FP64), nn.Linear(9, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.single(x))
-        x = x + torch.tanh(self.narrow(x.to(BF16))).float()
-        return self.head(torch.tanh(self.wide(x.double())).float())
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
-@on_ranks(2)
-def test_several_dtypes_in_one_unit(how: str, strategy: str) -> None:
-    """A unit may have parameters of several dtypes: one flat parameter, one gather and one reduce for each.
-
-    E-LIM-14, E-ERR-20.
-    """
-    case = Case(_Mixed, vectors, squared_error)
-    reference = build(case)
-    model = shard(case, strategy)
-    (unit,) = units(model)
-    assert {flat.shard.dtype for flat in unit.flats} == {FP32, BF16, FP64} and len(unit.flats) == 3
-    run = executor(model, how)
-    both = [OPTIMIZERS["momentum"](each.parameters()) for each in (model, reference)]
-    for seed in range(3):
-        with wire() as sent:
-            backward(run, case, mine(case, seed))
-        backward(reference, case, whole(case, seed))
-        reduced = [each.dtype for each in sent if each.kind != "gather" and each.dtype != torch.uint8]  # what is used
-        assert sorted(map(str, reduced)) == sorted(map(str, (FP32, BF16, FP64)))
-        for (name, param), full in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert param.grad.shape == full.shape and param.grad.dtype is param.dtype is full.dtype, name
-        for optimizer in both:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same_parameters(model, reference, 1e-2, 1e-3)  # gradients in bf16 are rounded before the mean is taken

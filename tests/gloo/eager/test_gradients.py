@@ -13,14 +13,13 @@ import torch
 from models import MODELS, Case, Residual, seeded, squared_error, vectors
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
-from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_compile import FSDPModule, fully_shard, summon_full_params
 from fsdp_compile.tensors import sharded_tensor
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from fsdp_compile.tensors.unsharded_tensor import UnreducedGradient
 
-from ..ranks import on_ranks
+from ..ranks import NIGHTLY, on_ranks
 from ..training import (
     OPTIMIZERS,
     assert_same_gradients,
@@ -44,26 +43,10 @@ all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 # --- in flight --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("strategy", "backend", "options", "every"),
-    [
-        ("FULL_SHARD", "aot_eager", {}, 3),
-        *(
-            pytest.param(strategy, backend, options, 1, marks=pytest.mark.nightly)
-            for strategy, backend, options in (
-                ("FULL_SHARD", "aot_eager", {}),
-                ("SHARD_GRAD_OP", "aot_eager", {}),
-                ("NO_SHARD", "aot_eager", {}),
-                ("FULL_SHARD", "aot_eager", {"cpu_offload": CPUOffload(offload_params=True)}),
-                ("FULL_SHARD", "inductor", {}),
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize("how", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@all_strategies
 @on_ranks(2)
-def test_one_backward_of_compiled_and_eager_forwards(
-    rank: int, strategy: str, backend: str, options: dict[str, Any], every: int
-) -> None:
+def test_one_backward_of_compiled_and_eager_forwards(rank: int, strategy: str, how: str) -> None:
     """A unit that runs compiled and eagerly, and whose gradients come in one backward, has the sum of both.
 
     The eager one's may still be reduced when autograd has the compiled one's.
@@ -72,8 +55,8 @@ def test_one_backward_of_compiled_and_eager_forwards(
     def sharded(model: nn.Module) -> nn.Module:
         for block in model.blocks:
             if not isinstance(block, FSDPModule):
-                fully_shard(block, sharding_strategy=ShardingStrategy[strategy], **options)
-        return fully_shard(model, sharding_strategy=ShardingStrategy[strategy], **options)
+                fully_shard(block, sharding_strategy=ShardingStrategy[strategy])
+        return fully_shard(model, sharding_strategy=ShardingStrategy[strategy])
 
     def models() -> list[nn.Module]:
         one, other = build(MLP), build(MLP, 1)
@@ -81,7 +64,7 @@ def test_one_backward_of_compiled_and_eager_forwards(
         return [one, other]
 
     expected, found = models(), list(map(sharded, models()))
-    compiled = [torch.compile(model, backend=backend) for model in found]
+    compiled = [torch.compile(model, backend=how) for model in found]
     pairs = {
         "one model, compiled first": [(0, compiled[0]), (0, found[0])],
         "one model, eager first": [(0, found[0]), (0, compiled[0])],
@@ -90,7 +73,7 @@ def test_one_backward_of_compiled_and_eager_forwards(
         "thrice": [(0, compiled[0]), (0, found[0]), (1, compiled[1])],
     }
     # A graph from before the first no_sync does not ask for what was accumulated.
-    for (what, runs), passes in itertools.product(list(pairs.items())[::every], ([True], [False, True])):
+    for (what, runs), passes in itertools.product(list(pairs.items())[:: 1 if NIGHTLY else 3], ([True], [False, True])):
         for syncs in passes:
             losses = [MLP.loss(expected[which], whole(MLP, 10 + at)) for at, (which, _) in enumerate(runs)]
             torch.stack(losses).sum().backward()
@@ -238,7 +221,7 @@ def test_gradients_add_up(strategy: str, offload: bool) -> None:
 
     `.grad` is the reduced gradient after a backward that reduces, and the local one in full shape after one that does
     not, also once another forward has run. E-BWD-6, E-WB-10, E-GRAD-4, E-GRAD-7, E-OFF-6, E-OFF-7,
-    E-LIM-1, E-RED-5.
+    E-LIM-1, E-LIM-24, E-RED-5.
     """
     reference, model = build(MLP), shard(MLP, strategy, cpu_offload=CPUOffload(offload))
     for ours, theirs in _pairs(model, reference):
@@ -394,25 +377,6 @@ def test_gradients_that_do_not_fit() -> None:
             backward(model, MLP, mine(MLP, 2))
     model.zero_grad()
     follow(model, reference, MLP)
-
-
-# --- optimizers that come late, and both entry styles -----------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_optimizers_in_backward_may_come_after_the_first_step() -> None:
-    """They are looked for in each backward, not once at the first use (E-LAZY-5)."""
-    reference, model = reference_and_model(MLP)
-    follow(model, reference, MLP)
-    for each in (reference, model):
-        each.zero_grad()
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05}, register_hook=False)
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
-    backward(reference, MLP, whole(MLP, 7))
-    optimizer.step()
-    backward(model, MLP, mine(MLP, 7))
-    assert all(param.grad is None for param in model.parameters())
-    assert_same_parameters(model, reference)
 
 
 class _Looks(nn.Module):

@@ -13,8 +13,8 @@ from torch.nn.utils import prune
 from fsdp_compile import fully_shard
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
-from ..comm.test_communication import _per_unit, _spied
 from ..ranks import NIGHTLY, on_ranks
+from ..wire import per_unit, wire
 
 LOW = stock.MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
 
@@ -120,11 +120,11 @@ def test_hooks_see_unsharded_weights(rank: int) -> None:
             how = ours
         for _ in range(2):
             seen_here.clear()
-            with _spied() as calls:
+            with wire() as calls:
                 _run(ours, _batch(rank), how)
             torch.testing.assert_close(_full_gradients(ours), expected)
             assert seen_here == alone, (seen_here, alone)
-            assert max(_per_unit(ours, calls, "gather")) <= 2 and _per_unit(ours, calls, "reduce") == [1, 1]
+            assert max(per_unit(ours, calls, "gather")) <= 2 and per_unit(ours, calls, "reduce") == [1, 1]
 
 
 def _dtypes(rank: int, shard: Callable[..., Any]) -> list[Any]:

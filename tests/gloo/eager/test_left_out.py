@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard
 
-from ..comm.test_communication import _spied
-from ..ranks import Ranks, on_ranks
+from ..ranks import on_ranks
 from ..training import OPTIMIZERS, assert_same_gradients, assert_same_parameters, executor, local, units
+from ..wire import wire
 
 PER_RANK = 3
 HYBRID = "_HYBRID_SHARD_ZERO2"
@@ -119,17 +119,6 @@ def test_left_out_and_cleared(rank: int) -> None:
         assert_same_gradients(model, reference)
 
 
-def test_left_out_with_a_reentrant_checkpoint(two: Ranks) -> None:
-    """The backward pass within a backward pass, of a reentrant checkpoint, ends nothing."""
-    two.run(_left_out, "FULL_SHARD", "eager", True, False, True)
-
-
-@pytest.mark.parametrize("how", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
-def test_left_out_compiled(two: Ranks, how: str) -> None:
-    """The same in a compiled model, whose graphs for the two ways through it differ."""
-    two.run(_left_out, "FULL_SHARD", how, True, False, False)
-
-
 @on_ranks(2)
 def test_left_out_with_an_all_reduce_hook(rank: int) -> None:
     """The hook on all-reduces sees the gradients of the unit that is left out as it sees those of the others."""
@@ -156,7 +145,7 @@ def test_nothing_to_reduce(rank: int) -> None:
     for seed in (0, 10):
         with model.no_sync():
             _loss(model, seed, rank, takes_aside=False).backward()
-        with _spied() as calls:
+        with wire() as calls:
             for extra in (1, 2):
                 _loss(model, seed + extra, rank, takes_aside=False).backward()
         for extra in (0, 1, 2):

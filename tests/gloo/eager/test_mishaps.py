@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from fsdp_compile import fully_shard
 
-from ..comm.test_communication import _spied
 from ..ranks import on_ranks
 from ..training import executor, mine, shard, units
+from ..wire import wire
 
 MLP = MODELS["mlp"]
 every_way = pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_leaf_passed_through_keeps_no_forward_alive() -> None:
     prompt = torch.zeros(7, requires_grad=True)
     counts = []
     for seed in range(3):
-        with _spied() as calls:
+        with wire() as calls:
             model((vectors(seed, 4)[0], prompt))[0].sum().backward()
         counts.append(sum(call.kind == "gather" for call in calls))
     assert counts == [4, 4, 4], counts

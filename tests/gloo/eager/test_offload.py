@@ -19,7 +19,6 @@ from ..training import (
 
 MLP = MODELS["mlp"]
 OFFLOAD = CPUOffload(offload_params=True)
-all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 
 
 def _assert_on_cpu(model: nn.Module) -> None:
@@ -28,7 +27,8 @@ def _assert_on_cpu(model: nn.Module) -> None:
         assert param.grad is None or param.grad.device.type == "cpu", name
 
 
-def _train(rank: int, strategy: str, low_precision: bool, **options: Any) -> None:
+def _train(rank: int, strategy: str, low_precision: bool) -> None:
+    options: dict[str, Any] = {"devices_per_node": 2} if "HYBRID" in strategy else {}
     options |= {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)} if low_precision else {}
     plain, offloaded = shard(MLP, strategy, **options), shard(MLP, strategy, cpu_offload=OFFLOAD, **options)
     optimizers = [OPTIMIZERS["adamw"](model.parameters()) for model in (plain, offloaded)]
@@ -44,20 +44,13 @@ def _train(rank: int, strategy: str, low_precision: bool, **options: Any) -> Non
 
 
 @pytest.mark.parametrize("low_precision", [False, True])
-@all_strategies
-def test_trains_as_without(two: Ranks, strategy: str, low_precision: bool) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+def test_trains_as_without(two: Ranks, four: Ranks, strategy: str, low_precision: bool) -> None:
     """Offloading changes where shards and gradients are, and no bit of them; it needs no accelerator.
 
-    E-OFF-1, E-OFF-3, E-OFF-4.
+    With copies on two nodes too. E-OFF-1, E-OFF-3, E-OFF-4.
     """
-    two.run(_train, strategy, low_precision)
-
-
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-@on_ranks(4)
-def test_hybrid_trains_as_without(rank: int, strategy: str) -> None:
-    """The same with copies on two nodes (E-OFF-1)."""
-    _train(rank, strategy, False, devices_per_node=2)
+    (four if "HYBRID" in strategy else two).run(_train, strategy, low_precision)
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""What units return, what is used of it, and units in unusual roles: empty, a former root, called twice."""
+"""What units return, what leaves them otherwise, and what is used of it."""
 
 import copy
 import re
@@ -11,29 +11,27 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODELS, Case, Residual, mlp, squared_error, vectors
+from models import Case, squared_error, vectors
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch
 
 from fsdp_compile import fully_shard
 
-from ..comm.test_communication import _assert_freed, _gathered_bytes, _spied
-from ..ranks import Ranks, on_ranks
+from ..ranks import on_ranks
 from ..training import (
     OPTIMIZERS,
     assert_same_gradients,
     assert_same_parameters,
     backward,
     build,
+    executor,
     follow,
     mine,
     reference_and_model,
-    units,
     whole,
 )
-from ..wire import wire
+from ..wire import gathered_bytes, wire
 
-MLP = MODELS["mlp"]
 FREED = r"is at version 10000\d+; expected|its base or another view of its base has been modified inplace"
 """What autograd says where it would read memory that is not there: of a parameter itself, and of a view of one."""
 sharded = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
@@ -41,7 +39,7 @@ sharded = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 
 # --- outputs ----------------------------------------------------------------------------------------------------------
 
-Pair = namedtuple("Pair", ["left", "right"])
+_Named = namedtuple("_Named", ["x"])
 
 
 @dataclass
@@ -56,75 +54,56 @@ class _Object:
         self.x = x
 
 
-class _Returns(nn.Module):
-    """A block that returns its two results in the structure that `kind` names; only `left` may reach the loss."""
+class _Holds(nn.Module):
+    """Returns its result within a `kind`."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: Any) -> None:
         super().__init__()
-        self.kind, self.left, self.right = kind, nn.Linear(7, 7), nn.Linear(7, 7)
+        self.kind, self.layer = kind, nn.Linear(7, 7)
 
     def forward(self, x: Tensor) -> Any:
-        left, right = torch.tanh(self.left(x)), torch.tanh(self.right(x))
-        return {
-            "dict": {"left": left, "deep": [{"right": right}, None, 3, "text"]},
-            "namedtuple": Pair(left, right),
-            "dataclass": [_Record(left), _Record(right)],
-            "object": [_Object(left), _Object(right)],
-            "detached": (left, right.detach()),
-        }[self.kind]
-
-
-def _left(out: Any) -> Tensor:
-    if isinstance(out, dict):
-        assert list(out) == ["left", "deep"] and out["deep"][1:] == [None, 3, "text"]
-        return out["left"]
-    if isinstance(out, list):
-        assert len(out) == 2 and all(type(each) is type(out[0]) for each in out)
-        assert isinstance(out[0], (_Record, _Object))
-        return out[0].x
-    assert type(out) in (Pair, tuple)
-    return out[0]
+        return self.kind(torch.tanh(self.layer(x)))
 
 
 class _Outer(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: Any) -> None:
         super().__init__()
-        self.blocks, self.head = nn.ModuleList([_Returns(kind), _Returns(kind)]), nn.Linear(7, 5)
+        self.blocks, self.head = nn.ModuleList([_Holds(kind), _Holds(kind)]), nn.Linear(7, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = x + _left(block(x))
+            x = x + block(x).x
         return self.head(x)
 
 
-def _return(rank: int, kind: str, strategy: str) -> None:
-    case = Case(lambda: _Outer(kind), vectors, squared_error)
-    reference, model = reference_and_model(case, strategy)
-    optimizers = [OPTIMIZERS["momentum"](each.parameters()) for each in (model, reference)]
-    for seed in range(2):
-        backward(model, case, mine(case, seed))
-        backward(reference, case, whole(case, seed))
-        for block in model.blocks:  # another rank may have used it: zeros
-            assert not any(param.grad.any() for param in block.right.parameters() if param.grad is not None)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same_parameters(model, reference)
-    with _spied() as calls:
-        loss = case.loss(model, mine(case, 1))
-        loss.backward()
-        _assert_freed(calls, "after backward, while the loss is alive")
-    assert all(unit.unsharded_params is None and not list(unit.awaiting_backward) for unit in units(model))
-
-
-@sharded
-@pytest.mark.parametrize("kind", ["dict", "namedtuple", "dataclass", "detached"])
-def test_outputs(two: Ranks, kind: str, strategy: str) -> None:
-    """Outputs keep their structure and types; backward works from any tensor in them, and from a part of them.
-
-    E-FWD-1, 3, 9, 10, E-BWD-1, 2, E-FIN-3.
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *((kind, "eager") for kind in (_Named, _Record, _Object)),
+        (_Record, "aot_eager"),
+        pytest.param(_Named, "aot_eager", marks=pytest.mark.nightly),
+    ],
+)
+@on_ranks(2)
+def test_what_outputs_show(kind: Any, how: str) -> None:
+    """Outputs keep their structure and types, and tensors in them let a unit be gathered again for backward; of a plain
+    object a warning says that its unit stays unsharded. (E-FWD-1, 3, 9, 10)
     """
-    two.run(_return, kind, strategy)
+    case = Case(lambda: _Outer(kind), vectors, squared_error)
+    reference, model = build(case), fully_shard(build(case), auto_wrap_policy={_Holds})
+    run = executor(model, how)
+    with wire() as calls, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        backward(run, case, mine(case, 1))
+    backward(reference, case, whole(case, 1))
+    assert_same_gradients(model, reference)
+    follow(run, reference, case)
+    if how == "eager":
+        stays = kind is _Object
+        assert sum(call.kind == "gather" for call in calls) == (3 if stays else 5)
+        texts = [str(warning.message) for warning in warned]
+        assert len(texts) == (2 if stays else 0), texts
+        assert not stays or re.match(r"_Holds with parameters (.+[.])?layer.weight, .* returns a _Object", texts[0])
 
 
 class _ReturnsParameters(nn.Module):
@@ -162,27 +141,6 @@ def test_returned_parameters_can_be_read_after_backward(kind: str, strategy: str
             optimizer.step()
             optimizer.zero_grad()
         assert_same_parameters(model, reference)
-
-
-def _count_gathers(rank: int, kind: str) -> None:
-    model = fully_shard(_Outer(kind), auto_wrap_policy={_Returns})
-    with _spied() as calls, warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        model(vectors(rank, 4)[0]).sum().backward()
-    is_seen = kind != "object"
-    assert len([call for call in calls if call.kind == "gather"]) == (5 if is_seen else 3)
-    texts = [str(warning.message) for warning in warned]
-    assert len(texts) == (0 if is_seen else 2), texts
-    assert is_seen or re.match(r"_Returns with parameters (.+[.])?left.weight, .* returns a _Object, which", texts[0])
-
-
-def test_what_outputs_show(two: Ranks) -> None:
-    """Tensors in a dataclass are seen and let a unit be gathered again for backward; of a plain object a warning says
-    that its unit stays unsharded.
-    """
-    two.run(_count_gathers, "dataclass")
-    two.run(_return, "object", "FULL_SHARD")
-    two.run(_count_gathers, "object")
 
 
 # --- what leaves a forward in other ways than as an output ------------------------------------------------------------
@@ -259,10 +217,10 @@ def test_what_leaves_in_another_way_than_as_an_output(how: str, apart: bool) -> 
         reference.zero_grad()
         reference(x).backward()
         model.zero_grad()
-        with warnings.catch_warnings(record=True) as seen, _spied() as calls:
+        with warnings.catch_warnings(record=True) as seen, wire() as calls:
             warnings.simplefilter("always")
             loss = model(x)
-            stays = bool(_gathered_bytes(calls)[numel])
+            stays = bool(gathered_bytes(calls)[numel])
             loss.backward()
         assert_same_gradients(model, reference)
         for each in (model, reference):  # two backward passes, of which the second gathers again
@@ -400,48 +358,6 @@ def test_ranks_that_use_other_outputs(rank: int, nested: bool) -> None:
             ((reference(x, choices) + reference(x, (0, 0, 0))) / 2).backward()
             model(x, choices if rank else (0, 0, 0)).backward()
             assert_same_gradients(model, reference)
-
-
-class _TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.heads = mlp(1), nn.ModuleList([Residual(5, 9), Residual(5, 9)])
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.body(x)
-        return self.heads[0](x), self.heads[1](x)
-
-
-@sharded
-@on_ranks(2)
-def test_an_output_that_no_loss_uses(strategy: str) -> None:
-    """A unit whose output feeds no loss is freed, is not reduced, and trains in the next step (E-FIN-4, E-NONE-3)."""
-    case = Case(_TwoHeads, vectors, lambda model, inputs: squared_error(lambda x: model(x)[0], inputs))
-    reference, model = reference_and_model(case, strategy)
-    with _spied() as calls:
-        outputs = model(mine(case, 1)[0])
-        (outputs[0] + 0 * outputs[1].detach()).sum().backward()
-    del outputs
-    _assert_freed(calls, "after backward")
-    assert all(param.grad is None for param in model.heads[1].parameters())
-    model.zero_grad()
-    follow(model, reference, case)
-
-
-# --- units without parameters, units in several roles -----------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_units_without_parameters() -> None:
-    """A unit without parameters passes its forward through and communicates nothing (E-GEN-6)."""
-    case = Case(lambda: nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Identity()), vectors, squared_error)
-    reference = build(case)
-    model = fully_shard(build(case), auto_wrap_policy=lambda module, recurse, nonwrapped_numel: True)
-    assert [len(module._fsdp.units) for module in model] == [1, 0, 0] and model._fsdp.units == ()
-    follow(model, reference, case)
-    with wire() as sent:
-        backward(model, case, mine(case, 1))
-    assert [each.kind for each in sent] == ["gather", "reduce"], sent  # the last unit stays until backward
 
 
 class _Keeps(nn.Module):

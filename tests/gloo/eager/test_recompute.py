@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODELS, MODULES, Case, Residual, squared_error, vectors
+from models import MODELS, MODULES, Residual
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -16,12 +16,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.fsdp import ShardingStrategy
-from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_compile import fully_shard
 
-from ..comm.test_communication import _gathered_bytes, _spied
 from ..ranks import on_ranks
 from ..training import (
     assert_same_gradients,
@@ -30,6 +28,7 @@ from ..training import (
     follow,
     units,
 )
+from ..wire import gathered_bytes, wire
 
 MLP = MODELS["mlp"]
 
@@ -53,7 +52,7 @@ class _Retained(nn.Module):
 
 @on_ranks(2)
 def test_retained_graphs_with_checkpoints() -> None:
-    """Several backward passes through one graph with checkpoints around a unit that runs several times."""
+    """Several backward passes through one graph with checkpoints around a unit that runs several times (E-FIN-7)."""
     for strategy, reentrant, frozen in product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (False, True), (0, 1)):
         torch.manual_seed(0)
         reference = _Retained(reentrant)
@@ -76,61 +75,6 @@ def test_retained_graphs_with_checkpoints() -> None:
         assert_same_gradients(model, reference)
 
 
-# --- checkpoints of units within checkpoints of units -----------------------------------------------------------------
-
-
-class _Outer(nn.Module):
-    """A unit that holds one in a checkpoint, and in two others a layer that is parametrized while it runs."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant, self.inner, self.last = reentrant, Residual(9, 5), nn.Linear(9, 9)
-
-    def _parametrized(self, x: Tensor) -> Tensor:
-        parametrize.register_parametrization(self.last, "weight", nn.Tanh())
-        try:
-            return self.last(x)
-        finally:
-            parametrize.remove_parametrizations(self.last, "weight", leave_parametrized=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.inner, x, use_reentrant=self.reentrant)
-        again = partial(checkpoint, self._parametrized, use_reentrant=self.reentrant)
-        return checkpoint(again, x, use_reentrant=self.reentrant)
-
-
-class _Nested(nn.Module):
-    """Two of these, each in a checkpoint."""
-
-    def __init__(self, outer_reentrant: bool, inner_reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant, self.stem, self.head = outer_reentrant, nn.Linear(7, 9), nn.Linear(9, 5)
-        self.outer = nn.ModuleList(_Outer(inner_reentrant) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for outer in self.outer:
-            x = checkpoint(outer, x, use_reentrant=self.reentrant)
-        return self.head(x)
-
-
-@on_ranks(2)
-def test_nested_checkpoints_of_units() -> None:
-    """A unit in a checkpoint within a checkpoint of the unit around it trains, whichever of the two is reentrant.
-
-    The outer recomputation runs the inner unit's forward without gradients; its own recomputation is another one. The
-    outer unit's parameters stay readable, and replaceable, within the backward pass that runs in its own.
-    """
-    for outer_reentrant, inner_reentrant in product((True, False), repeat=2):
-        case = Case(lambda how=(outer_reentrant, inner_reentrant): _Nested(*how), vectors, squared_error)
-        reference, model = build(case), build(case)
-        for outer in model.outer:
-            fully_shard(outer.inner)
-            fully_shard(outer)
-        fully_shard(model)
-        follow(model, reference, case)
-
-
 class _Recomputed(nn.Module):
     """Three units, each in a checkpoint; `reached` is called when backward has passed all but the first."""
 
@@ -151,8 +95,8 @@ class _Recomputed(nn.Module):
 def test_units_are_freed_one_by_one_while_other_forwards_wait() -> None:
     """Backward frees each unit that was recomputed once, though other forwards of it still await their backward."""
     found: list[int] = []
-    with _spied() as calls:
-        model = _Recomputed(lambda: found.append(_gathered_bytes(calls)[numel]))
+    with wire() as calls:
+        model = _Recomputed(lambda: found.append(gathered_bytes(calls)[numel]))
         for block in model.blocks:
             fully_shard(block)
         numel = fully_shard(model).blocks[0]._fsdp.units[0].flats[0].layout.numel

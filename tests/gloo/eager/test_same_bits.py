@@ -7,18 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from models import part, seeded
+from models import seeded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.utils import checkpoint as activations
 
-from fsdp_compile import checkpoint, compile_step, fully_shard
+from fsdp_compile import fully_shard
 from fsdp_compile.core.sharding import units_gathered_below
 
 from ..ranks import NIGHTLY, Ranks, on_ranks
-from ..same_bits import CASES, MICROBATCHES, OPTIMIZERS, STEPS, first, of_ranks, train, trained
+from ..same_bits import CASES, MICROBATCHES, first, of_ranks, resized, stepped, trained
 
 LATE = pytest.mark.nightly
 HALF = MixedPrecision(torch.bfloat16, torch.bfloat16)
@@ -86,22 +85,7 @@ def test_hybrid_and_two_stages(how: str) -> None:
 
 
 def _whole_steps(rank: int, options: dict[str, Any], backend: str, strategy: ShardingStrategy | None = None) -> None:
-    case = CASES["mlp"]
-
-    def run(group: Any) -> Any:
-        ranks, mine = dist.get_world_size(group), dist.get_rank(group)
-        torch.manual_seed(0)
-        model = fully_shard(case.build(), reduction_order="tree", process_group=group, sharding_strategy=strategy)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        accumulate = MICROBATCHES // ranks
-        chosen = options if accumulate == 1 or "update_in_backward" not in options else {}  # which takes no more
-        step = compile_step(model, optimizer, F.mse_loss, accumulate=accumulate, backend=backend, **chosen)
-        for number in range(STEPS):
-            inputs, targets = part(case.batch(number, 2 * MICROBATCHES), mine, ranks)
-            step(inputs, target=targets)
-        return model.fingerprint()
-
-    of_ranks(rank, run)
+    of_ranks(rank, lambda group: stepped(group, options, backend, process_group=group, sharding_strategy=strategy))
 
 
 @pytest.mark.parametrize(
@@ -136,28 +120,9 @@ def test_what_was_accumulated_joins_the_gradients_of_a_graph(rank: int) -> None:
             torch.testing.assert_close(found, param.grad + 1)
 
 
-def _resizes(rank: int, folder: str) -> None:
-    case, groups = CASES["gpt"], {ranks: first(ranks) for ranks in (1, 2, 4)}
-    expected, *_ = trained(case, groups[4], "eager", "adamw", process_group=groups[4])
-    for number, ranks in enumerate((4, 1, 2)):  # a step each, in a run that is stopped and continued
-        group = groups[ranks]
-        if rank < ranks:
-            torch.manual_seed(number)
-            model = fully_shard(case.build(), reduction_order="tree", process_group=group)
-            optimizer = OPTIMIZERS["adamw"](model.parameters())
-            state = {"model": model, "optimizer": optimizer}
-            if number:
-                checkpoint.load(state, folder, process_group=group)
-            train(case, group, "eager", model, [optimizer], range(number, number + 1))
-            checkpoint.save(state, folder, number, process_group=group)
-        dist.barrier()
-    if rank < 2:
-        assert model.fingerprint() == expected
-
-
 def test_resuming_on_other_ranks(four: Ranks, tmp_path: Path) -> None:
     """A run of four ranks, continued on one and on two, ends with the bits of the run without a stop."""
-    four.run(_resizes, str(tmp_path))
+    four.run(resized, str(tmp_path), (4, 1, 2), "adamw", "eager", 1, MICROBATCHES)
 
 
 class _Reentrant(nn.Module):

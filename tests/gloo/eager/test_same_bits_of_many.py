@@ -1,23 +1,20 @@
 """`reduction_order="tree"` with many models, and in many ways, on 1, 2, 4 and 8 ranks: the same bits (nightly)."""
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from families import FAMILIES, THIRD_PARTY
-from models import Case, part
+from models import Case
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision
 
-from fsdp_compile import checkpoint, compile_step, fully_shard
-
 from ..ranks import Ranks
-from ..same_bits import CASES, fingerprint_of_state, first, optimizers, train, trained
+from ..same_bits import CASES, first, resized, stepped, trained
 
 WORLDS, STEPS, MICROBATCHES = (1, 2, 4, 8), 20, 8
 ALL: dict[str, Case] = {
@@ -89,20 +86,8 @@ def test_inductor(eight: Ranks, name: str, optimizer: str) -> None:
 
 def _updates_in_backward(rank: int) -> list[str]:
     """Which placements of a whole step with updates in backward differ from one rank that accumulates."""
-    case, meshes = CASES["mlp"], [init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicas", "shards"))]
-
-    def run(group: Any, backend: str = "eager", **options: Any) -> str:
-        ranks, mine = dist.get_world_size(group), dist.get_rank(group)
-        torch.manual_seed(0)
-        model = fully_shard(case.build(), reduction_order="tree", **options)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        how: Any = {"update_in_backward": True} if ranks == MICROBATCHES else {"accumulate": MICROBATCHES // ranks}
-        step = compile_step(model, optimizer, F.mse_loss, backend=backend, **how)
-        for number in range(4):
-            inputs, targets = part(case.batch(number, 2 * MICROBATCHES), mine, ranks)
-            step(inputs, target=targets)
-        return model.fingerprint()
-
+    meshes = [init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicas", "shards"))]
+    run = partial(stepped, options={"update_in_backward": True}, microbatches=MICROBATCHES)
     expected = run(_group(1), process_group=_group(1)) if rank == 0 else None
     dist.barrier()
     ways: list[dict[str, Any]] = [
@@ -121,31 +106,7 @@ def test_updates_in_backward(eight: Ranks) -> None:
     assert eight.run(_updates_in_backward) == [[]] * max(WORLDS)
 
 
-def _resizes(rank: int, folder: str, optimizer: str, how: str) -> None:
-    case, worlds = CASES["gpt"], (8, 4, 2, 8)
-    recipe: Any = {"steps": 2 * len(worlds), "microbatches": MICROBATCHES}
-    expected, seen, state_of = trained(case, None, how, optimizer, **recipe)
-    torch._dynamo.reset()
-    for number, ranks in enumerate(worlds):  # two steps each, in a run that is stopped and continued
-        group = _group(ranks)
-        if rank < ranks:
-            torch.manual_seed(number)
-            model = fully_shard(case.build(), reduction_order="tree", process_group=group)
-            stepping = optimizers(model, optimizer)
-            state = {"model": model, **{f"optimizer {index}": each for index, each in enumerate(stepping)}}
-            if number:
-                checkpoint.load(state, folder, process_group=group)
-            steps = range(2 * number, 2 * number + 2)
-            found = train(case, group, how, model, stepping, steps, MICROBATCHES)
-            assert found == seen[4 * number : 4 * number + 4], f"{ranks} ranks, steps {steps}"
-            checkpoint.save(state, folder, number, process_group=group)
-            torch._dynamo.reset()
-        dist.barrier()
-    assert model.fingerprint() == expected
-    assert fingerprint_of_state(model, stepping, None) == state_of
-
-
 @pytest.mark.parametrize(("optimizer", "how"), [("adamw", "eager"), ("muon", "eager"), ("adafactor", "aot_eager")])
 def test_resizing_in_the_middle(eight: Ranks, tmp_path: Path, optimizer: str, how: str) -> None:
     """8, 4, 2 and 8 ranks in turn, through checkpoints: losses, norms, parameters and state of 8 ranks all along."""
-    eight.run(_resizes, str(tmp_path), optimizer, how)
+    eight.run(resized, str(tmp_path), (8, 4, 2, 8), optimizer, how, 2, MICROBATCHES)

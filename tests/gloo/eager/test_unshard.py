@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import FSDPModule, fully_shard, summon_full_params
 
-from ..comm.test_communication import _spied
 from ..ranks import on_ranks
 from ..training import (
     assert_same_gradients,
@@ -26,6 +25,7 @@ from ..training import (
     units,
     whole,
 )
+from ..wire import wire
 
 MLP = MODELS["mlp"]
 
@@ -46,12 +46,12 @@ def test_the_next_forward_does_not_gather(strategy: str, async_op: bool) -> None
     """What was gathered by hand is used, once, waited for or not; a second call gathers nothing (E-PRE-7)."""
     reference, model = reference_and_model(MLP, strategy)
     for seed in range(2):
-        with _spied() as calls:
+        with wire() as calls:
             _unshard_all(model, async_op)
             _unshard_all(model, async_op)
         gathers = sum(call.kind == "gather" for call in calls)
         assert gathers == (0 if strategy == "NO_SHARD" else len(units(model)))
-        with _spied() as calls:
+        with wire() as calls:
             loss = MLP.loss(model, mine(MLP, seed))
         assert not any(call.kind == "gather" for call in calls)
         backward(reference, MLP, whole(MLP, seed))
@@ -99,7 +99,7 @@ def test_within_a_forward() -> None:
         if following is not None:
             here.register_forward_pre_hook(lambda module, args, following=following: following.unshard(True) and None)
     follow(model, reference, MLP)
-    with _spied() as calls, torch.no_grad():
+    with wire() as calls, torch.no_grad():
         model(mine(MLP, 1)[0])
     assert [call.kind for call in calls] == ["gather"] * len(units(model))
 

@@ -13,7 +13,6 @@ from fsdp_compile import FullyShardedDataParallel, fully_shard, summon_full_para
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from fsdp_compile.tensors.unsharded_tensor import UnshardedTensor
 
-from ..comm.test_communication import _spied
 from ..ranks import on_ranks
 from ..training import (
     assert_same_gradients,
@@ -28,6 +27,7 @@ from ..training import (
     shard,
     whole,
 )
+from ..wire import wire
 
 MLP = MODELS["mlp"]
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
@@ -68,14 +68,14 @@ def test_of_any_module() -> None:
     """Any module will do: all units with a parameter in it are gathered; recurse=False takes its own. E-SUM-1."""
     reference, model = reference_and_model(MLP)
     block = model.blocks[0]
-    with _spied() as calls, summon_full_params(model, recurse=False):
+    with wire() as calls, summon_full_params(model, recurse=False):
         assert type(model.head.weight) is UnshardedTensor and type(block.up.weight) is ShardedTensor
     assert len(calls) == 1
     with summon_full_params(block.up):
         assert torch.equal(block.up.weight, reference.blocks[0].up.weight) and type(model.head.weight) is ShardedTensor
     with summon_full_params(model.blocks), summon_full_params(model.stem):
         assert torch.equal(model.blocks[2].up.weight, reference.blocks[2].up.weight)
-    with _spied() as calls, summon_full_params(block.up, recurse=False), summon_full_params(nn.Linear(2, 3)):
+    with wire() as calls, summon_full_params(block.up, recurse=False), summon_full_params(nn.Linear(2, 3)):
         assert type(block.up.weight) is ShardedTensor
     assert not calls
     wrapper = FullyShardedDataParallel(build(MLP), auto_wrap_policy={Residual})

@@ -12,7 +12,6 @@ from fsdp_compile import fully_shard, summon_full_params
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor, set_grad
 from fsdp_compile.tensors.unsharded_tensor import UnshardedTensor
 
-from ..comm.test_communication import _spied
 from ..ranks import on_ranks
 from ..training import (
     assert_same_gradients,
@@ -24,6 +23,7 @@ from ..training import (
     units,
     whole,
 )
+from ..wire import wire
 
 MLP = MODELS["mlp"]
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
@@ -42,7 +42,7 @@ def test_rank0_only(rank: int, offload: bool) -> None:
     """
     reference, model = reference_and_model(MLP)
     sharded = {name: local(param).detach().clone() for name, param in model.named_parameters()}
-    with _spied() as calls, summon_full_params(model, rank0_only=True, writeback=False, offload_to_cpu=offload):
+    with wire() as calls, summon_full_params(model, rank0_only=True, writeback=False, offload_to_cpu=offload):
         expected = dict(reference.named_parameters()) if rank == 0 else sharded
         for name, param in model.named_parameters():
             assert type(param) is (UnshardedTensor if rank == 0 else ShardedTensor)
@@ -84,7 +84,7 @@ def test_gradients(strategy: str, writeback: bool) -> None:
     E-SUM-9, E-SUM-12, E-GRAD-1, E-GRAD-6.
     """
     reference, model = reference_and_model(MLP, strategy)
-    with _spied() as calls, summon_full_params(model, with_grads=True):
+    with wire() as calls, summon_full_params(model, with_grads=True):
         assert all(param.grad is None for param in model.parameters())
     gathers = sum(call.kind == "gather" for call in calls)
     assert gathers == (0 if strategy == "NO_SHARD" else len(units(model))), "of parameters alone"

@@ -14,9 +14,9 @@ from fsdp_compile import fully_shard
 from fsdp_compile.optim.segments import Segments
 from fsdp_compile.tensors.sharded_reductions import gradient_norm
 
-from ..comm.test_communication import _spied
 from ..ranks import on_ranks
 from ..training import assert_same_gradients, backward, build, mine, reference_and_model, shard, whole
+from ..wire import wire
 
 MLP = MODELS["mlp"]
 ORDERS = [2.0, 1.0, 3.5, math.inf, "inf"]
@@ -78,7 +78,7 @@ def test_sharded_whole_and_foreign_parameters() -> None:
     backward(reference, MLP, whole(MLP, 1))
     backward(model, MLP, mine(MLP, 1))
     expected = nn.utils.clip_grad_norm_(reference.parameters(), 7.0)
-    with _spied() as calls:
+    with wire() as calls:
         found = model.clip_grad_norm_(7.0)
     torch.testing.assert_close(found, expected)
     assert [(call.kind, call.numel) for call in calls] == [("all_reduce", 1)], calls
@@ -101,7 +101,7 @@ class _TwoDtypes(nn.Module):
 def test_dtypes(low: torch.dtype) -> None:
     """The norm is computed in float32 and returned in the widest gradient dtype, on ranks without parts as well.
 
-    E-CLIP-3.
+    E-CLIP-3, E-ERR-20, E-LIM-14.
     """
     scale = 1000.0  # squares leave float16's range
     model: Any = fully_shard(_TwoDtypes(low))

@@ -14,7 +14,7 @@ from models import MODELS, Case, Inputs, Residual, Stack, mlp
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
-from fsdp_compile import FullyShardedDataParallel, compile_step, fully_shard
+from fsdp_compile import FullyShardedDataParallel, Wire, compile_step, fully_shard
 
 from ..ranks import NIGHTLY, Ranks, on_ranks
 from ..training import assert_bitwise, build, local, mine, shard
@@ -44,6 +44,19 @@ def adamw(model: nn.Module, by_groups: bool = False) -> torch.optim.Optimizer:
 
 def schedule_of(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + 0.1 * step))
+
+
+SHARDINGS: dict[str, dict[str, Any]] = {
+    "SHARD_GRAD_OP": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "NO_SHARD": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "bf16": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+    "wire": {"wire": Wire(gather="fp8", reduce="bf16")},
+    "offload": {"cpu_offload": CPUOffload(offload_params=True)},
+}
+
+
+def _sharded(case: Case, **sharding: Any) -> nn.Module:
+    return fully_shard(build(case), **sharding)
 
 
 class Loop:
@@ -156,15 +169,15 @@ def test_regional(which: slice) -> None:
     """Block by block a step is that of the eager loop, bit for bit, under all strategies; it is compiled once."""
     accumulating: dict[str, Any] = {"clip_norm": CLIP, "accumulate": 2}
     scaling = {"scaler": torch.amp.GradScaler("cpu", init_scale=2.0**10)}
-    cases: list[tuple[str, str, dict[str, Any]]] = [
-        ("mlp", "FULL_SHARD", accumulating),
-        ("tied", "SHARD_GRAD_OP", {"clip_norm": CLIP, **scaling}),
-        ("frozen", "NO_SHARD", {}),
-        ("mlp", "FULL_SHARD", {"update_in_backward": True}),
+    cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("mlp", SHARDINGS["bf16"], accumulating),
+        ("tied", SHARDINGS["SHARD_GRAD_OP"], {"clip_norm": CLIP, **scaling}),
+        ("frozen", SHARDINGS["NO_SHARD"], {}),
+        ("mlp", {}, {"update_in_backward": True}),
     ]
-    for name, strategy, options in cases[which]:
+    for name, sharding, options in cases[which]:
         torch._dynamo.reset()
-        both = Both(MODELS[name], build=partial(shard, strategy=strategy), regional=True, **options)
+        both = Both(MODELS[name], build=partial(_sharded, **sharding), regional=True, **options)
         both.loop = both.loop_of(1, "eager")
         for number in range(4):
             with torch._dynamo.config.patch(error_on_recompile=number > 1):
@@ -417,18 +430,10 @@ def test_refused() -> None:
         compile_step(model, optimizer, accumulate=0)
 
 
-SHARDINGS: dict[str, dict[str, Any]] = {
-    "SHARD_GRAD_OP": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
-    "NO_SHARD": {"sharding_strategy": ShardingStrategy.NO_SHARD},
-    "bf16": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
-    "offload": {"cpu_offload": CPUOffload(offload_params=True)},
-}
-
-
-@pytest.mark.parametrize("names", [["bf16"], pytest.param(list(SHARDINGS), marks=LATE)])
+@pytest.mark.parametrize("names", [["bf16", "wire"], pytest.param(list(SHARDINGS), marks=LATE)])
 @on_ranks(2)
 def test_other_shardings(names: list[str]) -> None:
-    """Other strategies, precisions and devices: what cannot be updated as a whole is as in the loop.
+    """Other strategies, precisions, formats and devices: what cannot be updated as a whole is as in the loop.
 
     test_regional has NO_SHARD every day, and test_update_in_backward has replicas.
     """

@@ -59,10 +59,12 @@ def _step_inside(rank: int, attach: str, how: str, strategy: str, first: bool, o
     if first:
         ATTACH[attach](model)
     fully_shard(model, sharding_strategy=ShardingStrategy[strategy], cpu_offload=CPUOffload(offload))
-    if not first:
-        ATTACH[attach](model)
     optimizer = torch.optim.SGD(reference.parameters(), lr=RATE)
     run = executor(model, how)
+    if not first:
+        backward(run, MLP, mine(MLP, 9))
+        model.zero_grad()
+        ATTACH[attach](model)
     for seed in range(3):
         optimizer.zero_grad()
         backward(reference, MLP, whole(MLP, seed))
@@ -89,9 +91,9 @@ DAILY = ("hooks", False)
     ],
 )
 def test_optimizer_in_backward(two: Ranks, attach: str, how: str, strategy: str, first: bool) -> None:
-    """Optimizers attached to parameters, before sharding or after it, step with reduced gradients within backward.
+    """Optimizers attached to parameters, before sharding or after a pass, step with reduced gradients within backward.
 
-    After it parameters are updated and gradients None. E-OIB-1..4, E-ERR-4.
+    After it parameters are updated and gradients None. E-OIB-1..4, E-ERR-4, E-LAZY-5.
     """
     two.run(_step_inside, attach, how, strategy, first)
 

@@ -11,7 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 from models import MODELS, MODULES, Case, Residual, Stack, checkpointed, squared_error, vectors
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision
 from torch.testing import assert_close
 
 from fsdp_compile import fully_shard
@@ -20,9 +20,9 @@ from fsdp_compile.eager import reduce
 from fsdp_compile.eager.block_reader import BlockReader
 from fsdp_compile.eager.streams import UnshardedBuffer
 
-from ..comm.test_communication import _assert_freed, _gathered_bytes, _per_unit, _spied
-from ..ranks import NIGHTLY, Ranks, on_ranks
-from ..training import OPTIMIZERS, assert_bitwise, backward, build, follow, mine, reference_and_model, shard, units
+from ..ranks import Ranks, on_ranks
+from ..training import assert_bitwise, backward, build, follow, mine, reference_and_model, shard, units, whole
+from ..wire import assert_freed, gathered_bytes, per_unit, wire
 
 MLP = MODELS["mlp"]
 
@@ -66,7 +66,10 @@ CASES = {
 @pytest.mark.parametrize("names", [("frozen", "tied_blocks"), pytest.param(tuple(CASES), marks=LATE)], ids=len)
 @on_ranks(2)
 def test_compiled_blocks_train_as_one_process_does(names: tuple[str, ...]) -> None:
-    """Tied, frozen and recomputed parameters too, also of other blocks; nothing is compiled after the first step."""
+    """Tied, frozen and recomputed parameters too, also of other blocks; nothing is compiled after the first step.
+
+    test_regional of test_compile_step.py compares with eager steps, bit for bit.
+    """
     for name in names:
         torch._dynamo.reset()
         reference, model = reference_and_model(CASES[name])
@@ -74,6 +77,8 @@ def test_compiled_blocks_train_as_one_process_does(names: tuple[str, ...]) -> No
         for steps, recompiles in ((1, False), (2, True)):
             with torch._dynamo.config.patch(error_on_recompile=recompiles):
                 follow(model, reference, CASES[name], steps=steps)
+        with torch.no_grad():
+            assert_close(*(CASES[name].loss(each, whole(CASES[name], 1)) for each in (model, reference)))
 
 
 @contextmanager
@@ -294,34 +299,6 @@ def test_units_of_many_sizes_run_by_one_piece_of_code(rank: int, weights_train: 
     assert_close(gradients("inductor"), gradients("eager"), rtol=0.02, atol=0.02)
 
 
-COMPARED = [("SHARD_GRAD_OP", None), ("FULL_SHARD", BF16)]
-if NIGHTLY:
-    COMPARED.append(("NO_SHARD", None))  # by day test_regional of test_compile_step has it
-
-
-@on_ranks(2)
-def test_equal_to_eager() -> None:
-    """Under every strategy, in low precision, with no_sync, without gradients: bit for bit what eager does."""
-    for strategy, precision in COMPARED:
-        ours, theirs = (
-            fully_shard(build(MLP), sharding_strategy=ShardingStrategy[strategy], mixed_precision=precision)
-            for _ in range(2)
-        )
-        _compile_blocks(ours, "aot_eager")
-        both = [(model, OPTIMIZERS["momentum"](model.parameters())) for model in (ours, theirs)]
-        for step in range(3):
-            for model in (ours, theirs):
-                with model.no_sync():
-                    backward(model, MLP, mine(MLP, 2 * step))
-                backward(model, MLP, mine(MLP, 2 * step + 1))
-            assert_bitwise(ours, theirs, f"{strategy}, step {step}")
-            for _, optimizer in both:
-                optimizer.step()
-                optimizer.zero_grad()
-        with torch.no_grad():
-            assert torch.equal(ours(mine(MLP, 9)[0]), theirs(mine(MLP, 9)[0]))
-
-
 @pytest.mark.parametrize(
     ("strategy", "how", "gathers"),
     [
@@ -336,13 +313,13 @@ def test_gathered_memory_and_collectives(strategy: str, how: str, gathers: list[
     model = _compile_blocks(shard(MLP, strategy), how)
     block = model.blocks[0]._fsdp.units[0].flats[0].layout.numel
     backward(model, MLP, mine(MLP, 0))
-    with _spied() as calls:
+    with wire() as calls:
         loss = MLP.loss(model, mine(MLP, 1))
-        assert _gathered_bytes(calls)[block] == (3 * 4 * block if strategy == "SHARD_GRAD_OP" else 0)
+        assert gathered_bytes(calls)[block] == (3 * 4 * block if strategy == "SHARD_GRAD_OP" else 0)
         loss.backward()
-        _assert_freed(calls, "after backward while the loss is alive")
+        assert_freed(calls, "after backward while the loss is alive")
     assert all(unit.unsharded_params is unit.unsharded_flats is None for unit in units(model))
-    assert (_per_unit(model, calls, "gather"), _per_unit(model, calls, "reduce")) == (gathers, [1, 1])
+    assert (per_unit(model, calls, "gather"), per_unit(model, calls, "reduce")) == (gathers, [1, 1])
 
 
 @on_ranks(2)
@@ -350,12 +327,12 @@ def test_what_was_gathered_by_hand_is_used() -> None:
     """As in eager: a compiled block reads what `unshard()` gathered for it, and gathers no second time (E-PRE-7)."""
     model = _compile_blocks(shard(MLP), "aot_eager")
     backward(model, MLP, mine(MLP, 0))
-    with _spied() as calls:
+    with wire() as calls:
         for block in model.blocks:
             block.unshard()
         with torch.no_grad():
             MLP.loss(model, mine(MLP, 1))
-    assert _per_unit(model, calls, "gather") == [1, 1]
+    assert per_unit(model, calls, "gather") == [1, 1]
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""What compiled models take and return: any size, grad mode and structure, bit for bit what eager does."""
+"""Batches of any size, and whole steps, under torch.compile."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -8,7 +8,6 @@ import torch
 from models import MODELS, AnyLength, Case, cross_entropy, mlp, squared_error, text, vectors
 from torch import Tensor, nn
 
-from ..eager.test_outputs import _Outer
 from ..ranks import NIGHTLY, on_ranks
 from ..training import build, local, mine, shard
 
@@ -67,7 +66,7 @@ def test_sizes_vary(rank: int, name: str, how: str, dynamic: bool | None) -> Non
         torch.testing.assert_close(local(ours.grad), local(theirs.grad), rtol=1e-4, atol=1e-6, msg=name)
 
 
-# --- losses, arguments, outputs ---------------------------------------------------------------------------------------
+# --- steps ------------------------------------------------------------------------------------------------------------
 
 
 ONE = Case(lambda: mlp(1), vectors, squared_error)
@@ -107,27 +106,3 @@ def test_a_compiled_step() -> None:
                 torch.testing.assert_close(local(ours), local(theirs), rtol=1e-5, atol=1e-6, msg=name)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[1], graphs
-
-
-def _assert_same_used(model: nn.Module, eager: nn.Module) -> None:
-    """Gradients that are zero for want of use may be None in one of the two."""
-    for (name, ours), (_, theirs) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
-        grads = [local(torch.zeros_like(ours) if param.grad is None else param.grad) for param in (ours, theirs)]
-        assert torch.equal(*grads), name
-
-
-@on_ranks(2)
-def test_outputs_of_units() -> None:
-    """A unit's outputs keep their structure in the graph, and what no loss uses gets no gradient.
-
-    By day two kinds of four, all of which test_outputs.py has, eager.
-    """
-    for kind in ("dict", "namedtuple", "dataclass", "detached") if NIGHTLY else ("dataclass", "detached"):
-        case = Case(lambda kind=kind: _Outer(kind), vectors, squared_error)
-        eager, model = shard(case), shard(case)
-        run = torch.compile(model, backend="aot_eager", fullgraph=True)
-        for seed in range(3):
-            with nullcontext() if seed == 0 else _compiled_already():
-                case.loss(run, mine(case, seed)).backward()
-            case.loss(eager, mine(case, seed)).backward()
-            _assert_same_used(model, eager)

@@ -4,7 +4,7 @@ Elsewhere, beside what they belong to:
     tied parameters come back untied                            test_feature_table.py: test_row
     padding carries NaN into norms, gradients or parameters     test_steps.py: test_padding_is_never_seen
     weights gathered before optimizer.step() are read after it  test_unshard.py: test_older_values_are_not_used
-    a graph that one rank has cached runs wrongly on another    test_artifacts.py; test_no_recompile.py: test_all_*
+    a graph that one rank has cached runs wrongly on another    test_cache.py; test_group_names.py
     silent ZeRO-2: full parameters kept from forward to backward    fake/test_passes.py: test_forward_saves_only_*
     waits right behind their starts, gathers at the top, late reduces  fake/test_order.py
 """
