@@ -45,27 +45,35 @@ class Log:
         return self.lines.index(line, start)
 
 
-class RecordingDevice(Device):
-    """Streams and events by name."""
+class NamedStreams(Device):
+    """Streams by name; `of.stream` is the current one."""
 
     has_streams = True
 
-    def __init__(self, log: Log) -> None:
-        self.log, self.names, self.events = log, iter(["unshard", "post-backward"]), 0
+    def __init__(self, of: Any) -> None:
+        self.of, self.names = of, iter(["unshard", "post-backward"])
 
     def new_stream(self) -> str:
         return next(self.names)
 
     def current_stream(self) -> str:
-        return self.log.stream
+        return self.of.stream
 
     @contextmanager
     def run_in(self, stream: str) -> Iterator[None]:
-        before, self.log.stream = self.log.stream, stream
+        before, self.of.stream = self.of.stream, stream
         try:
             yield
         finally:
-            self.log.stream = before
+            self.of.stream = before
+
+
+class RecordingDevice(NamedStreams):
+    """Events by name."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__(log)
+        self.log, self.events = log, 0
 
     def order(self, first: str, then: str) -> None:
         self.log.add(f"{then} waits for {first}")

@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 from races import HOST, Clock, Record
+from recording import NamedStreams
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.core.sharding import units_gathered_below
-from fsdp_compile.eager.streams import Device, Streams, UnshardedBuffer
+from fsdp_compile.eager.streams import Streams, UnshardedBuffer
 
 COMPUTE = "compute"
 _LIBRARIES = os.path.dirname(os.path.dirname(torch.__file__))
@@ -180,27 +181,12 @@ def _non_blocking(func: Any, args: Any, kwargs: Any) -> bool:
     return func is torch.ops.aten._to_copy.default and bool(kwargs.get("non_blocking"))
 
 
-class WatchedDevice(Device):
-    """Streams by name, and their record."""
-
-    has_streams = True
+class WatchedDevice(NamedStreams):
+    """Their record."""
 
     def __init__(self, watch: Watch) -> None:
-        self.watch, self.names = watch, iter(["unshard", "post-backward"])
-
-    def new_stream(self) -> str:
-        return next(self.names)
-
-    def current_stream(self) -> str:
-        return self.watch.stream
-
-    @contextmanager
-    def run_in(self, stream: str) -> Iterator[None]:
-        before, self.watch.stream = self.watch.stream, stream
-        try:
-            yield
-        finally:
-            self.watch.stream = before
+        super().__init__(watch)
+        self.watch = watch
 
     def order(self, first: str, then: str) -> None:
         self.watch.record.order(first, then)

@@ -227,10 +227,3 @@ def test_groups_come_and_go() -> None:
         del model, group, groups, states
         gc.collect()
         assert not any(state() for state in left)
-
-
-@on_ranks(2)
-def test_one_rank_has_nobody_to_compare_with(rank: int) -> None:
-    """A group of one rank compares nothing, one of two does."""
-    alone = [dist.new_group([each]) for each in range(2)][rank]
-    assert [comparison.exists(each) for each in (dist.group.WORLD, alone)] == [True, False]

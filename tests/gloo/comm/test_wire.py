@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -77,21 +78,17 @@ def test_values(request: pytest.FixtureRequest, world: str) -> None:
 # --- executors --------------------------------------------------------------------------------------------------------
 
 
-def _two_by_two() -> Any:
-    return init_device_mesh("cpu", (2, 2))
-
-
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
-    **{format: lambda format=format: {"wire": format} for format in ("bf16", "fp8", "int8")},  # type: ignore[misc]
-    "bfloat16": lambda: {
-        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-        "wire": Wire("int8", "bf16"),
+    **{format: partial(dict, wire=format) for format in ("bf16", "fp8", "int8")},
+    "bfloat16": partial(dict, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32), wire=Wire("int8", "bf16")),
+    "by name": partial(dict, wire=lambda name: None if "norm" in name or name.endswith("bias") else BOTH),
+    "hybrid": lambda: {"mesh": init_device_mesh("cpu", (2, 2)), "wire": BOTH},
+    "between nodes": lambda: {
+        "mesh": init_device_mesh("cpu", (2, 2)),
+        "wire": Wire("int8", "fp8", between_nodes_only=True),
     },
-    "by name": lambda: {"wire": lambda name: None if "norm" in name or name.endswith("bias") else BOTH},
-    "hybrid": lambda: {"mesh": _two_by_two(), "wire": BOTH},
-    "between nodes": lambda: {"mesh": _two_by_two(), "wire": Wire("int8", "fp8", between_nodes_only=True)},
-    "two stages": lambda: {"reshard_after_forward": 2, "wire": Wire("fp8", "fp8", between_nodes_only=True)},
-    "replicated": lambda: {"sharding_strategy": ShardingStrategy.NO_SHARD, "wire": BOTH},
+    "two stages": partial(dict, reshard_after_forward=2, wire=Wire("fp8", "fp8", between_nodes_only=True)),
+    "replicated": partial(dict, sharding_strategy=ShardingStrategy.NO_SHARD, wire=BOTH),
 }
 
 

@@ -16,7 +16,6 @@ from fsdp_compile import fully_shard
 
 from ..ranks import Ranks, on_ranks
 from ..training import (
-    assert_same_gradients,
     assert_same_parameters,
     backward,
     build,
@@ -179,16 +178,3 @@ def test_float16_with_loss_scaling(how: str) -> None:
     assert 0 < skipped < 12, skipped
     before = MLP.loss(reference, whole(MLP, 1))
     assert MLP.loss(model, mine(MLP, 1)) < before * 2
-
-
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
-@on_ranks(2)
-def test_a_graph_from_before_sharding(how: str) -> None:
-    """A graph of the unsharded model that is still alive does not disturb gradients of the sharded one."""
-    reference, model = build(MLP), build(MLP)
-    pending = MLP.loss(model, mine(MLP, 1))
-    fully_shard(model)
-    backward(reference, MLP, whole(MLP, 2))
-    backward(executor(model, how), MLP, mine(MLP, 2))
-    assert_same_gradients(model, reference)
-    assert pending.requires_grad
