@@ -86,7 +86,9 @@ DIFFERENT: dict[str, tuple[Make, Make, str]] = {  # what rank 0 and rank 1 have,
 }
 
 
-def _differ(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_that_differ(rank: int) -> None:
+    """Both raise within a second, with the first unit or setting that differs and which rank has what."""
     for name, (*makes, said) in DIFFERENT.items():
         run = makes[rank]()
         dist.barrier()
@@ -105,7 +107,9 @@ def _differ(rank: int) -> None:
     _sharded()(X).sum().backward()  # the group is as it was
 
 
-def _agree(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_that_agree(rank: int) -> None:
+    """They compare once for each root, and a forward that communicates nothing compares nothing."""
     state_of(dist.group.WORLD).forget()  # of other tests
     with mock.patch.object(comparison, "compare", side_effect=comparison.compare) as compare:
         torch.manual_seed(rank)
@@ -131,14 +135,6 @@ def _agree(rank: int) -> None:
             model[0].weight.data = torch.full((4, 8), 2.0)
         model(X).sum().backward()
         assert compare.call_count == 3, "expected one of units and values, one of backward, one of the order of reduces"
-
-
-def test_ranks_that_differ(two: Ranks) -> None:
-    """Both raise within a second, with the first unit or setting that differs and which rank has what; ranks that agree
-    compare once for each root, and a forward that communicates nothing compares nothing.
-    """
-    two.run(_differ)
-    two.run(_agree)
 
 
 @on_ranks(2)

@@ -1,6 +1,5 @@
 """A rank has ended, or does something else: what the others say of each operator that waits for it."""
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -18,33 +17,7 @@ from fsdp_compile import FullyShardedDataParallel, export, fully_shard
 
 from ..ranks import Ranks, RanksFailed
 
-# By operator, what its note names beside the ranks.
-NAMES = {
-    "norm": "all-reduce of 0.weight, shape (7, 5)",
-    "norm of rows": "all-reduce of 0.weight, shape (7, 5)",
-    "sum": "all-reduce of 0.bias, shape (7,)",
-    "mean": "all-reduce of 0.weight",
-    "max": "all-reduce of 0.weight",
-    "amin of columns": "all-reduce of 0.weight",
-    "any": "all-reduce of 0.weight",
-    "isnan, all": "all-reduce of 0.weight",
-    "equal": "all-reduce of 0.weight",
-    "full_tensor": "all-gather of 1.weight, shape (3, 7)",
-    "of a gradient": "all-gather of 0.weight",
-    "redistribute": "all-gather of 0.weight",
-    "product": "all-gather of 0.weight",
-    "a view": "all-gather of 0.weight",
-    "a write to a view": "all-gather of 0.weight",
-    "torch's clipping": "all-reduce of 0.weight",
-    "the model's clipping": "all-reduce of 0.weight",
-    "GradScaler": "all-reduce of 1.bias",
-    "a penalty": "all-reduce of 0.weight",
-    "a gradient of what was gathered": "all-reduce of a gradient of shape (7, 5)",
-    "full state dict": "all-gather of 0.weight",
-    "full optimizer state": "all-gather of 0.weight",
-    "sharded state dict": "all-gather of 0.weight",
-    "export": "all-gather of 0.weight",
-}
+REDUCE, GATHER = "all-reduce of 0.weight", "all-gather of 0.weight"
 OPERATORS = {
     "norm": "linalg_vector_norm",
     "sum": "aten.sum",
@@ -54,7 +27,8 @@ OPERATORS = {
 }
 
 
-def _cases(model: Any, optimizer: Any) -> dict[str, Callable[[], object]]:
+def _cases(model: Any, optimizer: Any) -> dict[str, tuple[Callable[[], object], str]]:
+    """By operator, what its note names beside the ranks."""
     weight, bias = model[0].weight, model[0].bias
     penalty = weight.full_tensor().square().sum()
     view = weight.detach()[2:4]
@@ -70,35 +44,35 @@ def _cases(model: Any, optimizer: Any) -> dict[str, Callable[[], object]]:
 
     options = StateDictOptions(full_state_dict=True)
     return {
-        "norm": weight.norm,
-        "norm of rows": lambda: weight.detach().norm(dim=1),
-        "sum": lambda: bias.detach().sum(),
-        "mean": lambda: weight.detach().mean(),
-        "max": lambda: weight.detach().max(),
-        "amin of columns": lambda: weight.detach().amin(0),
-        "any": lambda: weight.detach().any(),
-        "isnan, all": lambda: weight.detach().isnan().all(),
-        "equal": lambda: torch.equal(weight, weight.detach()),
-        "full_tensor": model[1].weight.full_tensor,
-        "of a gradient": weight.grad.full_tensor,
-        "redistribute": weight.redistribute,
-        "product": lambda: weight.detach() @ torch.ones(5, 2),
-        "a view": lambda: weight.detach()[1].sum(),
-        "a write to a view": lambda: view.zero_(),
-        "torch's clipping": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-        "the model's clipping": lambda: model.clip_grad_norm_(1.0),
-        "GradScaler": scale,
-        "a penalty": lambda: weight.square().sum(),
-        "a gradient of what was gathered": penalty.backward,
-        "full state dict": lambda: get_model_state_dict(model, options=options),
-        "full optimizer state": lambda: get_optimizer_state_dict(model, optimizer, options=options),
-        "sharded state dict": sharded,
-        "export": lambda: list(export(model)),
+        "norm": (weight.norm, REDUCE + ", shape (7, 5)"),
+        "norm of rows": (lambda: weight.detach().norm(dim=1), REDUCE + ", shape (7, 5)"),
+        "sum": (lambda: bias.detach().sum(), "all-reduce of 0.bias, shape (7,)"),
+        "mean": (lambda: weight.detach().mean(), REDUCE),
+        "max": (lambda: weight.detach().max(), REDUCE),
+        "amin of columns": (lambda: weight.detach().amin(0), REDUCE),
+        "any": (lambda: weight.detach().any(), REDUCE),
+        "isnan, all": (lambda: weight.detach().isnan().all(), REDUCE),
+        "equal": (lambda: torch.equal(weight, weight.detach()), REDUCE),
+        "full_tensor": (model[1].weight.full_tensor, "all-gather of 1.weight, shape (3, 7)"),
+        "of a gradient": (weight.grad.full_tensor, GATHER),
+        "redistribute": (weight.redistribute, GATHER),
+        "product": (lambda: weight.detach() @ torch.ones(5, 2), GATHER),
+        "a view": (lambda: weight.detach()[1].sum(), GATHER),
+        "a write to a view": (lambda: view.zero_(), GATHER),
+        "torch's clipping": (lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), REDUCE),
+        "the model's clipping": (lambda: model.clip_grad_norm_(1.0), REDUCE),
+        "GradScaler": (scale, "all-reduce of 1.bias"),
+        "a penalty": (lambda: weight.square().sum(), REDUCE),
+        "a gradient of what was gathered": (penalty.backward, "all-reduce of a gradient of shape (7, 5)"),
+        "full state dict": (lambda: get_model_state_dict(model, options=options), GATHER),
+        "full optimizer state": (lambda: get_optimizer_state_dict(model, optimizer, options=options), GATHER),
+        "sharded state dict": (sharded, GATHER),
+        "export": (lambda: list(export(model)), GATHER),
     }
 
 
-def _lose(rank: int, folder: str) -> None:
-    """Rank 1 ends; rank 0 tries each operator, and writes what it is told."""
+def _lose(rank: int) -> None:
+    """Rank 1 ends; rank 0 tries each operator."""
     torch.manual_seed(0)
     model = fully_shard(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -108,29 +82,21 @@ def _lose(rank: int, folder: str) -> None:
     dist.barrier()
     if rank == 1:
         os._exit(0)
-    said = dict[str, tuple[float, list[str]]]()
-    for name, run in cases.items():
+    for name, (run, named) in cases.items():
         begin = time.monotonic()
-        try:
+        with pytest.raises(RuntimeError) as caught:
             run()
-        except RuntimeError as error:
-            said[name] = time.monotonic() - begin, getattr(error, "__notes__", [])
-    (Path(folder) / "said").write_text(json.dumps(said))
+        text, seconds = "\n".join(getattr(caught.value, "__notes__", [])), time.monotonic() - begin
+        assert f"This was the {named}" in text and "among ranks 0, 1: one of them has ended" in text, (name, text)
+        assert OPERATORS.get(name, "") in text and seconds < 5, (name, text, seconds)
 
 
 def test_a_rank_that_has_ended(tmp_path: Path) -> None:
     """Each operator that waits for a rank that has ended raises soon, and says what it waited for: the operator, the
     parameter and the ranks.
     """
-    ranks = Ranks(2, tmp_path)
-    with pytest.raises(RanksFailed, match="exit code 0"):
-        ranks.run(_lose, str(tmp_path))
-    said = json.loads((tmp_path / "said").read_text())
-    assert said.keys() == NAMES.keys()
-    for name, (seconds, notes) in said.items():
-        text = "\n".join(notes)
-        assert f"This was the {NAMES[name]}" in text and "among ranks 0, 1: one of them has ended" in text, (name, text)
-        assert OPERATORS.get(name, "") in text and seconds < 5, (name, text, seconds)
+    with pytest.raises(RanksFailed, match=r"failed on ranks \[1\], did not finish on \[\][\s\S]*exit code 0"):
+        Ranks(2, tmp_path).run(_lose)
 
 
 def _differ(rank: int) -> str:

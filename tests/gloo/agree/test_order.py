@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compile import ShardingStrategy, fully_shard
 from fsdp_compile.comm import comparison, waits
 
-from ..ranks import Ranks, on_ranks
+from ..ranks import on_ranks
 from ..training import assert_same_gradients
 
 KEPT: list[dist.ProcessGroup] = []  # with collectives that never end
@@ -102,7 +102,12 @@ DAILY = [
 ]
 
 
-def _raises(rank: int, rows: list[tuple[str, str, bool]]) -> None:
+@pytest.mark.parametrize("rows", [DAILY, pytest.param(LEFT_OUT, marks=pytest.mark.nightly)], ids=len)
+@on_ranks(2)
+def test_a_rank_leaves_out_a_unit(rank: int, rows: list[tuple[str, str, bool]]) -> None:
+    """Its output is not of its parameters, is detached, without gradients or not in the loss, or it is not called, on
+    one rank, in the first step or the second: both raise, with what each of them began, long before the timeout.
+    """
     said = r"ranks communicate different things: rank \d began .*, and rank \d .* instead;|order of units: expected"
     for strategy, how, in_first_step in rows:
         model = _model(strategy)
@@ -115,19 +120,6 @@ def _raises(rank: int, rows: list[tuple[str, str, bool]]) -> None:
             model(_batch(rank)).sum().backward()
             model(_batch(rank))
         assert time.monotonic() - before < 20, (strategy, how)
-
-
-def test_a_rank_leaves_out_a_unit(two: Ranks) -> None:
-    """Its output is not of its parameters, is detached, without gradients or not in the loss, or it is not called, on
-    one rank: both raise, with what each of them began, long before the group's timeout.
-    """
-    two.run(_raises, DAILY)
-
-
-@pytest.mark.nightly
-def test_every_way_to_leave_out_a_unit(two: Ranks) -> None:
-    """The same in every way, in the first step and in the second."""
-    two.run(_raises, LEFT_OUT)
 
 
 OPERATOR = r" that an operator needs for a sharded tensor of shape \(8, 8\)"

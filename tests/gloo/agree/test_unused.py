@@ -155,34 +155,31 @@ def test_trained(two: Ranks, four: Ranks, pattern: str, how: str, kind: str, mic
     (four if kind == "hybrid" else two).run(_train, pattern, how, KINDS[kind][0], microbatches, KINDS[kind][1])
 
 
-def _step_in_backward(rank: int, how: str, all_used: bool) -> None:
-    reference, model, (adamw, ours) = _models("all used" if all_used else "")
-    if how == "eager":
-        model.compile(disable=True)
-    backend = "aot_eager" if how == "eager" else how
-    step = compile_step(model, ours, _mean_square, backend=backend, update_in_backward=True)
-    for number in range(STEPS):
-        uses = number % 2 == 1
-        for each in range(dist.get_world_size()):
-            (_loss(reference, number, each, uses) / dist.get_world_size()).backward()
-        torch.manual_seed(10 * number + rank)
-        step(torch.randn(4, 6), uses)
-        adamw.step()
-        adamw.zero_grad()
-        assert_same_parameters(model, reference)
-    for one, other in zip(reference.parameters(), model.parameters(), strict=True):
-        assert bool(adamw.state[one]) == bool(ours.state[other])
-
-
 def _mean_square(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
 @pytest.mark.parametrize("how", ["eager", "aot_eager", *late("inductor")])
-def test_update_in_backward(two: Ranks, how: str) -> None:
+@on_ranks(2)
+def test_update_in_backward(rank: int, how: str) -> None:
     """A unit of which something may have no gradient is updated when backward has ended; others within it."""
     for all_used in (False, True):
-        two.run(_step_in_backward, how, all_used)
+        reference, model, (adamw, ours) = _models("all used" if all_used else "")
+        if how == "eager":
+            model.compile(disable=True)
+        backend = "aot_eager" if how == "eager" else how
+        step = compile_step(model, ours, _mean_square, backend=backend, update_in_backward=True)
+        for number in range(STEPS):
+            uses = number % 2 == 1
+            for each in range(dist.get_world_size()):
+                (_loss(reference, number, each, uses) / dist.get_world_size()).backward()
+            torch.manual_seed(10 * number + rank)
+            step(torch.randn(4, 6), uses)
+            adamw.step()
+            adamw.zero_grad()
+            assert_same_parameters(model, reference)
+        for one, other in zip(reference.parameters(), model.parameters(), strict=True):
+            assert bool(adamw.state[one]) == bool(ours.state[other])
 
 
 def _sharded(model: nn.Module, **options: Any) -> Any:
@@ -221,27 +218,23 @@ def test_staying_on(rank: int) -> None:
     assert model.blocks[0].extra.weight.grad is None
 
 
-def _late(rank: int, finds: bool | None) -> list[str]:
-    model = _sharded(_Model("all used"), find_unused_parameters=finds)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for number in range(6):
-            model.zero_grad()
-            _loss(model, number, rank, uses=number < 3 or rank == 0).backward()
-        model.zero_grad()
-        _loss(model, 7, rank, uses=False).backward()
-    grads = [block.extra.weight.grad for block in model.blocks]
-    assert all(grad is None if finds else not grad.any() for grad in grads)
-    return [str(each.message) for each in caught if "find_unused_parameters" in str(each.message)]
-
-
-def test_a_rank_that_leaves_something_out_late(two: Ranks) -> None:
+@on_ranks(2)
+def test_a_rank_that_leaves_something_out_late(rank: int) -> None:
     """It warns once, with the parameter's name and the option; with the option there is nothing to warn of."""
-    for rank, found in enumerate(two.run(_late, None)):
-        assert len(found) == 1, (rank, found)
-        assert "blocks.1.extra.weight" in found[0]
-    for finds in (True, False):
-        assert two.run(_late, finds) == [[], []]
+    for finds in (None, True, False):
+        model = _sharded(_Model("all used"), find_unused_parameters=finds)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number in range(6):
+                model.zero_grad()
+                _loss(model, number, rank, uses=number < 3 or rank == 0).backward()
+            model.zero_grad()
+            _loss(model, 7, rank, uses=False).backward()
+        grads = [block.extra.weight.grad for block in model.blocks]
+        assert all(grad is None if finds else not grad.any() for grad in grads)
+        found = [str(each.message) for each in caught if "find_unused_parameters" in str(each.message)]
+        assert len(found) == (finds is None), found
+        assert finds is not None or "blocks.1.extra.weight" in found[0]
 
 
 @on_ranks(2)

@@ -18,7 +18,7 @@ from fsdp_compile.core.settings import Settings
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.reduce import reduce_gradients
 
-from ..ranks import Ranks, on_ranks
+from ..ranks import on_ranks
 from ..training import assert_same_gradients, backward, build, executor, local, mine, shard, whole
 from ..wire import wire
 
@@ -38,7 +38,15 @@ class _Scaled(nn.Module):
         return (self.weight * large).sum() + (self.bias * small).sum()
 
 
-def _average_half(rank: int, how: str, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@both_ways
+@on_ranks(4)
+def test_float16_does_not_overflow(rank: int, how: str, strategy: str) -> None:
+    """A mean is right where the sum of the addends is beyond the range of float16, eager and compiled.
+
+    E-PG-11..12, E-RED-3.
+    """
+    assert averaging(torch.float16, 4) == ("sum", 2.0, 2.0)
     precision = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
     model = fully_shard(_Scaled(), sharding_strategy=ShardingStrategy[strategy], mixed_precision=precision)
     large, small = 24000.0 + 3000.0 * rank, 3e-7 * (rank + 1)
@@ -49,17 +57,6 @@ def _average_half(rank: int, how: str, strategy: str) -> None:
     for param, mean in ((model.weight, expected), (model.bias, 3e-7 * (world + 1) / 2)):
         found = local(param.grad)
         torch.testing.assert_close(found, torch.full_like(found, mean), rtol=1e-2, atol=6e-8)
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@both_ways
-def test_float16_does_not_overflow(four: Ranks, how: str, strategy: str) -> None:
-    """A mean is right where the sum of the addends is beyond the range of float16, eager and compiled.
-
-    E-PG-11..12, E-RED-3.
-    """
-    assert averaging(torch.float16, 4) == ("sum", 2.0, 2.0)
-    four.run(_average_half, how, strategy)
 
 
 def test_other_dtypes_keep_the_mean() -> None:

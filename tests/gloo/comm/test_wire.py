@@ -205,7 +205,11 @@ class _Scaled(nn.Module):
         return (self.weight * x).sum()
 
 
-def _add_up(rank: int, how: str, feedback: bool) -> None:
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+@on_ranks(2)
+def test_error_feedback(rank: int, how: str, feedback: bool) -> None:
+    """With error feedback the sum of what was sent is that of the gradients but for residuals; without, it is not."""
     model = fully_shard(_Scaled(), wire=Wire(reduce="fp8", error_feedback=feedback))
     run, sent, given = executor(model, how), torch.zeros(300), torch.zeros(300)
     for step in range(20):
@@ -224,13 +228,6 @@ def _add_up(rank: int, how: str, feedback: bool) -> None:
         torch.testing.assert_close(sent + total / 2, given, rtol=0, atol=1e-5)
     else:
         assert lost > 0.2, lost
-
-
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
-def test_error_feedback(two: Ranks, how: str) -> None:
-    """With error feedback the sum of what was sent is that of the gradients but for residuals; without, it is not."""
-    two.run(_add_up, how, True)
-    two.run(_add_up, how, False)
 
 
 def _raise(*args: Any) -> Tensor:

@@ -24,7 +24,7 @@ from fsdp_compile.eager.unsharded import UnshardedUnit
 from fsdp_compile.tools.check import Batch, assert_trains_alike, check
 from fsdp_compile.tools.cli import main
 
-from ..ranks import Ranks, on_ranks
+from ..ranks import on_ranks
 
 WIDTH = 8
 
@@ -235,34 +235,31 @@ FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "a parameter that is not loaded": (_load_loses_a_parameter, {"resume_on": 2}, "parameter blocks.2.scale after"),
 }  # fmt: skip
 COMPILED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
-    "a wrong divide factor": (partial(_edits, _wrong_factor), {"ways": ["aot_eager"]}, "gradient of blocks.1."),
+    "a wrong divide factor, compiled": (
+        partial(_edits, _wrong_factor),
+        {"ways": ["aot_eager"]},
+        "gradient of blocks.1.",
+    ),
     "a wrong graph": (_miscompiled, {"ways": ["miscompiles"]}, "output of `blocks.2.act`"),
     "a wrong graph of a block": (_miscompiled, {"ways": ["blocks:miscompiles"]}, "output of `blocks.0.act`"),
     "a wrong graph of a step": (_miscompiled, {"ways": ["step:miscompiles"]}, "output of `blocks.2.act`"),
 }
 
 
-def _find(rank: int, faults: dict[str, Any], name: str) -> None:
-    seed, options, what = faults[name]
+@pytest.mark.parametrize("name", [*FAULTS, *(pytest.param(name, marks=pytest.mark.nightly) for name in COMPILED)])
+@on_ranks(2)
+def test_a_seeded_fault(name: str) -> None:
+    """The report names what differs first: a module's output, or a gradient, buffer, state or parameter.
+
+    So it does where the model is compiled whole, by block, or with its step.
+    """
+    seed, options, what = (FAULTS | COMPILED)[name]
     with seed() as shard:
         report = check(Net, batch, **{**SMALL, "shard": shard, "resume_on": 0, **options})
     [row] = report.faults
     print(row)
     assert row.fault is not None and str(row.fault.difference.key).startswith(what), str(report)
     assert not report.holds and what in str(report) and "expected" in str(row.fault) and not row.fault.note
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_seeded_fault(two: Ranks, name: str) -> None:
-    """The report names what differs first: a module's output, or a gradient, buffer, state or parameter."""
-    two.run(_find, FAULTS, name)
-
-
-@pytest.mark.nightly  # they compile
-@pytest.mark.parametrize("name", COMPILED)
-def test_a_seeded_fault_of_compiled_code(two: Ranks, name: str) -> None:
-    """So it does where the model is compiled whole, by block, or with its step."""
-    two.run(_find, COMPILED, name)
 
 
 FILE = """

@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from fsdp_compile import fully_shard
 from fsdp_compile.tools.check import Batch, Report, check
 
-from ..ranks import Ranks, on_ranks
+from ..ranks import on_ranks
 from ..training import PER_RANK, backward, build, mine
 
 CASES = THIRD_PARTY | FAMILIES
@@ -78,7 +78,11 @@ def test_inductor(name: str) -> None:
     _check(name, ["inductor"])
 
 
-def _graphs(rank: int, name: str) -> None:
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(2)
+def test_graphs(name: str) -> None:
+    """A compiled model has as many graphs sharded as unsharded, after each of three steps; one, unless it breaks."""
     case, counted = CASES[name], []
     for shards in (False, True):
         model = fully_shard(build(case)) if shards else build(case)
@@ -91,10 +95,3 @@ def _graphs(rank: int, name: str) -> None:
         counted.append((graphs, bool(counters["graph_break"])))
         torch._dynamo.reset()
     assert counted[0] == counted[1] and counted[0][1] == (name in BREAK), counted
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", CASES)
-def test_graphs(two: Ranks, name: str) -> None:
-    """A compiled model has as many graphs sharded as unsharded, after each of three steps; one, unless it breaks."""
-    two.run(_graphs, name)

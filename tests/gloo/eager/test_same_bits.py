@@ -21,24 +21,6 @@ from ..same_bits import CASES, MICROBATCHES, first, of_ranks, resized, stepped, 
 
 LATE = pytest.mark.nightly
 HALF = MixedPrecision(torch.bfloat16, torch.bfloat16)
-
-
-def _trains(
-    rank: int,
-    names: tuple[str, ...],
-    how: str,
-    optimizer: str,
-    options: dict[str, Any],
-    worlds: tuple[int, ...] = (1, 2, 4),
-) -> None:
-    for name in names:
-
-        def run(group: Any, name: str = name) -> Any:
-            return name, *trained(CASES[name], group, how, optimizer, process_group=group, **options)
-
-        of_ranks(rank, run, worlds)
-
-
 COPIES = {"sharding_strategy": ShardingStrategy.NO_SHARD}
 
 
@@ -58,14 +40,19 @@ COPIES = {"sharding_strategy": ShardingStrategy.NO_SHARD}
           for options in ({}, COPIES)),
     ],
 )  # fmt: skip
-def test_equal(four: Ranks, how: str, names: tuple[str, ...], optimizer: str, options: dict[str, Any]) -> None:
+@on_ranks(4)
+def test_equal(rank: int, how: str, names: tuple[str, ...], optimizer: str, options: dict[str, Any]) -> None:
     """Parameters, losses and norms are equal after steps with accumulation, clipping, a schedule and dropout.
 
     So they are in compiled steps, whose graphs reduce, and in generated code, which adds up rows by an operator that
     rounds as eager code does.
     """
-    worlds = (1, 2, 4) if how != "aot_eager" or NIGHTLY else (2, 4)
-    four.run(_trains, names, how, optimizer, options, worlds)
+    for name in names:
+
+        def run(group: Any, name: str = name) -> Any:
+            return trained(CASES[name], group, how, optimizer, process_group=group, **options)
+
+        of_ranks(rank, run, (1, 2, 4) if how != "aot_eager" or NIGHTLY else (2, 4))
 
 
 @pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=LATE)])
@@ -84,19 +71,17 @@ def test_hybrid_and_two_stages(how: str) -> None:
         assert trained(CASES["gpt"], None, way, "adamw", **options) == expected, (way, options)
 
 
-def _whole_steps(rank: int, options: dict[str, Any], backend: str, strategy: ShardingStrategy | None = None) -> None:
-    of_ranks(rank, lambda group: stepped(group, options, backend, process_group=group, sharding_strategy=strategy))
-
-
 @pytest.mark.parametrize(
     ("options", "backend", "strategy"),
     [({"clip_norm": 0.5}, "eager", None), pytest.param({"update_in_backward": True}, "eager", None, marks=LATE)]
     + [pytest.param({"clip_norm": 0.5}, backend, None, marks=LATE) for backend in ("aot_eager", "fsdp_compile")]
     + [pytest.param({"clip_norm": 0.5}, backend, "NO_SHARD", marks=LATE) for backend in ("eager", "fsdp_compile")],
 )
-def test_compile_step(four: Ranks, options: dict[str, Any], backend: str, strategy: str | None) -> None:
+@on_ranks(4)
+def test_compile_step(rank: int, options: dict[str, Any], backend: str, strategy: str | None) -> None:
     """Whole steps, clipped or with updates in backward, are equal too, also of models that each rank has a copy of."""
-    four.run(_whole_steps, options, backend, ShardingStrategy[strategy] if strategy else None)
+    chosen = {"sharding_strategy": ShardingStrategy[strategy]} if strategy else {}
+    of_ranks(rank, lambda group: stepped(group, options, backend, process_group=group, **chosen))
 
 
 @on_ranks(2)

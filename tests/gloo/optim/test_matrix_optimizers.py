@@ -150,38 +150,21 @@ def _train(rank: int, name: str, strategy: str = "FULL_SHARD", lr: Any = 0.02, *
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy"),
-    [("wide", "FULL_SHARD"), ("wide", "NO_SHARD"), ("batches", "FULL_SHARD")]
-    + [pytest.param(name, "FULL_SHARD", marks=NIGHTLY) for name in CASES if name not in ("wide", "batches")],
+    ("world", "name", "options"),
+    [("two", "wide", {}), ("two", "wide", {"strategy": "NO_SHARD"}), ("two", "batches", {})]
+    + [("four", "wide", {"strategy": "HYBRID_SHARD", "devices_per_node": 2})]
+    + [pytest.param("two", "wide", {"lr": torch.tensor(0.0200001)}, marks=NIGHTLY)]
+    + [pytest.param("two", name, {}, marks=NIGHTLY) for name in CASES if name not in ("wide", "batches")],
 )
-def test_values(two: Ranks, name: str, strategy: str) -> None:
-    """Matrix optimizers on two ranks have the bits of one process that is given the same gradients."""
-    two.run(_train, name, strategy)
+def test_values(request: pytest.FixtureRequest, world: str, name: str, options: dict[str, Any]) -> None:
+    """Matrix optimizers on several ranks have the bits of one process that is given the same gradients.
 
-
-def test_hybrid(four: Ranks) -> None:
-    """Replicas that each do the same work have the bits of one process too."""
-    four.run(partial(_train, name="wide", strategy="HYBRID_SHARD", devices_per_node=2))
-
-
-@NIGHTLY
-def test_learning_rate_of_a_tensor(two: Ranks) -> None:
-    """A learning rate that is a tensor, and changes in its last digits, is followed."""
-    two.run(partial(_train, name="wide", lr=torch.tensor(0.0200001)))
+    So have replicas that each do the same work, and a learning rate of a tensor, which changes in its last digits.
+    """
+    request.getfixturevalue(world).run(partial(_train, name=name, **options))
 
 
 # --- compile_step -----------------------------------------------------------------------------------------------------
-
-
-def _follow(rank: int, name: str, steps: int, options: dict[str, Any], backend: str, order: str) -> None:
-    """One model is trained by `compile_step`, another by an eager loop: bit for bit equal at each step."""
-    both = Both(CASES[name], optimizers, backend, partial(shard, reduction_order=order), **options)
-    both.loop = both.loop_of(1, "eager")
-    for number in range(steps):
-        for group in (group for some in both.optimizers for each in some for group in each.param_groups):
-            group["lr"] = 0.02 / (1 + 0.1 * number)
-        with torch._dynamo.config.patch(error_on_recompile=number > 1):
-            both.compare(number, what=name)
 
 
 @pytest.mark.parametrize(
@@ -194,9 +177,16 @@ def _follow(rank: int, name: str, steps: int, options: dict[str, Any], backend: 
         pytest.param("experts", {"accumulate": 1}, "tree", marks=NIGHTLY),
     ],
 )
-def test_compile_step(two: Ranks, name: str, options: dict[str, Any], order: str) -> None:
+@on_ranks(2)
+def test_compile_step(name: str, options: dict[str, Any], order: str) -> None:
     """`compile_step` with Muon and AdamW has the bits of the eager loop, also where it updates in backward."""
-    two.run(_follow, name, 4, options, "aot_eager", order)
+    both = Both(CASES[name], optimizers, "aot_eager", partial(shard, reduction_order=order), **options)
+    both.loop = both.loop_of(1, "eager")
+    for number in range(4):
+        for group in (group for some in both.optimizers for each in some for group in each.param_groups):
+            group["lr"] = 0.02 / (1 + 0.1 * number)
+        with torch._dynamo.config.patch(error_on_recompile=number > 1):
+            both.compare(number, what=name)
 
 
 class Skipping(Wide):

@@ -14,7 +14,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_compile import fully_shard
 
-from ..ranks import Ranks, on_ranks
+from ..ranks import on_ranks
 from ..training import (
     assert_same_parameters,
     backward,
@@ -53,7 +53,29 @@ def _register(model: nn.Module) -> None:
 ATTACH: dict[str, Callable[[nn.Module], None]] = {"apply": _apply, "mark": _mark, "hooks": _register}
 
 
-def _step_inside(rank: int, attach: str, how: str, strategy: str, first: bool, offload: bool = False) -> None:
+DAILY, LATE = ("hooks", False), pytest.mark.nightly
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize(
+    ("attach", "how", "first", "offload"),
+    [
+        *((attach, "eager", first, False) for attach in ATTACH for first in (False, True)),
+        ("apply", "eager", False, True),
+        *(
+            pytest.param(attach, "aot_eager", first, False, marks=() if (attach, first) == DAILY else LATE)
+            for attach in ATTACH
+            for first in (False, True)
+        ),
+    ],
+)
+@on_ranks(2)
+def test_optimizer_in_backward(attach: str, how: str, strategy: str, first: bool, offload: bool) -> None:
+    """Optimizers attached to parameters, before sharding or after a pass, step with reduced gradients within backward.
+
+    After it parameters are updated and gradients None. Offloaded shards are stepped on the CPU, with gradients made
+    anew. E-OIB-1..4, E-ERR-4, E-LAZY-5, E-LIM-16, E-OFF-9.
+    """
     reference, model = build(MLP), build(MLP)
     if first:
         ATTACH[attach](model)
@@ -72,35 +94,6 @@ def _step_inside(rank: int, attach: str, how: str, strategy: str, first: bool, o
         assert all(param.grad is None for param in model.parameters())
         assert not offload or all(param.device.type == "cpu" for param in model.parameters())
         assert_same_parameters(model, reference)
-
-
-DAILY = ("hooks", False)
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize(
-    ("attach", "how", "first"),
-    [
-        *((attach, "eager", first) for attach in ATTACH for first in (False, True)),
-        *(
-            pytest.param(attach, "aot_eager", first, marks=() if (attach, first) == DAILY else pytest.mark.nightly)
-            for attach in ATTACH
-            for first in (False, True)
-        ),
-    ],
-)
-def test_optimizer_in_backward(two: Ranks, attach: str, how: str, strategy: str, first: bool) -> None:
-    """Optimizers attached to parameters, before sharding or after a pass, step with reduced gradients within backward.
-
-    After it parameters are updated and gradients None. E-OIB-1..4, E-ERR-4, E-LAZY-5.
-    """
-    two.run(_step_inside, attach, how, strategy, first)
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_offloaded_optimizer_in_backward(two: Ranks, strategy: str) -> None:
-    """Offloaded shards are stepped on the CPU, with gradients made anew (E-LIM-16, E-OFF-9)."""
-    two.run(_step_inside, "apply", "eager", strategy, False, True)
 
 
 # --- loss scaling -----------------------------------------------------------------------------------------------------

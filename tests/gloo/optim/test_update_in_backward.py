@@ -77,8 +77,10 @@ def test_as_the_stock_loop(two: Ranks, four: Ranks, name: str, how: str, options
 # --- how long gradients live ------------------------------------------------------------------------------------------
 
 
-def _count(rank: int, how: str) -> list[int]:
-    both = _both(how)
+@on_ranks(2)
+def test_gradients_do_not_live_together() -> None:
+    """When a unit is updated, the gradients of those before it are gone, also in the step that makes the state."""
+    both = _both("eager")
     living: list[weakref.ref[Any]] = []
     alive: list[int] = []
     joint: Any = both.step._update
@@ -92,12 +94,7 @@ def _count(rank: int, how: str) -> list[int]:
     joint.update = noted
     for number in range(3):
         both.train(number)
-    return alive
-
-
-def test_gradients_do_not_live_together(two: Ranks) -> None:
-    """When a unit is updated, the gradients of those before it are gone, also in the step that makes the state."""
-    assert two.run(_count, "eager") == [[0] * 15] * 2
+    assert alive == [0] * 15
 
 
 # --- what is updated after backward -----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from fsdp_compile.eager import reduce
 from fsdp_compile.eager.block_reader import BlockReader
 from fsdp_compile.eager.streams import UnshardedBuffer
 
-from ..ranks import Ranks, on_ranks
+from ..ranks import on_ranks
 from ..training import assert_bitwise, backward, build, follow, mine, reference_and_model, shard, units, whole
 from ..wire import assert_freed, gathered_bytes, per_unit, wire
 
@@ -117,7 +117,14 @@ def _noted(lines: list[str]) -> Iterator[None]:
         yield
 
 
-def _note_order(rank: int) -> tuple[str, str, str]:
+@on_ranks(2)
+def test_order_of_collectives() -> None:
+    """From its second call on, a block waits for each flat parameter where it is read; the next one is gathered before.
+
+    Backward gathers the last parameters first, and reduces each of them as soon as its gradient is there. What a graph
+    that fails has not waited for, the next forward does: other ranks may not take part for a while. Who asks for the
+    gradient of an input alone starts no reduce, though the graph computes all gradients.
+    """
     lines: list[str] = []
     torch._dynamo.reset()
     model: Any = nn.Sequential(Residual(3, 5), Residual(3, 5))
@@ -146,18 +153,7 @@ def _note_order(rank: int) -> tuple[str, str, str]:
         model(x).sum().backward()
         for param, grad in zip(model.parameters(), grads, strict=True):
             assert_close(param.grad.full_tensor() * 2, grad)
-        return passed, after_failure, "\n".join(line for line in lines if "reduce" in line)
-
-
-def test_order_of_collectives(two: Ranks) -> None:
-    """From its second call on, a block waits for each flat parameter where it is read; the next one is gathered before.
-
-    Backward gathers the last parameters first, and reduces each of them as soon as its gradient is there. What a graph
-    that fails has not waited for, the next forward does: other ranks may not take part for a while. Who asks for the
-    gradient of an input alone starts no reduce, though the graph computes all gradients.
-    """
-    (passed, after_failure, reduced), other = two.run(_note_order)
-    assert other == (passed, after_failure, reduced)
+        reduced = "\n".join(line for line in lines if "reduce" in line)
     assert_expected_inline(
         passed,
         """\
