@@ -1,5 +1,6 @@
 """What backward does in the graphs of models that accumulate (world size 4, rank 1)."""
 
+import gc
 import re
 from functools import cache
 from typing import Any
@@ -24,6 +25,19 @@ def test_gradients_are_handed_over_at_once() -> None:
     (graph,) = (text for text in printed if text.startswith("--- backward graph after all_gather_into_buffer"))
     events = re.findall(r"= (?:fsdp_flat\.)?(mm|defer_reduce)\(", graph)
     assert events == ["mm", "defer_reduce", "mm", "mm", "defer_reduce"]
+
+
+@pytest.mark.parametrize("syncs", [True, False])
+def test_a_model_that_is_deleted(syncs: bool) -> None:
+    """A backward that accumulates, or adds what was accumulated, raises where its model is gone."""
+    model: Any = fully_shard(nn.Linear(3, 3))
+    for each in (False, syncs):
+        model.set_requires_gradient_sync(each)
+    loss = torch.compile(model, backend="aot_eager")(torch.ones(4, 3)).sum()
+    del model
+    gc.collect()
+    with pytest.raises(RuntimeError, match="the model of this forward was deleted"):
+        loss.backward()
 
 
 class _Repeated(nn.Module):

@@ -25,15 +25,6 @@ FP64, FP32, BF16, FP8 = 2, 4, 8, 16  # alignments of the specification's example
 ABC = [("a", (3,)), ("b", (2, 2)), ("c", (5,))]
 
 
-def zeros_per_rank(layout):
-    """Padding elements in each rank's shard."""
-    stored = [sum(record.numel for record in layout.records(rank) if record) for rank in range(layout.world_size)]
-    return [layout.shard_numel - numel for numel in stored]
-
-
-# Alignment and shapes
-
-
 def test_default_alignment_is_never_under_16_bytes():
     """The default grid is 16 bytes even of one-byte elements (E-FLAT-13, E-FLAT-14, E-FLAT-21)."""
     assert DEFAULT_ALIGNMENT % 16 == 0
@@ -47,8 +38,6 @@ def test_unit_without_data_is_legal():
     assert layout.records(3) == (None, None)
     assert FlatParamLayout.parse(layout.text) == layout
 
-
-# Properties over random layouts
 
 dims = st.integers(0, 4)
 shape_lists = st.lists(st.lists(dims, max_size=4).map(tuple), min_size=1, max_size=6)  # at most 6 * 256 elements
@@ -129,7 +118,7 @@ def test_shards_rebuild_every_parameter(layout):
                 part = shard[record.offset : record.offset + record.numel]
                 assert part == [(index, element) for element in range(record.first, record.last + 1)]
                 rebuilt[index] += part
-        assert shard.count(None) == zeros_per_rank(layout)[rank]
+        assert shard.count(None) == layout.shard_numel - sum(record.numel for record in layout.records(rank) if record)
     assert rebuilt == [[(index, element) for element in range(numel)] for index, numel in enumerate(layout.numels)]
 
 
@@ -142,9 +131,6 @@ def test_text_round_trip(layout):
     assert parsed.text == layout.text
     assert parsed.names == tuple(str(index) for index in range(len(layout.names)))
     assert FlatParamLayout.parse(layout.text) is parsed  # cached
-
-
-# Identity
 
 
 def test_equality_ignores_names():
@@ -166,9 +152,6 @@ def test_layout_is_immutable_and_pickles_with_its_names():
     copy = pickle.loads(pickle.dumps(layout))
     assert copy == layout == FlatParamLayout.build(ABC, 2)
     assert copy.names == ("a", "b", "c")
-
-
-# Refusals
 
 
 def test_refusals():
