@@ -9,7 +9,7 @@
     ...
     -->
 
-`torchrun pages.py PAGE FOLDER PORT ...` runs the Python of several pages, one after the other, each in its folder.
+`torchrun pages.py PAGE PORT` runs the Python of a page.
 """
 
 import io
@@ -22,8 +22,6 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-
-RUNS = {"python", "text", "shell"}
 
 
 @dataclass(frozen=True)
@@ -104,10 +102,6 @@ def run_commands(page: Path, folder: Path, environment: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.pop(
-        "TORCHELASTIC_USE_AGENT_STORE", None
-    )  # its keys are those of one process group, and pages make others
-    for name, own_folder, port in zip(sys.argv[1::3], sys.argv[2::3], sys.argv[3::3], strict=True):
-        os.environ["MASTER_PORT"] = port
-        os.chdir(own_folder)
-        run_python(Path(name))
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # its keys are those of one process group, and pages make others
+    os.environ["MASTER_PORT"] = sys.argv[2]
+    run_python(Path(sys.argv[1]))

@@ -207,3 +207,49 @@ def test_functions_of_a_trainer(tmp_path: Path) -> None:
     """Fits, validations, tests and predictions in turn, with other modules and checkpoints, give what DDP gives; what
     cannot be saved or loaded is refused by name."""
     run_code(MODULES + FUNCTIONS, "lightning", 2, str(tmp_path), "")
+
+
+ATTACKS = """
+import pickle, shutil
+
+def fit(epochs, trust=False, **arguments):
+    trainer = trainer_of(TrainerStrategy(process_group_backend="gloo", trust=trust), epochs)
+    trainer.fit(Module(), **arguments)
+    return trainer
+
+class Run:
+    def __reduce__(self):
+        return os.mkdir, (str(mark),)
+
+mark = folder / "mark"
+fit(1).save_checkpoint(folder / "saved")
+
+def meta(folder):
+    torch.save(torch.load(folder / "meta.pt", weights_only=True) | {"more": Run()}, folder / "meta.pt")
+def metadata(folder):
+    (folder / ".metadata").write_bytes(pickle.dumps(Run()))
+def link(folder):
+    (folder / "meta.pt").rename(folder.parent / "outside.pt")
+    (folder / "meta.pt").symlink_to(folder.parent / "outside.pt")
+for attack in (meta, metadata, link):
+    attacked = folder / attack.__name__
+    shutil.copytree(folder / "saved", attacked)
+    attack(attacked)
+    for weights_only in (None, True):
+        try:
+            fit(2, ckpt_path=attacked, weights_only=weights_only)
+        except CheckpointError as error:
+            assert not mark.exists()
+            continue
+        raise AssertionError(f"{attack.__name__} was loaded")
+fit(2, ckpt_path=folder / "saved")
+fit(2, trust=True, ckpt_path=folder / "meta")
+assert mark.exists()
+print("[]")
+"""
+
+
+@pytest.mark.nightly
+def test_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
+    """`meta.pt` and `.metadata` that call, and a link outside, are refused by default; `trust=True` allows calls."""
+    run_code(MODULES + ATTACKS, "lightning", 1, str(tmp_path), "")
