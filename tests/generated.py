@@ -38,12 +38,16 @@ class Move:
 
 @dataclass
 class Step:
-    """One call in the generated code: what is called, its text, the buffers it names, and the one that it writes."""
+    """One call in the generated code: what is called, its text, the buffers it names, and the one that it writes.
+
+    `frees` are the buffers that are deleted behind it.
+    """
 
     function: str
     text: str
     names: list[str]
     out: str | None
+    frees: list[str] = field(default_factory=list)
 
     @property
     def arguments(self) -> list[str]:
@@ -87,15 +91,17 @@ class Program:
         self.steps = list(self._read_steps())
 
     def _read_steps(self) -> Iterator[Step]:
-        in_call = False
+        in_call, step = False, None
         for line in self.code.splitlines():
             text = line.split("#")[0].strip()
             if re.match(r"def call\(", text) or text == "def call(self, args):":
                 in_call = True
             elif in_call and text.startswith("return"):
                 return
-            elif in_call and (step := self._read_line(text)) is not None:
-                yield step
+            elif step is not None and text.startswith("del "):
+                step.frees += _NAME.findall(text)
+            elif in_call and (read := self._read_line(text)) is not None:
+                yield (step := read)
 
     def _read_line(self, text: str) -> Step | None:
         if part := _PART.match(text):
@@ -138,6 +144,21 @@ class Program:
     def packed(self) -> set[str]:
         """The buffers that reduce-scatters and all-reduces read."""
         return {self.memory(name) for step in self.steps if step.is_reduce for name in sent(step)}
+
+    def races(self) -> list[str]:
+        """What computes in, or frees, memory of a collective that is not waited for, and collectives that never are."""
+        in_flight: list[set[str]] = []  # the memory of each, without inputs of the graph, which nothing writes
+        found = []
+        for step in self.steps:
+            used = {self.memory(name) for name in (*step.names, *self.returned(step)) if name}
+            if step.is_wait:
+                in_flight = [each for each in in_flight if not used & each]
+            found += [step.text for each in in_flight if used & each]
+            if step.is_gather or step.is_reduce:
+                in_flight.append({name for name in used if name.startswith("buf")})
+            freed = {self.memory(name) for name in step.frees if name not in self.view_of}
+            found += [f"del {freed & each} behind {step.text}" for each in in_flight if freed & each]
+        return found + [f"no wait for {each}" for each in in_flight]
 
     def moves(self) -> list[Move]:
         """Every store of an unchanged value, and every library call that only moves bytes."""
@@ -296,7 +317,12 @@ def readers_of(program: Program, shard: str) -> list[Step]:
 
 
 def programs(run: Callable[[], Tensor]) -> tuple[Program, Program]:
-    """Compile and run `run`, a forward that returns a scalar loss, and its backward; the two generated programs."""
+    """Compile and run `run`, a forward that returns a scalar loss, and its backward; the two generated programs.
+
+    Whatever is compiled, nothing else uses memory that a collective still uses.
+    """
     _, codes = run_fw_bw_and_get_code(run)
     assert len(codes) == 2, f"expected one forward and one backward, found {len(codes)} graphs"
-    return Program(codes[0]), Program(codes[1])
+    forward, backward = map(Program, codes)
+    assert forward.races() == backward.races() == []
+    return forward, backward

@@ -1,6 +1,7 @@
 """Modules whose forward computes something from weights alone, and modules that only look as if they did."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -189,21 +190,6 @@ class Negative(OneWeight):
 # --- what has to stay -------------------------------------------------------------------------------------------------
 
 
-class Standardised(OneWeight):
-    def compute(self, weight: Tensor) -> Tensor:
-        return ((weight - weight.mean(1, keepdim=True)) / weight.std(1, keepdim=True)).bfloat16().float()
-
-
-class Softmaxed(OneWeight):
-    def compute(self, weight: Tensor) -> Tensor:
-        return weight.flatten().softmax(0).view(D, D).bfloat16().float() * 30
-
-
-class Dropped(OneWeight):
-    def compute(self, weight: Tensor) -> Tensor:
-        return F.dropout(weight, 0.3).bfloat16().float()
-
-
 class Buffered(OneWeight):
     """Scaled by a buffer, which may differ between ranks."""
 
@@ -226,33 +212,16 @@ class Product(OneWeight):
         return (weight @ self.other).bfloat16().float() + (weight * self.other).bfloat16().float()
 
 
-class ReadTwice(OneWeight):
-    """In bfloat16 and as it is: gathering both would be more."""
-
-    def compute(self, weight: Tensor) -> Tensor:
-        return weight.bfloat16().float() + weight.sum()
-
-
-class Halves(OneWeight):
-    """Casts of views that do not cover the parameter."""
-
-    def compute(self, weight: Tensor) -> Tensor:
-        one, other = weight.chunk(2)
-        return torch.cat((one.bfloat16().float(), other.bfloat16().float()))
-
-
-class Widened(OneWeight):
-    """Divided by a scale that has a dimension more, and so gets one."""
-
-    def compute(self, weight: Tensor) -> Tensor:
-        return (weight / weight.detach().abs().amax().view(1, 1, 1)).bfloat16().float()[0]
-
-
-class Copied(OneWeight):
-    """Of a transposed view, which lies otherwise than the parameter."""
-
-    def compute(self, weight: Tensor) -> Tensor:
-        return weight.t().contiguous().bfloat16().view(-1).float().view(D, D)
-
-
-UNMOVED = (Standardised, Softmaxed, Dropped, Buffered, Product, ReadTwice, Halves, Widened, Copied)
+UNMOVED: tuple[Callable[[], nn.Module], ...] = (
+    Buffered,
+    Product,
+    *(partial(OneWeight, of) for of in (
+        lambda w: ((w - w.mean(1, keepdim=True)) / w.std(1, keepdim=True)).bfloat16().float(),
+        lambda w: w.flatten().softmax(0).view(D, D).bfloat16().float() * 30,
+        lambda w: F.dropout(w, 0.3).bfloat16().float(),
+        lambda w: w.bfloat16().float() + w.sum(),  # read twice: gathering both would be more
+        lambda w: torch.cat([half.bfloat16().float() for half in w.chunk(2)]),  # views that do not cover the parameter
+        lambda w: (w / w.detach().abs().amax().view(1, 1, 1)).bfloat16().float()[0],  # gets a dimension more
+        lambda w: w.t().contiguous().bfloat16().view(-1).float().view(D, D),  # lies otherwise than the parameter
+    )),
+)  # fmt: skip

@@ -3,13 +3,13 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 from generated import Program, programs
-from models import GPT, MODELS, checkpointed, mlp
+from models import MODELS, MODULES, Case, checkpointed, squared_error, vectors
 from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -62,19 +62,18 @@ def small() -> nn.Sequential:
 
 # --- generated code of models with several units ----------------------------------------------------------------------
 
-BUILD: dict[str, Callable[[], torch.nn.Module]] = {
-    "mlp": lambda: mlp(blocks=3),
-    "gpt": lambda: GPT(layers=2),
-    "recomputed": lambda: checkpointed("around"),
+CASES = {
+    **MODELS,
+    "recomputed": Case(partial(checkpointed, "around"), vectors, squared_error),
+    **{name: MODULES[name] for name in ("mha", "tied_ends")},
 }
-CASES = {**MODELS, "recomputed": MODELS["mlp"]}  # what to feed them
 BACKENDS = {"default": "inductor", "backend": fsdp_compile_backend}
-DAILY = {("gpt", "default"), ("mlp", "backend")}
+DAILY = {("gpt", "default"), ("mlp", "backend"), ("frozen", "default"), ("conv", "backend")}
 
 
 def pairs(*names: str) -> pytest.MarkDecorator:
     """Parametrize by `name` and `backend`: all pairs, of which those in `DAILY` are not nightly."""
-    every = [(name, backend) for name in names or BUILD for backend in BACKENDS]
+    every = [(name, backend) for name in names or ("mlp", "gpt", "recomputed") for backend in BACKENDS]
     late = [pytest.param(*pair, marks=() if pair in DAILY else pytest.mark.nightly) for pair in every]
     return pytest.mark.parametrize(("name", "backend"), late)
 
@@ -84,7 +83,7 @@ def compiled(
 ) -> tuple[Program, Program]:
     """The programs of forward and backward."""
     torch.manual_seed(0)
-    model = fully_shard(BUILD[name](), sharding_strategy=strategy)
+    model = fully_shard(CASES[name].build(), sharding_strategy=strategy)
     model = torch.compile(model, fullgraph=True, backend=backend, **options)
     inputs = CASES[name].batch(1, 4)
     return programs(lambda: CASES[name].loss(model, inputs))

@@ -9,6 +9,9 @@ import torch.distributed as dist
 from generated import kernels_not_built
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fsdp_compile.passes.plan.plan import Plan
+from fsdp_compile.passes.post_grad.plan_by_rule import plan_log
+
 WORLD_SIZE, RANK = 4, 1
 
 
@@ -48,3 +51,11 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True), kernels_not_built():
         yield
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> dict[str, Plan]:
+    """The plans of the graphs that are compiled, by direction."""
+    found: dict[str, Plan] = {}
+    monkeypatch.setattr(plan_log, "debug", lambda _, direction, plan, **__: found.update({direction: plan}))
+    return found

@@ -11,7 +11,6 @@ from fsdp_compile import MixedPrecision, fully_shard
 from fsdp_compile.comm import collectives
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.passes.plan.plan import Plan
-from fsdp_compile.passes.post_grad.plan_by_rule import plan_log
 
 FAR = "custom:1e-3,1e9"  # latency is all that counts
 
@@ -21,14 +20,6 @@ def launches_several(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake group stands for NCCL, not for gloo."""
     monkeypatch.setattr(collectives, "_COPYING_BACKENDS", ("gloo",))
     monkeypatch.setattr(collectives, "_senders", lambda *_: ())
-
-
-@pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
-    """The plans of the graphs that are compiled: forward, backward."""
-    found: list[Plan] = []
-    monkeypatch.setattr(plan_log, "debug", lambda _, direction, plan, **__: found.append(plan))
-    return found
 
 
 class Chain(nn.Module):
@@ -49,8 +40,8 @@ def compiled(model: nn.Module, **options: object) -> tuple[Program, Program]:
     return programs(lambda: run(torch.randn(2, 16)))
 
 
-def chain(mixed_precision: MixedPrecision | None = None) -> nn.Module:
-    return fully_shard(Chain(), auto_wrap_policy={nn.Linear}, mixed_precision=mixed_precision)
+def chain() -> nn.Module:
+    return fully_shard(Chain(), auto_wrap_policy={nn.Linear})
 
 
 def sizes(program: Program) -> list[tuple[str, int]]:
@@ -59,34 +50,16 @@ def sizes(program: Program) -> list[tuple[str, int]]:
     return [("gather" if each.is_gather else "reduce", len(sent(each))) for each in calls]
 
 
-@pytest.mark.parametrize(
-    "precision",
-    [pytest.param(None, marks=pytest.mark.nightly), MixedPrecision(torch.bfloat16, torch.float32)],
-    ids=["f32", "bf16"],
-)
-@pytest.mark.usefixtures("launches_several")
-def test_generated_code_launches_what_the_plan_does(plans: list[Plan], precision: MixedPrecision | None) -> None:
-    """One call for each launch of the plan, in its order, of as many units; each unit waited for; no byte is moved."""
-    for program in (both := compiled(chain(precision), link=FAR)):
-        assert program.parameter_moves() == []
-    for program, plan in zip(both, plans, strict=True):
-        planned = [(each.kind, len(each.units)) for each in plan.of("gather", "reduce")]
-        assert sizes(program) == planned and max(units for _, units in planned) > 1
-        waited = [step.names[0] for step in program.steps if step.is_wait]
-        launched = [step for step in program.steps if step.is_gather or step.is_reduce]
-        assert sorted(waited) == sorted(name for each in launched for name in program.returned(each))
-
-
-def test_gloo_launches_one_by_one(plans: list[Plan]) -> None:
+def test_gloo_launches_one_by_one(plans: dict[str, Plan]) -> None:
     """Gloo has no call for several: neither does the plan count on one, nor does the graph have it."""
     for program in compiled(chain(), link=FAR):
         assert {units for _, units in sizes(program)} == {1}
-    assert all(len(step.units) == 1 for plan in plans for step in plan.steps)
+    assert all(len(step.units) == 1 for plan in plans.values() for step in plan.steps)
 
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("launches_several")
-def test_units_of_two_dtypes_are_not_launched_together(plans: list[Plan]) -> None:
+def test_units_of_two_dtypes_are_not_launched_together() -> None:
     """Where units differ in what one call has to have in common, the plan launches each by itself."""
     model = Chain()
     for layer in model.layers[::2]:
@@ -100,11 +73,11 @@ def test_units_of_two_dtypes_are_not_launched_together(plans: list[Plan]) -> Non
 
 
 @pytest.mark.usefixtures("launches_several")
-def test_a_plan_by_hand(plans: list[Plan], tmp_path: pathlib.Path) -> None:
+def test_a_plan_by_hand(plans: dict[str, Plan], tmp_path: pathlib.Path) -> None:
     """What a file says to launch together is: four units at once."""
     names = " ".join(f"layers.{number}" for number in range(4))
     compiled(chain())
-    forward, backward = plans
+    forward, backward = plans.values()
     end = max(each.at for each in forward.of("free"))
     together = f"at 0 gather {names}\nat 0 wait {names}\nat {end} free {names}\n"
     path = tmp_path / "plan.txt"

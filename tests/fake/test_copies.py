@@ -1,14 +1,15 @@
 """No copy on either side of any collective (I5), read from the generated code."""
 
 import re
-from functools import cache, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from generated import Program, programs, readers_of
-from models import MODELS, MODULES, Case, mlp, squared_error, vectors
+from compiling import CASES, cached, pairs
+from generated import programs, readers_of
+from models import MODELS, Case, mlp, squared_error, vectors
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -19,36 +20,13 @@ from fsdp_compile.passes.graph.nodes import add_call
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.passes.post_grad.in_place_grads import pack_in_place
 
-CASES = {**MODELS, "mha": MODULES["mha"], "tied_ends": MODULES["tied_ends"]}
 TWO_BLOCKS = Case(partial(mlp, blocks=2), vectors, squared_error)
-BACKENDS = {"default": "inductor", "backend": fsdp_compile_backend}
-DAILY = {
-    ("frozen", "default"),
-    ("mlp", "backend"),
-    ("conv", "backend"),
-}
 
 
-def pairs(*names: str) -> pytest.MarkDecorator:
-    """Models and backends; those that show nothing which another pair does not are nightly."""
-    every = [(name, backend) for name in names for backend in BACKENDS]
-    late = [pytest.param(*pair, marks=() if pair in DAILY else pytest.mark.nightly) for pair in every]
-    return pytest.mark.parametrize(("name", "backend"), late)
-
-
-@cache
-def compiled(name: str, backend: str) -> tuple[Program, Program]:
-    case = CASES[name]
-    torch.manual_seed(0)
-    model = torch.compile(fully_shard(case.build()), fullgraph=True, backend=BACKENDS[backend])
-    inputs = case.batch(1, 4)
-    return programs(lambda: case.loss(model, inputs))
-
-
-@pairs(*[name for name in CASES if name != "conv"])
+@pairs(*[name for name in CASES if name not in ("conv", "recomputed")])
 def test_no_kernel_moves_parameters_or_gradients(name: str, backend: str) -> None:
     """No kernel, fused or not, and no library call stores bytes of a parameter or gradient that it did not make."""
-    forward, backward = compiled(name, backend)
+    forward, backward = cached(name, backend)
     assert forward.gathered() and backward.gathered() and backward.packed()
     assert forward.parameter_moves() == []
     assert backward.parameter_moves() == []
@@ -57,7 +35,7 @@ def test_no_kernel_moves_parameters_or_gradients(name: str, backend: str) -> Non
 @pairs("gpt", "mlp", "tied", "frozen", "mha")
 def test_every_product_that_makes_a_gradient_writes_it_in_place(name: str, backend: str) -> None:
     """As many matrix products write into a slice of a pack as there are trained weights of linear layers."""
-    _, backward = compiled(name, backend)
+    _, backward = cached(name, backend)
     torch.manual_seed(0)
     weights = {m.weight for m in CASES[name].build().modules() if isinstance(m, nn.Linear) and m.weight.requires_grad}
     attention = sum(isinstance(m, nn.MultiheadAttention) for m in CASES[name].build().modules())  # its in_proj_weight
@@ -81,7 +59,7 @@ def test_convolutions_copy_their_own_gradients_and_nothing_else(name: str, backe
 
     Gradients of norms are computed in place, and nothing is copied on the gathering side.
     """
-    forward, backward = compiled(name, backend)
+    forward, backward = cached(name, backend)
     assert forward.parameter_moves() == []
     convolutions = sum(isinstance(m, nn.Conv2d) for m in CASES[name].build().modules())
     calls = [step for step in backward.steps if step.function.startswith("torch.ops.aten.convolution_backward")]

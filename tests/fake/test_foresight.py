@@ -4,11 +4,10 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
-import torch.nn.functional as F
 from tiers import NIGHTLY
 from torch import nn
 
+from bench.models import Llama
 from bench.runs.tables import REPORTED, predict_runs
 from bench.runs.transformers import Run, Transformer, work_of
 from fsdp_compile.explain.predict import predict_step
@@ -17,53 +16,8 @@ from fsdp_compile.explain.trace import Model
 from fsdp_compile.explain.unit_work import BATCHES, at_batch
 
 GIB = 2**30
-SMALL = {"width": 256, "heads": 4, "kv_heads": 2, "inner": 512, "layers": 2, "vocabulary": 1000}
-LLAMA_8B = {"width": 4096, "heads": 32, "kv_heads": 8, "inner": 14336, "layers": 32, "vocabulary": 128256}
-
-
-class Block(nn.Module):
-    """A block of Llama."""
-
-    def __init__(self, width: int, heads: int, kv_heads: int, inner: int, causal: bool = True) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.head, self.causal = heads, kv_heads, width // heads, causal
-        self.first, self.second = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.q = nn.Linear(width, width, bias=False)
-        self.k, self.v = (nn.Linear(width, kv_heads * self.head, bias=False) for _ in range(2))
-        self.o = nn.Linear(width, width, bias=False)
-        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
-        self.down = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        given = self.first(x)
-        q, k, v = (layer(given).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        q, k = (_turn(each, cos, sin) for each in (q, k))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=True)
-        x = x + self.o(mixed.transpose(1, 2).flatten(2))
-        given = self.second(x)
-        return x + self.down(F.silu(self.gate(given)) * self.up(given))
-
-
-def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    one, two = x.float().chunk(2, -1)
-    return torch.cat((one * cos - two * sin, one * sin + two * cos), -1).to(x.dtype)
-
-
-class Llama(nn.Module):
-    """Returns logits [batch, sequence, vocabulary]."""
-
-    def __init__(self, width, heads, kv_heads, inner, layers, vocabulary, causal=True) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList([Block(width, heads, kv_heads, inner, causal) for _ in range(layers)])
-        self.norm, self.out = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        angles = torch.arange(ids.shape[1])[:, None] * torch.ones(self.blocks[0].head // 2)
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x, angles.cos(), angles.sin())
-        return self.out(self.norm(x))
+SMALL = {"dim": 256, "heads": 4, "kv_heads": 2, "hidden": 512, "layers": 2, "vocab": 1000, "context": 128}
+LLAMA_8B = {"layers": 32, "vocab": 128256, "context": 8192}
 
 
 @pytest.fixture(scope="module")
@@ -108,18 +62,12 @@ def test_checkpointing_adds_a_forward_to_backward(small):
 
 
 def test_causal_attention_is_half(small):
-    """Attention in which no token sees later ones computes half of the operations; those of the model are the same."""
-    causal = small.work(SETTING)
-    other = Model(lambda: Llama(**SMALL, causal=False)).work(SETTING)
-
-    def attention(work):
-        return [
-            each for each in (*work.blocks[0].forward, *work.blocks[0].backward) if each.kind.startswith("attention")
-        ]
-
-    assert [2 * each.flops for each in attention(causal)] == [each.flops for each in attention(other)]
-    assert attention(causal)[0].flops == 2 * 2 * 2 * 4 * 128 * 128 * 64 // 2
-    assert causal.model_flops == other.model_flops
+    """Attention in which no token sees later ones computes half of the operations that the model has."""
+    work = small.work(SETTING).blocks[0]
+    attention = [each for each in (*work.forward, *work.backward) if each.kind.startswith("attention")]
+    assert [each.full_flops for each in attention] == [2 * each.flops for each in attention]
+    product = 2 * 2 * 4 * 128 * 128 * 64 // 2
+    assert [each.flops for each in attention] == [2 * product, 5 * product]
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.nightly)])
@@ -193,7 +141,7 @@ def test_what_a_prediction_adds_up_to(small):
 @pytest.mark.nightly
 def test_what_does_not_fit_and_what_would():
     """A quarter of 8B's layers, batch 4, does not fit on eight GPUs: alternatives say what does, and at which price."""
-    model = LLAMA_8B | {"layers": LLAMA_8B["layers"] // 4}
+    model = LLAMA_8B | {"layers": 8}
     (made,) = predict_step(lambda: Llama(**model), [Setting(8, 4, 8192, hardware="h100")])
     assert made.fits is False and made.best is not None and made.best.fits
     changes = {each.change: each for each in made.alternatives}

@@ -52,21 +52,10 @@ def _trains() -> None:
     _loss(_blocks()).backward()
 
 
-def _evaluates() -> None:
-    with torch.no_grad():
-        _loss(_blocks())
-
-
 def _gathers_for_nothing() -> None:
     model = _blocks()
     model[0].unshard()
     model[0].reshard()
-
-
-def _retains_its_graph() -> None:
-    loss = _loss(_blocks())
-    loss.backward(retain_graph=True)
-    loss.backward()
 
 
 class _TwoParts(nn.Module):
@@ -111,14 +100,6 @@ def _returns_what_cannot_be_seen() -> None:
     seen, unseen = fully_shard(nn.Sequential(_Boxing()), auto_wrap_policy={_Boxing})[0](torch.randn(3, 7))
     unseen.value.sum().backward()
     del seen
-
-
-def _leaves_a_unit_out() -> None:
-    model = _blocks()
-    x = torch.randn(3, 7)
-    left = model[1](model[0](x))
-    model[0](x).sum().backward()
-    del left
 
 
 def _recomputed(model: nn.Module, x: Tensor, reentrant: bool = False) -> Tensor:
@@ -179,13 +160,10 @@ def _raise() -> None:
 
 SCENES = [
     _trains,
-    _evaluates,
     _gathers_for_nothing,
-    _retains_its_graph,
     _runs_parts_backward_one_by_one,
     _uses_both_parts,
     _returns_what_cannot_be_seen,
-    _leaves_a_unit_out,
     _recomputes,
     _recomputes_what_gets_no_gradient,
     _recomputes_in_a_pass_within,

@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 
 import pytest
 import torch
-from compiling import BUILD, CASES, compiled, planned, printed_graphs, small
+from compiling import CASES, compiled, planned, printed_graphs, small
 from generated import launches
 from models import mlp, routed
 from torch import Tensor, nn
@@ -23,17 +23,8 @@ from fsdp_compile.passes import inductor
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate
 from fsdp_compile.passes.plan.schedule import TOLERANCE
-from fsdp_compile.passes.post_grad.plan_by_rule import plan_log
 
 SLOW = "custom:1e-6,1e6"  # seconds, bytes per second: communication takes far longer than computing
-
-
-@pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> dict[str, Plan]:
-    """The plans of the graphs that are compiled, by direction."""
-    found: dict[str, Plan] = {}
-    monkeypatch.setattr(plan_log, "debug", lambda _, direction, plan, **__: found.update({direction: plan}))
-    return found
 
 
 H100 = pytest.param({"link": "h100-nvlink", "device": "h100"}, marks=pytest.mark.nightly)
@@ -85,15 +76,6 @@ def test_ends_of_a_model_are_sent_apart(plans: dict[str, Plan]) -> None:
     assert [len(unit.flats) for unit in model._fsdp.units] == [2]
     step = explain_plan(_Tokens, (torch.arange(4),), link=SLOW)  # forward and backward in one graph
     assert [each.units for each in step.plan.of("reduce")] == [("root:2",), ("blocks.1",), ("blocks.0",), ("root",)]
-
-
-@pytest.mark.parametrize("rows", [(2**13, 1), (1, 2**13)])
-def test_a_small_end_is_sent_with_the_other(rows: tuple[int, int]) -> None:
-    """An embedding or a head that is not worth a collective shares the flat parameter of the other end."""
-    model = _Tokens()
-    model.embedding, model.head = nn.Embedding(rows[0], 512), nn.Linear(512, rows[1], bias=False)
-    fully_shard(model)
-    assert [len(unit.flats) for unit in model._fsdp.units] == [1]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +196,7 @@ def gather_all_first(plan: Plan) -> Plan:
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.nightly), {"link": SLOW}], ids=str)
 def test_auto_keeps_what_pays(options: dict[str, str]) -> None:
     """With "auto" backward gathers fewer units than forward: at least the one that backward reads first is kept."""
-    model = fully_shard(BUILD["mlp"](), reshard_after_forward="auto")
+    model = fully_shard(CASES["mlp"].build(), reshard_after_forward="auto")
     counts = gathers_of(torch.compile(model, backend=fsdp_compile_backend, options=options))
     assert counts[0] == 4 and counts[1] < 4
     full = planned("mlp", "backend", **options)[0]
@@ -268,7 +250,7 @@ def test_explain_plan() -> None:
 def test_explain_plan_of_replicas() -> None:
     """Under hybrid sharding the report lists the all-reduces over replicas, each as large as one rank's shard."""
     inputs, _ = CASES["mlp"].batch(1, 4)
-    model = fully_shard(BUILD["mlp"](), mesh=init_device_mesh("cpu", (2, 2)))
+    model = fully_shard(CASES["mlp"].build(), mesh=init_device_mesh("cpu", (2, 2)))
     found = explain_plan(model, (inputs,), link=SLOW)
     assert (found.predictions[0].setting.strategy, found.predictions[0].setting.shard_size) == ("HYBRID_SHARD", 2)
     sizes = {kind: sum(each.bytes for each in found.scheduled.collectives if each.kind == kind)

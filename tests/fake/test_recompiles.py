@@ -105,17 +105,8 @@ def _runs_backward_twice(model: Any, x: Tensor, step: int) -> None:
     loss.backward()
 
 
-PATTERNS = [
-    _inside,
-    _head_outside,
-    _head_in_chunks,
-    _toggled,
-    _evaluates_between,
-    _accumulates,
-    _fails_between,
-    _runs_twice,
-    _runs_backward_twice,
-]
+# `_toggled` has the head in chunks in it, `_evaluates_between` all inside, `_accumulates` the head outside.
+PATTERNS = [_toggled, _evaluates_between, _accumulates, _fails_between, _runs_twice, _runs_backward_twice]
 
 
 def _graphs(pattern: Callable[[Any, Tensor, int], None], shard: Callable[[Any], None], whole: bool) -> int:

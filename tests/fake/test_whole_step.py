@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +12,11 @@ from generated import Program, programs, readers_of
 from models import MODELS, mlp
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.fsdp import MixedPrecision
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compile import compile_step, fully_shard
-from fsdp_compile.comm import collectives
-from fsdp_compile.tensors.sharded_reductions import gradient_norm
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 CASE = MODELS["mlp"]
@@ -60,27 +56,6 @@ def test_cuda_graphs_are_refused() -> None:
         Exception, match=r'cudagraphs: expected False .*, found True.* mode="max-autotune-no-cudagraphs"'
     ):
         _for_cuda(cuda_graphs=True)
-
-
-def test_the_norm_stays_on_the_device() -> None:
-    """The norm is one all-reduce of one number, beside whatever gradients are not in a flat shard; no value of a tensor
-    on CUDA, which has none here, is asked for."""
-    model = fully_shard(CASE.build())
-    params, reduced = list(model.parameters()), []
-    all_reduce = collectives.all_reduce
-    with FakeTensorMode(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            collectives, "all_reduce", lambda full, *args: reduced.append(tuple(full.shape)) or all_reduce(full, *args)
-        )
-        grads = [ShardedTensor(torch.empty(param.spec.numel, device="cuda"), param.spec) for param in params]
-        stand_ins: Any = [SimpleNamespace(grad=grad) for grad in grads]
-        norm = gradient_norm(stand_ins[:1], [(torch.empty(64, device="cuda"), params[1].spec)])
-        assert norm is not None and norm.shape == () and norm.device.type == "cuda"
-        assert reduced == [()]
-        coefficient = torch.clamp(1.0 / (norm + 1e-6), max=1.0)
-        assert coefficient.device.type == "cuda"
-        with pytest.raises(DataDependentOutputException):
-            coefficient.item()
 
 
 class Waits(TorchDispatchMode):

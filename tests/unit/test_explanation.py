@@ -1,13 +1,16 @@
 """What is predicted, in each of its forms: text, JSON, trace."""
 
 import json
+import re
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
-from expecttest import assert_expected_inline
-from predictions import explanation, prediction
+import torch
+from models import GPT
 
+from fsdp_compile import explain
 from fsdp_compile.explain.prediction import (
     FORMAT,
     Alternative,
@@ -22,52 +25,48 @@ from fsdp_compile.explain.prediction import (
 from fsdp_compile.explain.report import Report
 
 
+@cache
+def explanation() -> Report:
+    """A GPT in four settings, each with what else could be chosen."""
+    return explain(
+        GPT, lambda batch, sequence: (torch.zeros(batch, sequence, dtype=torch.long),),
+        world_size=[8, 64], batch=[1, 2], sequence=9, hardware="h100-80",
+    )  # fmt: skip
+
+
 def test_text() -> None:
     """Several settings are a table; the best one is shown in detail, whose times add up to the step."""
-    text = str(explanation())
-    assert_expected_inline(
-        text[text.index("In detail") :],
-        """\
-In detail, the most tokens/s per GPU that fits:
-
-Llama, 8.03 B parameters
-8 x h100-80, FULL_SHARD, batch 2 of 8,192 tokens, bf16, checkpointing none, adamw, clipped
-
-step      401.9 ms = forward 112.0 + backward 224.0 + update 5.000 + exposed 60.9
-speed     40,763 tokens/s per GPU, MFU 35.6%, HFU 38.2%
-memory    70.0 GiB at most: fits into 79.6; the peak is at: the forward of blocks.7
-          parameters 4.0, gradients 4.0, optimizer 8.0, activations 48.0
-          logits 2.0, gathered 1.0, packed 1.0, other 2.0
-
-collectives     links         number  GiB    ms  exposed ms
-all-gather      within nodes      16  8.0  65.0        60.9
-reduce-scatter  within nodes       8  4.0  32.5         0.0
-
-largest          links           GiB     ms  exposed ms  limited by
-gather blocks.0  within nodes  0.500  4.062       4.062  dependency
-
-alternatives                  step ms  difference  tokens/s/GPU  peak GiB    memory
-best: checkpoint every block    513.9      +112.0        31,879      30.0      fits
-batch 8                         803.9      +401.9         9,000      90.0  too much
-
-constants 1 data sheet, 1 fitted, 1 measured, 1 assumed; the JSON lists them with their sources
-""",
-    )
-    assert text.startswith("Llama, 8.03 B parameters, in 8 settings\n")
-    assert len(str(Report((prediction(),))).splitlines()) < len(text.splitlines()) - 8  # one setting has no table
+    report = explanation()
+    best = report.best
+    assert best is not None
+    head, detail = str(report).split("\nIn detail, the most tokens/s per GPU that fits:\n\n")
+    assert head.startswith("GPT, ") and head.splitlines()[0].endswith(" parameters, in 4 settings")
+    assert [line.split()[:2] for line in head.splitlines()[3:]] == [[n, b] for n in ("8", "64") for b in ("1", "2")]
+    assert str(Report((best,))) == detail, "one setting has no table"
+    line = next(line for line in detail.splitlines() if line.startswith("step "))
+    assert " ".join(re.findall(r"[a-z+=]+", line)) == "step ms = forward + backward + update + exposed"
+    step, *parts = map(float, re.findall(r"[\d.]+", line))
+    assert step == pytest.approx(1e3 * best.step, rel=0.01) == pytest.approx(sum(parts), rel=0.01)
+    assert re.search(r"^memory +\S+ GiB at most: fits into [\d.]+; the peak is at: ", detail, re.MULTILINE)
+    tables = {each.split()[0]: each.splitlines()[1:] for each in detail.split("\n\n")[2:]}
+    assert len(tables["collectives"]) == len(best.collectives)
+    assert [line.split()[:2] for line in tables["largest"]] == [each.name.split() for each in best.top if each.exposed]
+    assert len(tables["alternatives"]) == len({*best.alternatives, best.best})
+    assert sum(line.startswith("best: ") for line in tables["alternatives"]) == 1
+    assert sum(map(int, re.findall(r"\d+", detail.splitlines()[-1]))) == len(best.constants)
 
 
 def test_json() -> None:
     """JSON has every field of every prediction, and whether it fits."""
     table = json.loads(explanation().to_json())
-    assert table["format"] == FORMAT and len(table["predictions"]) == 8
+    assert table["format"] == FORMAT and len(table["predictions"]) == 4
     for found in table["predictions"]:
         assert found.keys() - {"fits"} == {each.name for each in fields(Prediction)} and found["fits"] is True
 
 
 def test_trace() -> None:
     """The trace has an event for each span, in its lane, and a counter that follows the memory."""
-    (each,) = Report((prediction(),)).predictions
+    each = explanation().predictions[-1]
     events = json.loads(Report((each,)).to_trace())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert [event["name"] for event in spans] == [span.name for span in each.timeline]

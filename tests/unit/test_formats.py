@@ -18,7 +18,7 @@ from fsdp_compile.comm.formats import (
     ratio,
 )
 from fsdp_compile.comm.groups import NamedGroup
-from fsdp_compile.comm.hops import Wire, hops_of, parse_hops, print_hops
+from fsdp_compile.comm.hops import Wire, hops_of
 
 SIZES = (1, 2, 127, 128, 129, 1000, 10_003)
 formats = pytest.mark.parametrize("format", FORMATS)
@@ -150,13 +150,6 @@ def test_bytes() -> None:
     assert [ratio(each, torch.float32) for each in FORMATS] == [0.5, 129 / 512, 130 / 512]
     assert [ratio(each, torch.bfloat16) for each in FORMATS] == [1.0, 129 / 256, 130 / 256]
     assert ratio("", torch.float32) == 1
-
-
-def test_text_of_hops() -> None:
-    """A hop without formats has the text that it had before there were any; with formats it is read back."""
-    plain, chosen = NamedGroup("a:b", 4), NamedGroup("c", 2, "fp8", "")
-    assert print_hops([plain]) == "a%3Ab:4"
-    assert parse_hops(print_hops([plain, chosen])) == (plain, chosen)
 
 
 def test_which_hops_have_formats() -> None:

@@ -138,6 +138,3 @@ def test_no_update_before_the_last_gather() -> None:
     place_updates(GraphContext(graph, CompileConfig(), "backward", 0))
     first, second, wait, other = nodes
     assert [node for node in graph.nodes if node in nodes] == [second, wait, first, other]
-
-
-# --- with Inductor ----------------------------------------------------------------------------------------------------
