@@ -12,18 +12,6 @@ D = 32
 F8, HIGHEST = torch.float8_e4m3fn, 448.0
 
 
-class Block(nn.Module):
-    """Two linear layers and a norm."""
-
-    def __init__(self, norm: bool = True, width: int = D) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width) if norm else nn.Identity()
-        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
 class Float8Product(torch.autograd.Function):
     """x @ w.T with `w` rounded to float8 with one scale; backward uses the rounded one, and is exact otherwise."""
 
@@ -72,49 +60,50 @@ class ScaledProduct(Float8Product):
         return product.to(x.dtype)
 
 
-class Float8Linear(nn.Linear):
-    """A linear layer in float8, as libraries for float8 training have it."""
+class ByProduct(nn.Linear):
+    """A linear layer that multiplies in its own way, as libraries for float8 training have it."""
 
-    product: type[torch.autograd.Function] = Float8Product
+    product: type[torch.autograd.Function]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product.apply(x, self.weight) + (0 if self.bias is None else self.bias)
 
 
-class ScaledLinear(Float8Linear):
-    """The same with `torch._scaled_mm`."""
+class Block(nn.Module):
+    """Two linear layers and a norm."""
 
-    product = ScaledProduct
+    product: type[torch.autograd.Function] | None = None
 
+    def __init__(self, norm: bool = True, width: int = D, bias: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width) if norm else nn.Identity()
+        linear = nn.Linear if self.product is None else ByProduct
+        self.up, self.down = linear(width, 3 * width, bias), linear(3 * width, width, bias)
+        self.up.product = self.down.product = self.product
 
-class Float8RowsLinear(Float8Linear):
-    """The same with a scale for each output."""
-
-    product = Float8RowsProduct
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Float8Block(Block):
     """The same block in float8."""
 
-    def __init__(self, norm: bool = True, width: int = D, bias: bool = True) -> None:
-        super().__init__(norm, width)
-        self.up, self.down = Float8Linear(width, 3 * width, bias), Float8Linear(3 * width, width, bias)
+    product = Float8Product
 
 
 class ScaledBlock(Block):
     """And with `torch._scaled_mm`, without biases."""
 
+    product = ScaledProduct
+
     def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = ScaledLinear(D, 3 * D, False), ScaledLinear(3 * D, D, False)
+        super().__init__(bias=False)
 
 
 class Float8RowsBlock(Block):
     """And with a scale for each row."""
 
-    def __init__(self, norm: bool = True, width: int = D, bias: bool = True) -> None:
-        super().__init__(norm, width)
-        self.up, self.down = Float8RowsLinear(width, 3 * width, bias), Float8RowsLinear(3 * width, width, bias)
+    product = Float8RowsProduct
 
 
 class OneWeight(nn.Module):
@@ -132,16 +121,20 @@ class OneWeight(nn.Module):
         return x + x @ self.compute(self.weight)
 
 
-class TwoLevels(OneWeight):
+def two_levels(weight: Tensor) -> Tensor:
     """A smallest and a largest element, then a maximum of what follows from both, in uint8."""
+    w = weight.detach()
+    low, high = w.min(), w.amax()
+    unit = (w - low) / (high - low)
+    top = (unit * unit).amax((0, 1), keepdim=True)
+    quantised = (unit / top * 255).round().clamp(0, 255).to(torch.uint8)
+    return quantised.float() / 255 * (high - low) + low + 0.5 * weight.bfloat16().float()
 
-    def compute(self, weight: Tensor) -> Tensor:
-        w = weight.detach()
-        low, high = w.min(), w.amax()
-        unit = (w - low) / (high - low)
-        top = (unit * unit).amax((0, 1), keepdim=True)
-        quantised = (unit / top * 255).round().clamp(0, 255).to(torch.uint8)
-        return quantised.float() / 255 * (high - low) + low + 0.5 * weight.bfloat16().float()
+
+def negative(weight: Tensor) -> Tensor:
+    """All elements are negative, and padding is not: the largest must be a parameter's."""
+    below = -weight.detach().abs() - 1
+    return (weight / below.amax()).bfloat16().float()
 
 
 class Microscaled(OneWeight):
@@ -177,14 +170,6 @@ class Special(OneWeight):
         largest = torch.where(largest.isnan(), 3.0, largest)
         largest = torch.where(largest.isinf(), 5.0, largest)
         return torch.nan_to_num((weight / largest).bfloat16().float(), posinf=2.0, neginf=-2.0)
-
-
-class Negative(OneWeight):
-    """All elements are negative, and padding is not: the largest must be a parameter's."""
-
-    def compute(self, weight: Tensor) -> Tensor:
-        below = -weight.detach().abs() - 1
-        return (weight / below.amax()).bfloat16().float()
 
 
 # --- what has to stay -------------------------------------------------------------------------------------------------

@@ -22,11 +22,11 @@ from weights import (
     Float8Block,
     Float8RowsBlock,
     Microscaled,
-    Negative,
     OneWeight,
     Special,
     SpecialBlocks,
-    TwoLevels,
+    negative,
+    two_levels,
 )
 
 from fsdp_compile import fully_shard
@@ -89,10 +89,10 @@ CASES: dict[str, Weights] = {
     "rows that are cut": Weights(partial(Float8RowsBlock, width=7), ((U8, 384), (U8, 416)), maxima=(448,)),
     "blocks of 16": Weights(Microscaled, ((U8, 1_024), (U8, 1_024)), maxima=(1_024,)),
     "special blocks": Weights(SpecialBlocks, ((U8, 1_024), (U8, 1_024)), maxima=(1_024,)),
-    "two levels": Weights(TwoLevels, ((U8, 2_048), (U8, 1_024)), maxima=(32, 16)),
+    "two levels": Weights(partial(OneWeight, two_levels), ((U8, 2_048), (U8, 1_024)), maxima=(32, 16)),
     "NaN": Weights(partial(Special, float("nan")), ((BF16, 2_048),), maxima=(16,)),
     "infinity": Weights(partial(Special, float("inf")), ((BF16, 2_048),), maxima=(16,)),
-    "negative": Weights(Negative, ((BF16, 2_048),), maxima=(16,)),
+    "negative": Weights(partial(OneWeight, negative), ((BF16, 2_048),), maxima=(16,)),
     "negative zero": Weights(partial(OneWeight, _signs), ((U8, 1_024), (U8, 2_048))),  # backward needs a mask,
 }
 DAILY = {"float8 of bfloat16", "NaN"}
