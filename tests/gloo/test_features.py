@@ -57,6 +57,10 @@ def _nest(*children: Node, **how: Any) -> Node:
     return Node("nest", children, unit=True, **how)
 
 
+def _twice(node: Node, how: str) -> Node:
+    return Node("nest", (replace(node, checkpoint=how),), checkpoint=how)
+
+
 def _elsewhere(frozen: str) -> tuple[Node, ...]:
     """Units that leave a loss where no hook finds it, between what they return."""
     leaves = [{"out": out, "aside": "elsewhere"} for out in OUTPUTS]
@@ -104,9 +108,7 @@ WAYS: dict[str, Way] = {
     **{
         f"checkpoints of units, prefetch {prefetch}": Way(
             tuple(
-                _nest(
-                    replace(BLOCK, checkpoint=inner, times=2), replace(PARAMETRIZED, checkpoint=inner), checkpoint=outer
-                )
+                _nest(replace(BLOCK, checkpoint=inner, times=2), _twice(PARAMETRIZED, inner), checkpoint=outer)
                 for outer, inner in product(CHECKPOINTS, repeat=2)
             ),
             backward_prefetch=prefetch,

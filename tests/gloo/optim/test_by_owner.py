@@ -72,8 +72,7 @@ def _set_gradients(models: tuple[nn.Module, ...], seed: int, skip: int | None = 
 
 def _assert_same(model: nn.Module, reference: nn.Module) -> None:
     for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        full = param.full_tensor() if isinstance(param, ShardedTensor) else param
-        torch.testing.assert_close(full.detach(), expected.detach(), rtol=0, atol=0)
+        torch.testing.assert_close(_full(param).detach(), expected.detach(), rtol=0, atol=0)
 
 
 def _check_updates(rank: int, name: str, shapes: list[tuple[int, ...]]) -> None:

@@ -240,10 +240,9 @@ HEADS = Case(_Heads, vectors, lambda model, inputs: sum(out.square().mean() for 
 @on_ranks(2)
 def test_several_losses() -> None:
     """Two backward passes of one compiled forward, both synchronised or one of them (E-FIN-7)."""
-    how = "aot_eager"
     reference, model = reference_and_model(HEADS)
-    run = executor(model, how)
-    for net, (x, _) in ((torch.compile(reference, backend=how), whole(HEADS, 1)), (run, mine(HEADS, 1))):
+    run = executor(model, "aot_eager")
+    for net, (x, _) in ((torch.compile(reference, backend="aot_eager"), whole(HEADS, 1)), (run, mine(HEADS, 1))):
         left, right = (out.square().mean() for out in net(x))
         left.backward(retain_graph=True)
         right.backward()
