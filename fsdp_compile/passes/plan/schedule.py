@@ -78,21 +78,27 @@ class Preference(NamedTuple):
 
     Attributes:
         reduce_first: a reduce that is ready goes before a gather.
-        backward: how many gathers may be launched, in backward, whose first reader has not been reached.
+        forward: how many gathers may be launched, in forward, whose first reader has not been reached.
+        backward: the same in backward.
         patient: a gather may wait for reduces to make room for it.
         together: how many neighbors one launch may take.
+        full: a reduce waits for others until its launch is full.
     """
 
     reduce_first: bool = True
+    forward: float = inf
     backward: float = inf
     patient: bool = False
     together: int = 1
+    full: bool = False
 
 
 _CHANGES: list[dict[str, Any]] = [
     *({"reduce_first": a, "backward": b, "patient": c}
       for a, b, c in product((True, False), (inf, 1, 2), (False, True))),
-    *({"together": count} for count in (8, 4, 2, 1)),
+    *({"together": count, "full": full} for count in (8, 4, 2) for full in (False, True)),
+    {"together": 1, "full": False},
+    *({"forward": ahead} for ahead in (inf, 1, 2)),
 ]  # fmt: skip
 
 
@@ -278,8 +284,11 @@ class Scheduler:
         reduces = gathers = 0
         if idle:
             reduces = min(preference.together, bisect_left(self.ready, self.at) - self.reduced)
+            if preference.full and reduces < min(preference.together, len(self.ready) - self.reduced):
+                reduces = 0
         if self.gathered < len(self.first) and (lacks or idle):
-            ahead = inf if self.workload.is_forward(self.first[self.gathered]) else preference.backward
+            in_forward = self.workload.is_forward(self.first[self.gathered])
+            ahead = preference.forward if in_forward else preference.backward
             most = max(int(lacks), min(preference.together, self.read + ahead - self.gathered))
             gathers = self._may_gather(most, preference.patient)
         if reduces and (preference.reduce_first or not gathers):

@@ -37,20 +37,16 @@ def separate_reduces(context: GraphContext) -> None:
     The partitioner merges reduces of equal constants, such as the zeros of `loss + 0 * weight.sum()`, and two
     parameters would share memory as their gradients.
     """
-    for start in nodes.tagged(context.graph, "reduce"):
+    graph = context.graph
+    for start in nodes.tagged(graph, "reduce"):
         for wait in [user for user in start.users if user.target is WAIT][1:]:
-            _copy_reduce(context.graph, start, wait)
-
-
-def _copy_reduce(graph: fx.Graph, start: fx.Node, wait: fx.Node) -> None:
-    """Make `wait` wait for a copy of `start` and of the nodes that prepare it."""
-    copies: dict[fx.Node, fx.Node] = {}
-    owner = nodes.tag_of(wait)
-    with graph.inserting_before(wait):
-        for node in with_preparation(start):
-            copies[node] = graph.node_copy(node, lambda each: copies.get(each, each))
-            nodes.set_tag(copies[node], replace(nodes.tag_of(node), unit=owner.unit, path=owner.path))
-    wait.replace_input_with(start, copies[start])
+            copies = {each: each for each in graph.nodes}
+            with graph.inserting_before(wait):
+                for node in with_preparation(start):
+                    copies[node] = graph.node_copy(node, copies.__getitem__)
+                    owner = nodes.tag_of(wait)
+                    nodes.set_tag(copies[node], replace(nodes.tag_of(node), unit=owner.unit, path=owner.path))
+            wait.replace_input_with(start, copies[start])
 
 
 def pack_in_place(context: GraphContext) -> None:
@@ -77,19 +73,14 @@ def pack_in_place(context: GraphContext) -> None:
 
 
 def _node_to_place(graph: fx.Graph, grad: fx.Node) -> fx.Node:
-    """Strip views that keep the order of elements; rewrite a node whose output has another layout."""
+    """Strip views that keep the order of elements; rewrite a transposed product as (a b)^T = b^T a^T."""
     while grad.target in nodes.SAME_ORDER:
         grad = grad.args[0]  # type: ignore[assignment]  # fx arguments are untyped
-    return _transposed_product(graph, grad) or grad
-
-
-def _transposed_product(graph: fx.Graph, grad: fx.Node) -> fx.Node | None:
-    """Rewrite a transposed product as (a b)^T = b^T a^T; None for other nodes."""
-    if grad.target is not aten.permute.default or list(grad.args[1]) != [1, 0]:  # type: ignore[arg-type]  # fx arguments are untyped
-        return None
+    if grad.target is not aten.permute.default or list(grad.args[1]) != [1, 0]:  # type: ignore[arg-type]  # likewise
+        return grad
     product: fx.Node = grad.args[0]  # type: ignore[assignment]  # likewise
     if product.target is not aten.mm.default or len(product.users) > 1:
-        return None
+        return grad
     with graph.inserting_before(product):
         mode, permute = grad.meta["val"].fake_mode, aten.permute.default
         factors = [nodes.add_call(graph, permute, (each, [1, 0]), mode=mode) for each in reversed(product.args)]
