@@ -151,7 +151,7 @@ def test_ways(two: Ranks, strategy: str, how: str) -> None:
 
 
 def _train(rank: int, case: Case, how: str) -> None:
-    reference, model = reference_and_model(case)
+    reference, model = build(case), fully_shard(build(case), reduction_order="any" if how == "eager" else "tree")
     follow(executor(model, how), reference, case)
 
 
@@ -167,7 +167,7 @@ COMPILED = ("reads_child", "tied_blocks")  # every day
 )
 @on_ranks(2)
 def test_modules(rank: int, name: str, how: str) -> None:
-    """Parameters are found wherever module code looks for them; tied ones get the sum of their gradients."""
+    """Parameters are found wherever module code looks for them; tied ones get the sum of gradients, trees the mean."""
     _train(rank, MODULES[name], how)
 
 
