@@ -206,11 +206,13 @@ class UnshardedBuffer:
             return
         *first, last = self._hops
         for group in self._hops if first and self.slice is None else (last,):
-            full, sent = self.full, self.slice
+            full, sent = self.full, self._cast_shard() if self.slice is None else self.slice
             if group is not last:
                 full = self.slice = self.full.new_empty(self.full.numel() // last.size)
-            sent = self._cast_shard() if sent is None else sent
-            self._gather = hops.start_gather(full, sent, group)
+            if group.gather:
+                self._gather = hops.start_gather(full, sent, group)
+            else:
+                self._gather = collectives.start_all_gather(full, sent, group.name)
             if full is not self.full:
                 with collectives.waiting_for("all-gather", self.unit.path):
                     self._wait_for_gather()

@@ -24,7 +24,7 @@ from fsdp_compile.core.sharding import clean_name
 
 from .ranks import on_ranks
 from .tensors import test_tensor_parallel as tensor_parallel
-from .tensors.test_quantized import Llama, LlamaBlock
+from .tensors.test_quantized import Block, Net
 from .training import OPTIMIZERS, assert_bitwise, backward, build, executor, mine, shard, units
 from .wire import wire
 
@@ -73,8 +73,8 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "experts": (FAMILIES["deepseek_v3"], {}),
     "lora": (LORA, {}),
     "quantized": (
-        Case(partial(Llama, "int8 packed"), quantized_tokens, lambda model, inputs: model(*inputs)),
-        {"auto_wrap_policy": {LlamaBlock}},
+        Case(partial(Net, "int8 packed"), quantized_tokens, lambda model, inputs: model(*inputs)),
+        {"auto_wrap_policy": {Block}},
     ),
     "copied": (MODELS["gpt"], {"strategy": "NO_SHARD"}),
 }

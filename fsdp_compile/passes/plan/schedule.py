@@ -233,10 +233,8 @@ class Scheduler:
         Each task in between must have room for its own buffers and for the gathers that are launched early.
         """
         sums = [0, *accumulate(self.sizes)]
-        rooms = [
-            self.limit - size + sums[read]
-            for size, read in zip(least_memory(self.workload, self.keep), self.reads, strict=False)
-        ]
+        least = least_memory(self.workload, self.keep)
+        rooms = [self.limit - size + sums[read] for size, read in zip(least, self.reads, strict=False)]
         lowest = list(accumulate(reversed(rooms), min))[::-1]  # from each task on
         return [max(bisect_left(lowest, sums[index + 1]), self.workload.first_issue(first))
                 for index, (_, first, _) in enumerate(gathers)]  # fmt: skip
