@@ -204,6 +204,8 @@ def _draw(seed: int, how: str, world_size: int) -> Case:
     lowers = rng.random() < 0.2 and not (runs_own and any(node.checkpoint for node in nodes_of(nodes)))
     autocast = rng.random() < 0.1  # which leaves float64 as it is
     uneven = how == "eager" and rng.random() < 0.2
+    if runs_own and any(node.kind == "recurrent" for node in nodes_of(nodes)):
+        uneven = False  # its operators follow the batch, and in a backward of one's own each may gather parameters
     # Units change, whose parameters no other unit has. Under mixed precision the reference computes with a copy.
     changes = wrap == "units" and not lowers and all(node.tie < 0 and node.same < 0 for node in nodes_of(nodes))
     nodes = tuple(_changing(node, rng) for node in nodes) if changes else nodes
@@ -221,10 +223,7 @@ def _draw(seed: int, how: str, world_size: int) -> Case:
         how == "eager"
         and not uneven
         and rng.random() < 0.3
-        and not any(
-            node.gate == "rank" or node.kind == "conv"
-            for node in every  # which a parametrization leaves half done
-        )
+        and not any(node.gate == "rank" or node.kind == "conv" for node in every)  # half parametrized
     ):
         steps = (*steps, Step(before="interrupt"))  # after a step: what that sets up takes other calls on each rank
     return Case(
