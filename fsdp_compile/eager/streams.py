@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from fsdp_compile.comm import collectives, hops
 from fsdp_compile.core._torch import set_version_counters
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.ops import alias, views_of
+from fsdp_compile.core.ops import alias
 from fsdp_compile.core.unit import Unit, VersionCounters
 
 # Note [Streams]
@@ -239,7 +239,7 @@ class UnshardedBuffer:
 
     def views(self) -> list[Tensor]:
         """The unsharded parameters (Note [Freeing buffers that autograd has saved])."""
-        return views_of(self.flat_view(), self.flat.layout)
+        return self.flat.views(self.flat_view())
 
     def flat_view(self) -> Tensor:
         """The unsharded flat parameter, 1-D: all that this returns and all views of it share one version counter."""
