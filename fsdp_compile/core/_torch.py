@@ -300,8 +300,13 @@ class _Last:
 
     @never_compile
     def __call__(self) -> None:
-        self.if_failed = None
-        self.callback()
+        try:
+            self.callback()
+        except BaseException:  # also one that interrupts the call itself
+            self.__del__()
+            raise
+        finally:
+            self.if_failed = None
 
     @never_compile
     def __del__(self) -> None:
@@ -459,9 +464,6 @@ RNN_WITHOUT_LIST: dict[str, Any] = {
     "_flat_weights": property(_flat_weights, lambda _module, _list: None),
     "flatten_parameters": lambda _module: None,
 }
-
-READS_SHOWN_PARAMETERS = torch.__version__ >= "2.13"
-"""Whether a traced `module.bias` is found in a `_parameters` that is of a subclass of dict: not by torch 2.11."""
 
 
 # --- norms, replication and what outputs hold -------------------------------------------------------------------------

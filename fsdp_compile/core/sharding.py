@@ -16,13 +16,13 @@ A place whose parameter was removed has no property until a parameter is back: t
 import functools
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_compile.core._torch import (
-    READS_SHOWN_PARAMETERS,
     RNN_WITHOUT_LIST,
     executes_formula,
     in_backward,
@@ -176,11 +176,8 @@ def swap_class(module: nn.Module, mixin: Any) -> None:
 
 def _swap_class(module: nn.Module, lookups: tuple[Lookup, ...], mixin: type, constants: tuple[str, ...]) -> None:
     names = tuple((name, tuple(inner_names(name, recipe))) for name, recipe in recipes_of(module).items())
-    found = _names_in_units(module, lookups)
-    stored = (
-        () if READS_SHOWN_PARAMETERS or not lookups else tuple(n for n in stored_parameters(module) if n not in found)
-    )
-    swapped = _swapped_class(original_class(module), lookups, found, names, stored, mixin, constants)  # type: ignore[arg-type]  # a cached function
+    stored = _stored_names(module, lookups)
+    swapped = _swapped_class(original_class(module), lookups, stored, names, mixin, constants)  # type: ignore[arg-type]  # a cached function
     if hasattr(type(module), "_fsdp_original") and "_fsdp_original" not in vars(type(module)):
         type(module).__bases__ = (swapped,)  # of the class that a parametrization within the forward has given it
     else:
@@ -189,13 +186,14 @@ def _swap_class(module: nn.Module, lookups: tuple[Lookup, ...], mixin: type, con
         _store_parameters(module, module.__dict__["_parameters"])
 
 
-def _names_in_units(module: nn.Module, lookups: tuple[Lookup, ...]) -> frozenset[str]:
+def _stored_names(module: nn.Module, lookups: tuple[Lookup, ...]) -> tuple[frozenset[str], frozenset[str]]:
     """The names in `lookups` under which `module` stores a parameter of a unit: not where it was removed, or another
-    tensor was put into its place.
+    tensor was put into its place. And the names of its other parameters, None or ignored.
     """
     stored = stored_parameters(module)
     held = ((lookup.name, stored.get(lookup.name)) for lookup in lookups)
-    return frozenset(name for name, param in held if param is not None and unit_of(param) is not None)
+    found = frozenset(name for name, param in held if param is not None and unit_of(param) is not None)
+    return found, frozenset(stored.keys() - found if lookups else ())
 
 
 def record_locations(unit: Unit) -> None:
@@ -209,7 +207,7 @@ def record_locations(unit: Unit) -> None:
 def _look_up_again(module: nn.Module) -> None:
     """Let `module` find in units what it stores now, after parameters were removed or put back."""
     cls: Any = type(module)
-    if _names_in_units(module, cls._fsdp_lookups) != cls._fsdp_found:
+    if _stored_names(module, cls._fsdp_lookups) != cls._fsdp_stored_names:
         _swap_class(module, cls._fsdp_lookups, cls._fsdp_mixin, cls._fsdp_traced_constants)
 
 
@@ -217,18 +215,15 @@ def _look_up_again(module: nn.Module) -> None:
 def _swapped_class(
     original: type[nn.Module],
     lookups: tuple[Lookup, ...],
-    found: frozenset[str],
+    stored: tuple[frozenset[str], frozenset[str]],
     together: tuple[tuple[str, tuple[str, ...]], ...],
-    stored: tuple[str, ...],
     mixin: Any,
     constants: tuple[str, ...],
 ) -> type[nn.Module]:
-    in_units = tuple(lookup for lookup in lookups if lookup.name in found)
-    namespace: dict[str, Any] = {
-        lookup.name: _property(_FIND, asdict(lookup)).setter(functools.partial(_take_place, lookup.name))
-        for lookup in in_units
-    }
-    namespace |= {name: _property(_FIND_STORED, {"name": name}) for name in stored}
+    found, others = stored
+    finds = {each.name: _property(_FIND, asdict(each)) for each in lookups if each.name in found}
+    finds |= {name: _property(_FIND_STORED, {"name": name}) for name in others}
+    namespace: dict[str, Any] = {name: find.setter(partial(_take_place, name)) for name, find in finds.items()}
     for name, inner in together:
         tensors = ", ".join(f"module.{each}" for each in inner)
         namespace[name] = _property(_PUT_TOGETHER, {"name": name, "tensors": tensors})
@@ -236,9 +231,9 @@ def _swapped_class(
         namespace["_parameters"] = _shown_parameters(lookups, found)
     if lookups and issubclass(original, nn.RNNBase):
         namespace |= RNN_WITHOUT_LIST
-    namespace |= {"_fsdp_original": original, "_fsdp_lookups": lookups, "_fsdp_found": found}
+    namespace |= {"_fsdp_original": original, "_fsdp_lookups": lookups, "_fsdp_stored_names": stored}
     namespace |= {"_fsdp_mixin": mixin, "_fsdp_traced_constants": constants}
-    namespace |= {"__new__": staticmethod(functools.partial(_make_original, original)), "__doc__": original.__doc__}
+    namespace |= {"__new__": staticmethod(partial(_make_original, original)), "__doc__": original.__doc__}
     namespace |= {"__module__": original.__module__, "__qualname__": original.__qualname__}
     if not hasattr(mixin, "wrap_forward"):
         return type(original.__name__, (mixin, original), namespace)
@@ -264,7 +259,8 @@ def find(module):
     return find_closed(module, {name!r}, {slot}, {index})
 """
 
-# Of parameters that are None or ignored, beside managed ones, where Dynamo does not find them in `ShownParameters`.
+# Of parameters that are None or ignored, beside managed ones: torch 2.11 does not find them in `ShownParameters`, and
+# where torch does, Dynamo traces the making of these for each read.
 _FIND_STORED = """
 def find(module):
     if {name!r} in module._fsdp_parameters:

@@ -128,9 +128,9 @@ class AsDTensor:
         shard = Shard(0) if asks in LOADS_ROWS else FlatShard(self.spec.ranges, 0 if self.is_view else self.spec.row)
         return self.spec.placements(shard, mesh)
 
-    def addends(self, grad_placements: Sequence[Placement] | None) -> int:
+    def addends(self, grad_placements: Sequence[Placement]) -> int:
         """Of how many ranks gradients are summed up; 1 if the mean is wanted. See `full_tensor`."""
-        placements = list(grad_placements or ())
+        placements = list(grad_placements)
         if all(each.is_replicate() for each in placements):
             return 1
         mesh = self.device_mesh

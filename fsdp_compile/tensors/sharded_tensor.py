@@ -141,7 +141,7 @@ class ShardedTensor(AsDTensor, Tensor):
         Raises:
             ValueError: other `grad_placements`.
         """
-        addends = self.addends(grad_placements)
+        addends = self.addends(grad_placements) if grad_placements else 1
         if not is_tracked(self):
             device = self.device_mesh.device_type  # where this may come from, after which it was offloaded
             return self.spec.gather(self.local.to(device)) if self.is_cpu and device != "cpu" else self.elements()

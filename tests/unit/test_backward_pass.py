@@ -2,7 +2,10 @@
 
 from unittest import mock
 
-from fsdp_compile.core.backward_pass import BackwardPass
+import pytest
+import torch
+
+from fsdp_compile.core.backward_pass import BackwardPass, _running, running_backward
 
 
 def test_what_is_asked_once() -> None:
@@ -34,3 +37,13 @@ def test_an_end_that_does_not_come() -> None:
     backward.at_end_once(calls, calls.third)
     backward.end()
     assert calls.mock_calls[2:] == [mock.call.third()]
+
+
+def test_an_end_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception before the end begins undoes what was left to it, and no pass is left."""
+    calls, value = mock.Mock(), torch.ones(1, requires_grad=True) * 2
+    value.register_hook(lambda _: running_backward().at_end(calls.last, calls.undo))  # type: ignore[union-attr]
+    monkeypatch.setattr("fsdp_compile.core.backward_pass._end_pass", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        value.backward()
+    assert calls.mock_calls == [mock.call.undo()] and not _running

@@ -144,8 +144,8 @@ def test_forwards_that_run_backward(row: str) -> None:
     """They train as on one process: what is computed later in the same forward has the updated parameters."""
     shards, options, compiled = ROWS[row]
     for step in STEPS:
-        if compiled and step in ("adversaries", "half"):
-            continue  # both losses are of one graph, through which torch.compile can run backward once
+        if compiled and step in ("adversaries", "half", "of_inputs"):
+            continue  # backward runs twice through one graph, or through a backward, which torch.compile cannot
         torch.manual_seed(0)
         plain = Trainer(step)
         model = copy.deepcopy(plain)

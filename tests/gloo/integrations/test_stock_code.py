@@ -284,6 +284,12 @@ def test_tensors_in_the_place_of_parameters() -> None:
     del reference[0].weight, model[0].weight  # a parameter again
     reference[0].weight = model[0].weight = nn.Parameter(torch.ones(5, 7), requires_grad=False)
     torch.testing.assert_close(model(x), reference(x))
+    plain = nn.Linear(7, 5, bias=False)
+    sharded = fully_shard(copy.deepcopy(plain))
+    for layer in (plain, sharded):  # in the place of one that is None
+        del layer.bias
+        layer.bias = torch.ones(5)  # type: ignore[assignment]  # a tensor
+    torch.testing.assert_close([sharded(x), torch.compile(sharded, backend="aot_eager")(x)], [plain(x)] * 2)
     pruned = fully_shard(_net())
     prune.random_unstructured(pruned[0], "weight", 0.5)
     with pytest.raises(ValueError, match=r"parameter 0.weight_orig was added after fully_shard"):
