@@ -9,6 +9,7 @@ from tiers import NIGHTLY
 # and to try which vectors the machine has takes ten seconds.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", str(int(NIGHTLY)))  # by day not behind each graph
 
 
 def is_nightly(item: pytest.Item) -> bool:

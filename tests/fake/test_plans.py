@@ -162,9 +162,9 @@ def test_a_budget_is_kept_or_refused(plans: dict[str, Plan]) -> None:
 
 
 def refusal(budget: int | None) -> str | None:
-    """What compiling three units with a budget raises; None if there is a plan."""
+    """What compiling two units with a budget raises; None if there is a plan."""
     options = {"link": SLOW, "budget": budget}
-    sharded = fully_shard(mlp(blocks=2), reshard_after_forward=True)
+    sharded = fully_shard(mlp(blocks=1), reshard_after_forward=True)
     model = torch.compile(sharded, backend=fsdp_compile_backend, options=options)
     try:
         CASES["mlp"].loss(model, CASES["mlp"].batch(1, 4)).backward()

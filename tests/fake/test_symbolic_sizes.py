@@ -22,7 +22,7 @@ LENGTHS = (7, 9, 3, 5, 8, 2, 4, 6, 9, 3, 8, 7)
 
 def compiled(how: str) -> tuple[nn.Module, Program, Program]:
     """The model, and the programs of forward and backward with which it trained on twelve lengths."""
-    model = fully_shard(AnyLength())
+    model = fully_shard(AnyLength(layers=1))
     run = torch.compile(model, fullgraph=True, dynamic=how == "dynamic" or None, backend=backend(**LINK))
 
     def train() -> None:

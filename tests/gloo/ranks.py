@@ -35,8 +35,8 @@ from tiers import NIGHTLY
 ON = os.environ.get("FSDP_COMPILE_RANKS_ON", "cpu")
 # Seconds that one call may take.
 LIMIT = 1200.0 if NIGHTLY else float(os.environ.get("LIMIT", 240))
-# By day all ranks but 0 fork from a process that has imported torch and nothing else, once for all. At night each of
-# them imports it, as users' ranks do, and hashes strings as no other does.
+# By day ranks fork from a process that has imported torch and nothing else, once for all, but for rank 0 of two. At
+# night each of them imports it, as users' ranks do, and hashes strings as no other does.
 # "fork" where torch is imported already and nothing ran a backward: tools/mutate.py saves the seconds of the imports.
 START = os.environ.get("FSDP_COMPILE_RANKS", "spawn" if NIGHTLY or ON == "cuda" else "forkserver")
 IMPORTED = ["torch.distributed.fsdp", "torch._inductor.compile_fx", "fsdp_compile.passes.inductor"]
@@ -118,8 +118,9 @@ class Ranks:
             multiprocessing.set_forkserver_preload(IMPORTED)
         rendezvous = self.folder / f"rendezvous_{self.world_size}_{id(self)}_{self.starts}"
         for rank in range(self.world_size):
-            # Rank 0 with hashes of strings and addresses of its own: where the order of a set differs, ranks differ.
-            context = multiprocessing.get_context("spawn" if rank == 0 and self.start == "forkserver" else self.start)
+            # Rank 0 of two with hashes of strings and addresses of its own: where the order of a set differs, they do.
+            is_own = (rank, self.world_size, self.start) == (0, 2, "forkserver")
+            context = multiprocessing.get_context("spawn" if is_own else self.start)
             here, there = context.Pipe()
             stacks = Path(f"{rendezvous}_stacks_{rank}")
             settings = (rank, self.world_size, str(rendezvous), str(self.folder / "inductor"), str(stacks))
@@ -200,8 +201,11 @@ def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str, induct
     warnings.resetwarnings()  # pytest's, in a fork
     os.environ |= ENVIRONMENT | {"TORCHINDUCTOR_CACHE_DIR": inductor}
     import torch
+    import torch._dynamo.guards
     import torch.distributed as dist
 
+    if not NIGHTLY:  # it overwrites the caches of the processor, for each graph a quarter of what aot_eager takes
+        torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     torch.set_num_threads(1)
     if ON == "cuda":
         if torch.cuda.device_count() < world_size:

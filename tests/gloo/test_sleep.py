@@ -13,11 +13,11 @@ from torch.distributed.fsdp import CPUOffload
 from fsdp_compile import load, offload
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
-from .ranks import on_ranks
+from .ranks import NIGHTLY, on_ranks
 from .training import OPTIMIZERS, assert_bitwise, backward, executor, mine, shard
 
 GPT = MODELS["gpt"]
-TIMES = 50
+TIMES = 50 if NIGHTLY else 10
 
 
 def _bytes_alive() -> int:
@@ -42,7 +42,7 @@ def _memory(tensors: list[Any]) -> dict[int, Any]:  # which keeps it, so that no
 )
 @on_ranks(2)
 def test_sleep_and_wake(how: str, parameters: bool, states: bool) -> None:
-    """Fifty times within and between steps, whole or in part: each step has the bits of a model that stays awake,
+    """Many times within and between steps, whole or in part: each step has the bits of a model that stays awake,
     asleep its values can be read, parameters stay the objects they were, nothing is compiled again, and no more memory
     is alive after each. On the CPU host memory is other memory of the same device.
     """

@@ -36,5 +36,3 @@ def test_explain() -> None:
     shown = json.loads(report.to_json())["predictions"]
     assert [each["matrices"] for each in shown] == [[asdict(each[0])] for each in (one, several)]
     assert f"behind the step above:\n{several[0]}\n" in str(report) or f"{one[0]}\n" in str(report)
-    (other,) = explain(GPT, tokens, world_size=8, optimizer="momentum", **given).predictions
-    assert not other.matrices and other.step == report.predictions[0].step, "behind the step"

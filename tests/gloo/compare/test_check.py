@@ -221,9 +221,6 @@ def _miscompiled() -> Iterator[Any]:
 
 FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "a stale weight": (partial(_gathers, "blocks.1.up.weight", _stale), {}, "output of `blocks.1.up`"),
-    "a part of a gather": (
-        partial(_gathers, "blocks.2.down.weight", _half_is_missing), {}, "output of `blocks.2.down`"
-    ),
     "a weight that is rounded": (partial(_gathers, "blocks.0.up.weight", _rounded), {}, "output of `blocks.0.up`"),
     "a block's own parameter": (partial(_gathers, "blocks.1.scale", _half_is_missing), {}, "output of `blocks.1`"),
     "a wrong divide factor": (partial(_edits, _wrong_factor), {}, "gradient of blocks.1."),

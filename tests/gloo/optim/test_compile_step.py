@@ -20,7 +20,7 @@ from ..ranks import NIGHTLY, on_ranks
 from ..training import assert_bitwise, build, local, mine, shard
 
 LATE = pytest.mark.nightly
-STEPS = 50 if NIGHTLY else 15
+STEPS = 50 if NIGHTLY else 10
 CLIP = 0.5
 CASE = MODELS["mlp"]
 SMALL = Case(lambda: Stack([Residual(11, 23)], width=11), CASE.batch, CASE.loss)  # one unit
@@ -193,8 +193,6 @@ INTERRUPTED = ("step", "step", "eager", "step", "aot_eager")
     [
         ("two", "aot_eager", True, INTERRUPTED, 2),
         ("small", "inductor", False, STEP, 1),
-        pytest.param("mlp", "aot_eager", False, STEP, 2, marks=LATE),
-        pytest.param("mlp", "aot_eager", True, INTERRUPTED, 2, marks=LATE),
         pytest.param("gpt", "aot_eager", True, STEP, 2, marks=LATE),
         pytest.param("tied", "aot_eager", False, ("step", "eager"), 2, marks=LATE),
         pytest.param("frozen", "aot_eager", False, ("step", "aot_eager"), 2, marks=LATE),
@@ -344,8 +342,7 @@ FUSED: dict[str, Any] = {
 }
 SCALER = torch.amp.GradScaler("cpu", init_scale=2.0**10)
 WAYS: dict[str, dict[str, Any]] = {
-    "alone": {}, "clipped": {"clip_norm": 0.1}, "accumulated": {"accumulate": 2},
-    "in backward": {"update_in_backward": True}, "scaled": {"scaler": SCALER},
+    "accumulated": {"accumulate": 2}, "in backward": {"update_in_backward": True}, "scaled": {"scaler": SCALER},
     "all": {"clip_norm": 0.1, "accumulate": 2, "scaler": SCALER},
 }  # fmt: skip
 
@@ -419,12 +416,12 @@ def test_refused() -> None:
         compile_step(model, optimizer, accumulate=0)
 
 
-@pytest.mark.parametrize("names", [["bf16", "wire"], pytest.param(list(SHARDINGS), marks=LATE)])
+@pytest.mark.parametrize("names", [["wire"], pytest.param(list(SHARDINGS), marks=LATE)])
 @on_ranks(2)
 def test_other_shardings(names: list[str]) -> None:
     """Other strategies, precisions, formats and devices: what cannot be updated as a whole is as in the loop.
 
-    test_regional has NO_SHARD every day, and test_update_in_backward has replicas.
+    test_regional has NO_SHARD and bf16 every day, and test_update_in_backward has replicas.
     """
     for name in names:
         sharding = FullyShardedDataParallel if name == "SHARD_GRAD_OP" else fully_shard
