@@ -109,7 +109,7 @@ def test_links_by_size():
 
 
 def test_links_agree_with_the_tuner_of_nccl():
-    """Of up to 256 ranks: rows that were not used to fit are off by less than 10 % in the mean, none by more than 35."""
+    """Of up to 256 ranks: rows that were not used to fit are off by less than 10 %, none by more than 35."""
     covered = (row for row in read_rows() if row.is_covered and row.device == "h100-80")
     rows = [row for row in covered if not row.is_fitted]
     assert len(rows) == 120 and {row.kind for row in rows} == {"all_gather", "reduce_scatter"}
