@@ -24,7 +24,7 @@ OPTIONS = {
     "slow": {"link": "custom:1e-6,1e6", "device": "h100"},  # bytes count
     "far": {"link": "custom:1e-2,1e12", "device": "h100"},  # launches count
 }
-BLOCKS = 5
+BLOCKS = 3
 
 
 @cache

@@ -35,8 +35,8 @@ from tiers import NIGHTLY
 ON = os.environ.get("FSDP_COMPILE_RANKS_ON", "cpu")
 # Seconds that one call may take.
 LIMIT = 1200.0 if NIGHTLY else float(os.environ.get("LIMIT", 240))
-# By day ranks fork from a process that has imported torch and nothing else, once for all, but for rank 0 of two. At
-# night each of them imports it, as users' ranks do, and hashes strings as no other does.
+# By day ranks fork from a process that has imported torch and nothing else, but for rank 0 of the two that most tests
+# run on. At night each of them imports it, as users' ranks do, and hashes strings as no other does.
 # "fork" where torch is imported already and nothing ran a backward: tools/mutate.py saves the seconds of the imports.
 START = os.environ.get("FSDP_COMPILE_RANKS", "spawn" if NIGHTLY or ON == "cuda" else "forkserver")
 IMPORTED = ["torch.distributed.fsdp", "torch._inductor.compile_fx", "fsdp_compile.passes.inductor"]
@@ -76,11 +76,14 @@ class Ranks:
         folder: for files of the ranks: rendezvous, stacks, and Inductor's caches, which all pools share.
         limit: seconds that one call may take.
         start: how processes start, as multiprocessing calls it.
+        differs: whether rank 0 imports torch itself where others fork.
     """
 
-    def __init__(self, world_size: int, folder: Path, limit: float = LIMIT, start: str = START) -> None:
+    def __init__(
+        self, world_size: int, folder: Path, limit: float = LIMIT, start: str = START, differs: bool = False
+    ) -> None:
         self.world_size, self.folder, self.limit, self.start = world_size, folder, limit, start
-        self.workers: list[Worker] = []
+        self.differs, self.workers = differs, list[Worker]()
         self.starts = 0
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -118,9 +121,8 @@ class Ranks:
             multiprocessing.set_forkserver_preload(IMPORTED)
         rendezvous = self.folder / f"rendezvous_{self.world_size}_{id(self)}_{self.starts}"
         for rank in range(self.world_size):
-            # Rank 0 of two with hashes of strings and addresses of its own: where the order of a set differs, they do.
-            is_own = (rank, self.world_size, self.start) == (0, 2, "forkserver")
-            context = multiprocessing.get_context("spawn" if is_own else self.start)
+            # Rank 0 with hashes of strings and addresses of its own: where the order of a set differs, ranks differ.
+            context = multiprocessing.get_context("spawn" if rank == 0 and self.differs else self.start)
             here, there = context.Pipe()
             stacks = Path(f"{rendezvous}_stacks_{rank}")
             settings = (rank, self.world_size, str(rendezvous), str(self.folder / "inductor"), str(stacks))

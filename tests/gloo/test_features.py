@@ -40,7 +40,7 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 
 MLP = MODELS["mlp"]
-TWO = Case(lambda: mlp(2), vectors, squared_error)
+ONE = Case(lambda: mlp(1), vectors, squared_error)
 
 
 # --- as one process that plays all ranks ------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_each_backward_compares_what_its_forward_has_read() -> None:
     the values that its own forward had, or raises."""
     for strategy, frozen, change, order in READ_AGAIN if NIGHTLY else READ_AGAIN[:6]:
         what = f"{strategy}, frozen {frozen}, {change.__name__}, {order}"
-        model, before = build(TWO), build(TWO)
+        model, before = build(ONE), build(ONE)
         model.requires_grad_(not frozen)
         for block in model.blocks:
             fully_shard(block, sharding_strategy=ShardingStrategy[strategy])
