@@ -67,8 +67,7 @@ def quantized_tokens(seed: int, size: int) -> tuple[Tensor]:
 
 LORA = Case(adapted, text, cross_entropy)
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
-    "gpt": (MODELS["gpt"], {}),
-    "tied": (MODELS["tied"], {}),
+    "tied": (MODELS["tied"], {}),  # "gpt" and more
     "llama": (THIRD_PARTY["llama"], {}),
     "experts": (FAMILIES["deepseek_v3"], {}),
     "lora": (LORA, {}),
@@ -109,7 +108,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
 
 
-RUNS = [*((name, "eager") for name in CASES), ("tied", "aot_eager"), ("lora", "aot_eager")]
+RUNS = [*((name, "eager") for name in CASES), ("lora", "aot_eager")]
 
 
 @pytest.mark.parametrize(("name", "how"), RUNS)
@@ -123,7 +122,7 @@ def test_values(rank: int, name: str, how: str) -> None:
     model, reference = shard(case, **options), shard(case, **options)
     run = executor(model, how), executor(reference, how)
     both = [OPTIMIZERS["adamw"](p for p in each.parameters() if p.requires_grad) for each in (model, reference)]
-    for step in range(3):
+    for step in range(2):
         for dtype in (None, BF16):
             expected = gathered(model, dtype)
             with wire() as sent:

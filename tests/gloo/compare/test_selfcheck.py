@@ -15,7 +15,7 @@ from fsdp_compile.tools.cli import main
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It starts ranks, prints both tables and writes them, and warns of nothing that is meant."""
-    monkeypatch.setattr(module, "WAYS", ("eager", "aot_eager"))
+    monkeypatch.setattr(module, "WAYS", ("eager",))
     monkeypatch.setattr(module, "SYSTEMS", ("fsdp2", "eager"))
     monkeypatch.setattr(module, "OURS", ("eager",))
     assert main(["selfcheck", "--device", "cpu", "--json", str(tmp_path / "report.json")]) == 0
@@ -23,7 +23,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert "fsdp-compile: warning" not in said
     assert printed.endswith("this installation works\n") and "equal bit for bit" in printed and "\nfsdp2 " in printed
     assert written["holds"] and written["values"]["where"]["ranks"] == written["systems"]["where"]["ranks"] == 2
-    assert [row["way"] for row in written["values"]["rows"]] == ["eager", "aot_eager"]
+    assert [row["way"] for row in written["values"]["rows"]] == ["eager"]
     assert [row["system"] for row in written["systems"]["rows"]] == ["fsdp2", "eager"]
 
 
