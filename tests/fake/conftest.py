@@ -13,7 +13,6 @@ from fsdp_compile.passes.plan.plan import Plan
 from fsdp_compile.passes.post_grad.plan_by_rule import plan_log
 
 WORLD_SIZE, RANK = 4, 1
-torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # it overwrites the caches of the processor
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -203,11 +203,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str, induct
     warnings.resetwarnings()  # pytest's, in a fork
     os.environ |= ENVIRONMENT | {"TORCHINDUCTOR_CACHE_DIR": inductor}
     import torch
-    import torch._dynamo.guards
     import torch.distributed as dist
 
-    if not NIGHTLY:  # it overwrites the caches of the processor, for each graph a quarter of what aot_eager takes
-        torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     torch.set_num_threads(1)
     if ON == "cuda":
         if torch.cuda.device_count() < world_size:

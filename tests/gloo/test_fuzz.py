@@ -11,7 +11,7 @@ from fuzz.shrink import shrink
 
 from fsdp_compile.comm.formats import encode
 
-from .ranks import Ranks
+from .ranks import NIGHTLY, Ranks
 
 FIRST, NEW, SAME_BITS, SENT = 0, 10, 3, 3  # seeds
 
@@ -37,7 +37,7 @@ def test_drawn_cases(two: Ranks) -> None:
 @pytest.mark.parametrize("how", ["eager", "aot_eager"])
 def test_backward_passes_of_nodes(two: Ranks, how: str) -> None:
     """Autograd functions run units in their backward, with and without gradients; a forward runs backward."""
-    count = 2 if how == "eager" else 1
+    count = 2 if how == "eager" or NIGHTLY else 1
     nodes = {gate: (Node(kind="mlp", unit=True, gate=gate),) * count for gate in OWN_PASSES}
     cases = [(gate, Case(nodes=nodes[gate], width=5, steps=(Step(), Step()))) for gate in OWN_PASSES]
     lower = Case(nodes=(Node(gate="backward", dtype="float16"),), dtype="float32", autocast=True)
