@@ -191,8 +191,7 @@ def _stored_names(module: nn.Module, lookups: tuple[Lookup, ...]) -> tuple[froze
     tensor was put into its place. And the names of its other parameters, None or ignored.
     """
     stored = stored_parameters(module)
-    held = ((lookup.name, stored.get(lookup.name)) for lookup in lookups)
-    found = frozenset(name for name, param in held if param is not None and unit_of(param) is not None)
+    found = frozenset(each.name for each in lookups if (param := stored.get(each.name)) is not None and unit_of(param))
     return found, frozenset(stored.keys() - found if lookups else ())
 
 
@@ -207,7 +206,8 @@ def record_locations(unit: Unit) -> None:
 def _look_up_again(module: nn.Module) -> None:
     """Let `module` find in units what it stores now, after parameters were removed or put back."""
     cls: Any = type(module)
-    if _stored_names(module, cls._fsdp_lookups) != cls._fsdp_stored_names:
+    (found, others), (had, had_beside) = _stored_names(module, cls._fsdp_lookups), cls._fsdp_stored_names
+    if found != had or not others >= had_beside:
         _swap_class(module, cls._fsdp_lookups, cls._fsdp_mixin, cls._fsdp_traced_constants)
 
 

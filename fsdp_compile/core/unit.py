@@ -447,7 +447,7 @@ class Unit:
             spec = spec + OF_ROOT if self.of_root else spec
             spec = spec + UPDATES if updates else spec
             full = UNSHARD(flat.autograd_shard, flat_param_id, deferred, spec)
-            views: list[Tensor] = VIEWS(full, layout, flat.frozen)
+            views: list[Tensor] = list(VIEWS(full, layout, flat.frozen))  # in an operator's Dynamo sets no item
             for index in flat.frozen:
                 views[index] = views[index].detach()
             params += views
@@ -459,7 +459,7 @@ class Unit:
         params: list[Tensor] = []
         for flat, full, (spec, layout) in zip(self.flats, unsharded_flats, self._gathered, strict=True):
             marked = UNSHARD(full, None, None, spec) if torch.compiler.is_compiling() else full
-            views: list[Tensor] = VIEWS(marked, layout, flat.frozen)
+            views: list[Tensor] = list(VIEWS(marked, layout, flat.frozen))
             for index in flat.frozen:
                 views[index] = views[index].detach()
             params += views
