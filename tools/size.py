@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 9_996,
-    "the story and what it imports": 13_971,
-    PACKAGE: 35_054,
+    "the story": 9_995,
+    "the story and what it imports": 13_970,
+    PACKAGE: 35_053,
     "tests": 42_780,
     "bench": 4_856,
     "docs, README, change log": 5_139,

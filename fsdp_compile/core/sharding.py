@@ -13,10 +13,9 @@ for each, and stops at a limit. What belongs to an instance, its units, lives in
 A place whose parameter was removed has no property until a parameter is back: the class is swapped again.
 """
 
-import functools
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -211,7 +210,7 @@ def _look_up_again(module: nn.Module) -> None:
         _swap_class(module, cls._fsdp_lookups, cls._fsdp_mixin, cls._fsdp_traced_constants)
 
 
-@functools.cache
+@cache
 def _swapped_class(
     original: type[nn.Module],
     lookups: tuple[Lookup, ...],

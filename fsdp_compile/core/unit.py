@@ -447,7 +447,7 @@ class Unit:
             spec = spec + OF_ROOT if self.of_root else spec
             spec = spec + UPDATES if updates else spec
             full = UNSHARD(flat.autograd_shard, flat_param_id, deferred, spec)
-            views: list[Tensor] = list(VIEWS(full, layout, flat.frozen))  # in an operator's Dynamo sets no item
+            views: list[Tensor] = list(VIEWS(full, layout, flat.frozen))  # Dynamo assigns none in the operator's
             for index in flat.frozen:
                 views[index] = views[index].detach()
             params += views
