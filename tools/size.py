@@ -22,7 +22,7 @@ FUNCTION_LINES = 90
 LIMITS = {
     "the story": 9_995,
     "the story and what it imports": 13_970,
-    PACKAGE: 35_053,
+    PACKAGE: 35_051,
     "tests": 42_780,
     "bench": 4_856,
     "docs, README, change log": 5_139,

@@ -283,7 +283,7 @@ class _LocalPrograms:
         for node, new in self.new.items():
             for other in (node, *self.values.alike(node)):
                 if output in other.users:  # a copy: others read the gathered buffer, and callers write in place
-                    emit = emitter(self.graph, output, replace(units[0].tag, reshard=False), new)
+                    emit = emitter(self.graph, output, units[0].tag, new)
                     output.replace_input_with(other, emit("view", aten.clone.default, new))
                 other.replace_all_uses_with(new, delete_user_cb=lambda user: user not in made)
         eliminate_dead_code(self.graph)
@@ -291,7 +291,7 @@ class _LocalPrograms:
 
 def _give_shape(run: fx.Node, size: Sequence[int], stride: Sequence[int], kind: Kind, emit: Emit) -> fx.Node:
     """Give a 1-D tensor that shape and those strides, a permutation of a contiguous shape."""
-    order = sorted(range(len(size)), key=lambda dim: (-stride[dim], size[dim] == 1, dim))
+    order = sorted(range(len(size)), key=lambda dim: -stride[dim])
     shaped = emit(kind, aten.view.default, run, [size[dim] for dim in order])
     back = [order.index(dim) for dim in range(len(size))]
     return shaped if back == sorted(back) else emit(kind, aten.permute.default, shaped, back)

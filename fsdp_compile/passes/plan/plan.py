@@ -95,8 +95,8 @@ def verify(workload: Workload, plan: Plan, budget: int | None = None) -> None:
     memory = simulate(workload, plan).memory
     over = max(range(len(memory)), key=memory.__getitem__)
     if memory[over] > budget:
-        name = workload.tasks[over].name if over < len(workload.tasks) else "the end of the step"
-        raise PlanError(f"budget: expected at most {budget} bytes, found {memory[over]} at task {over}, {name}")
+        names = [*(task.name for task in workload.tasks), "the end of the step"]
+        raise PlanError(f"budget: expected at most {budget} bytes, found {memory[over]} at task {over}, {names[over]}")
 
 
 def _check_steps(workload: Workload, plan: Plan) -> None:

@@ -35,6 +35,5 @@ def coalesce_launches(context: GraphContext) -> None:
             result.meta["val"] = start.meta["val"]
             start.replace_all_uses_with(result)
             graph.erase_node(start)
-        call.name = "_".join([names[0], *(name.partition("_")[2] for name in names[1:])])
         for result, name in zip(results, names, strict=True):
             result.name = name

@@ -73,5 +73,4 @@ def _lower_await(full: Any) -> Any:
 
 @register_lowering(ops.START_REDUCE_, type_promotion_kind=None)
 def _lower_start_reduce(packed: Any, full: Any) -> None:
-    packed.realize()
     ir.FallbackKernel.create(ops.START_REDUCE_, packed, full)
