@@ -133,18 +133,21 @@ def test_other_strategies_copy_nothing(strategy: str) -> None:
 def test_what_overwrites_a_pack_leaves_other_readers_their_values(target: Any, args: Any, is_copied: bool) -> None:
     """A batch norm subtracts its bias's gradient from that of its input, perhaps behind a sum into the packed buffer:
     so that gradient is packed as a copy, one that nothing else reads is not, and none is for a reduce that only reads.
+    A transposed product that others read as it is stays one product.
     """
     graph, mode = fx.Graph(), FakeTensorMode()
     grad_out = graph.placeholder("grad_out")
-    grad_out.meta["val"] = mode.from_tensor(torch.ones(4, 3))
+    grad_out.meta["val"] = mode.from_tensor(torch.ones(3, 3))
     total = add_call(graph, torch.ops.aten.sum.dim_IntList, (grad_out, [0]), mode=mode)
     own = add_call(graph, torch.ops.aten.amax.default, (grad_out, [0]), mode=mode)
-    pack = graph.call_function(PACK_GRADS, ([total, own], "layout"))
+    product = add_call(graph, torch.ops.aten.mm.default, (grad_out, grad_out), mode=mode)
+    turned = add_call(graph, torch.ops.aten.permute.default, (product, [1, 0]), mode=mode)
+    pack = graph.call_function(PACK_GRADS, ([total, own, turned], "layout"))
     sent = graph.call_function(target, (pack, *args))
     centered = add_call(graph, torch.ops.aten.sub.Tensor, (grad_out, total), mode=mode)
-    graph.output((sent, centered))
+    graph.output((sent, centered, product))
     pack_in_place(SimpleNamespace(graph=graph))  # type: ignore[arg-type]
     packed = [grad.target for grad in pack.args[0]]  # type: ignore[union-attr]
     first = torch.ops.aten.clone.default if is_copied else torch.ops.aten.sum.dim_IntList
-    assert packed == [first, torch.ops.aten.amax.default]
+    assert packed == [first, torch.ops.aten.amax.default, torch.ops.aten.permute.default]
     assert centered.args == (grad_out, total)

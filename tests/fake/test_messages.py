@@ -17,6 +17,7 @@ from fsdp_compile import Wire, fully_shard
 from fsdp_compile.comm.formats import encode
 from fsdp_compile.core.unit import unit_of
 from fsdp_compile.passes import Pass, backend
+from fsdp_compile.passes.graph.analyze import analyze
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
 from fsdp_compile.passes.inductor import PASSES
 from fsdp_compile.passes.pipeline import GraphContext
@@ -95,28 +96,24 @@ def test_wires_by_name() -> None:
 # --- graphs -----------------------------------------------------------------------------------------------------------
 
 
-def _formats(wire: Any, link: str | None, model: nn.Module | None = None, **options: Any) -> list[tuple[str, str]]:
-    """Kind and format of each collective of the joint graph, as it is partitioned."""
-    found: list[tuple[str, str]] = []
+def test_hybrid_formats() -> None:
+    """Between nodes only, the average over replicas has a format, and what is within a node has none. What a plan
+    counts of a reduce is what the graph returns: behind both stages, in the dtype of the shard."""
+    found, returned = list[tuple[str, str]](), list[bool]()
 
     def look(context: GraphContext) -> None:
         found.extend((tag_of(each).kind, tag_of(each).wire) for each in tagged(context.graph, "gather", "reduce"))
+        outputs = context.graph.output_node().all_input_nodes
+        returned.extend(each.result in outputs for each in analyze(context.graph, joint=True).reduces.values())
 
-    passes = (*PASSES, Pass("look", "joint", look, version="1"))
-    run = torch.compile(
-        fully_shard(model or mlp(2), wire=wire, **options), fullgraph=True, backend=backend(passes, link=link)
-    )
+    options = {"mesh": init_device_mesh("cpu", (2, 2)), "mixed_precision": MixedPrecision(torch.bfloat16)}
+    model = fully_shard(mlp(2), wire=Wire("fp8", "fp8", between_nodes_only=True), **options)
+    run = torch.compile(model, fullgraph=True, backend=backend((*PASSES, Pass("look", "joint", look, version="1"))))
     squared_error(run, (torch.rand(8, 7), torch.rand(8, 5))).backward()
-    return found
-
-
-def test_hybrid_formats() -> None:
-    """Between nodes only, the average over replicas has a format, and what is within a node has none."""
-    mesh = init_device_mesh("cpu", (2, 2))
-    found = _formats(Wire("fp8", "bf16", between_nodes_only=True), None, mesh=mesh)
     assert {format for kind, format in found if kind == "gather"} == {""}
     reduces = [format for kind, format in found if kind == "reduce"]
-    assert reduces.count("bf16") == reduces.count("") == len(reduces) / 2
+    assert reduces.count("fp8") == reduces.count("") == len(reduces) / 2
+    assert returned == [True] * 3
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp8", "int8"])

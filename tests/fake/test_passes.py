@@ -382,7 +382,6 @@ def saved_nodes(model: torch.nn.Module, inputs: Any, loss: Any) -> tuple[list[fx
     def see(graph: fx.Graph) -> None:
         if saved := saved_for_backward(graph):
             found.append((saved, graph))
-
             raise _Seen
 
     with inductor_config.patch(post_grad_custom_post_pass=Recorder(see)):

@@ -1,14 +1,12 @@
 """Gathers in two stages: how shards are numbered, and what the generated code sends to whom (rank 1 of 4, n = 2)."""
 
-from functools import cache
 from itertools import pairwise
 
 import pytest
 import torch
 from compiling import BACKENDS
-from generated import Program, programs
+from generated import programs
 from models import MODELS, mlp
-from torch import nn
 
 from fsdp_compile import fully_shard
 from fsdp_compile.comm.groups import NamedGroup
@@ -27,18 +25,12 @@ def test_numbers_of_shards(peers: int, neighbours: int) -> None:
     assert shard_order([NamedGroup("all", 4)]) == ()
 
 
-@cache
-def _compiled(backend: str) -> tuple[nn.Module, Program, Program]:
-    model = fully_shard(mlp(blocks=BLOCKS), reshard_after_forward=2)
-    run = torch.compile(model, fullgraph=True, backend=BACKENDS[backend])
-    inputs = MLP.batch(1, 4)
-    return model, *programs(lambda: MLP.loss(run, inputs))
-
-
 @pytest.mark.parametrize("backend", ["backend", pytest.param("default", marks=pytest.mark.nightly)])
 def test_each_stage_is_under_way_while_units_compute(backend: str) -> None:
     """A second stage starts a unit ahead, its first stage another unit ahead; no collective is waited for at once."""
-    _, forward, backward = _compiled(backend)
+    model = fully_shard(mlp(blocks=BLOCKS), reshard_after_forward=2)
+    run, inputs = torch.compile(model, fullgraph=True, backend=BACKENDS[backend]), MLP.batch(1, 4)
+    forward, backward = programs(lambda: MLP.loss(run, inputs))
     for program in (forward, backward):
         steps = program.steps
         started = [step.out for step in steps if step.is_gather or step.is_reduce]

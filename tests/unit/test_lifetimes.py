@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fsdp_compile.comm.collectives import ALL_REDUCE, WAIT
+from fsdp_compile.passes.graph.analyze import analyze
 from fsdp_compile.passes.graph.lifetimes import lifetimes, live_bytes
-from fsdp_compile.passes.graph.nodes import is_pointwise
+from fsdp_compile.passes.graph.nodes import Tag, is_pointwise, set_tag
+from fsdp_compile.passes.graph.work import Costs
 
 A = torch.empty(8, 8)
 UNIT = 256  # bytes of each value here
@@ -85,6 +88,15 @@ def test_what_is_alive(case: str) -> None:
     stored = {nodes[at] for at in options.get("stored", ())}
     alive = lifetimes(graph, position, packed, options.get("added", ()), stored=stored, late=late)
     assert [each - UNIT for each in live_bytes(alive, len(nodes))] == [UNIT * count for count in expected]
+
+
+def test_what_forward_kept_is_alive_from_the_first_node_on() -> None:
+    """A backward that reduces a unit and gathers none counts the unit's shard beside the values at each node."""
+    graph = make_fx(lambda a: WAIT(ALL_REDUCE(_chain(a), "sum", "0")), tracing_mode="fake")(A).graph
+    (start,) = graph.find_nodes(op="call_function", target=ALL_REDUCE)
+    set_tag(start, Tag("reduce", 0, "", True))
+    tasks = analyze(graph, Costs(counts_bytes=True)).workload.tasks
+    assert [task.memory for task in tasks] == [UNIT * count for count in (3, 4, 4)]
 
 
 @pytest.mark.parametrize(("into", "is_loop"), [(lambda a: torch.full(a.shape, 0.0), True), (torch.clone, False)])
