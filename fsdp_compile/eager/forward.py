@@ -216,7 +216,7 @@ def gather_around_own_forward(module: nn.Module) -> None:
 
 @torch.compiler.disable
 def _prepare_forward(module: Any) -> None:
-    """Apply what users did to parameters; free what was gathered for an eager forward. Raises as `refresh` does."""
+    """Apply what users did to parameters; free what was gathered for an eager forward. Raises what listeners do."""
     if in_backward():  # a forward that is recomputed: what the first one found is in force
         return
     runtime: Runtime = module._fsdp_runtime
