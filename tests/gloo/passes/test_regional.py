@@ -43,7 +43,7 @@ class _Peer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         result = x @ self.weight
         for other in self.others:
-            result = result + x @ other.weight.t()
+            result = result + nn.functional.linear(x, other.weight)
         return torch.tanh(result)
 
 
