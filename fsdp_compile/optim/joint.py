@@ -200,7 +200,7 @@ class JointStep:
         self.updated.append(flat)
         flat.reduction.flat_gradient = gradient
         for optimizer, matrices in self._matrices.items():
-            matrices.arrive(optimizer, flat)
+            matrices.arrive(optimizer, flat, gradient)
         for optimizer in self._elementwise:
             segments = Segments.of(optimizer, known=True)
             if chosen := [segment for segment in segments.all if segment.flat is flat]:

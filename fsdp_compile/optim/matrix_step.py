@@ -204,7 +204,7 @@ class MatrixUpdates:
         self._members.update(arrived)  # also if others lie elsewhere since
         self._expected = []
         covered = {id(member.param) for stage in self.stages for member in stage.members}
-        gradients = self._gradients(self._members.values(), drops)
+        gradients = self._gradients(drops)
         chosen = [key for key, member in self._members.items()
                   if key in gradients or (member.has_arrived and key not in covered)]  # fmt: skip
         for stage in self._stages_of(optimizer, chosen):
@@ -235,10 +235,10 @@ class MatrixUpdates:
         self._expected = list(self._stages_of(optimizer, keys))
 
     @torch.no_grad()
-    def arrive(self, optimizer: Optimizer, flat: FlatParam) -> None:
-        """Take the gradients of a flat parameter that was expected, and send what is complete."""
+    def arrive(self, optimizer: Optimizer, flat: FlatParam, gradient: Tensor) -> None:
+        """Take the gradient of a flat parameter that was expected, 1-D, and send what is complete."""
         some = [member for member in self._members.values() if member.flat is flat]
-        self._arrive(optimizer, some, self._gradients(some))
+        self._arrive(optimizer, some, {id(member.param): gradient[member.within] for member in some})
         for stage in list(self._expected):
             if all(member.has_arrived for member in stage.members):
                 self._expected.remove(stage)
@@ -310,13 +310,13 @@ class MatrixUpdates:
                 places[id(param)] = ranges, plan.owners[at : at + len(ranges)], plan.stages[at]
         self._planned, self._places = given, [places[id(param)] for param, _ in params]
 
-    def _gradients(self, members: Iterable[Member], drops: bool = False) -> dict[int, Tensor]:
+    def _gradients(self, drops: bool) -> dict[int, Tensor]:
         """What this rank stores of the gradients of those that have one, by the parameters' ids.
         `drops`: gradients that lie in no flat one are taken from the parameters.
         """
         found: dict[int, Tensor] = {}
         kept: dict[FlatParam | None, Tensor | None] = {None: None}
-        for member in members:
+        for member in self._members.values():
             param, flat = member.param, member.flat
             if flat is not None and flat not in kept:
                 kept[flat] = kept_gradient(flat)

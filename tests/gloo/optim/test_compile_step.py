@@ -63,13 +63,7 @@ class Loop:
     """The loop that `compile_step` stands for, written out, with stock functions."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Any,
-        clip: float | None,
-        accumulate: int,
-        backend: str,
-        scaler: torch.amp.GradScaler | None = None,
+        self, model: nn.Module, optimizer: Any, clip: float | None, accumulate: int, backend: str, scaler: Any = None
     ) -> None:
         self.model, self.clip, self.accumulate = model, clip, accumulate
         self.optimizers = optimizer if isinstance(optimizer, list) else [optimizer]

@@ -13,6 +13,7 @@ import torch
 from models import MODELS, Case, Routed, seeded, squared_error, vectors
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_compile import compile_step
@@ -130,6 +131,8 @@ def _train(rank: int, name: str, strategy: str = "FULL_SHARD", lr: Any = 0.02, *
             other.grad = None if param.grad is None else param.grad.full_tensor()
         for group in (group for some in of_each for each in some for group in each.param_groups):
             group["lr"] = lr / (1 + 0.1 * step)
+        for each in (some[0] for some in of_each) if step == 10 else ():  # the last one gets a group of its own
+            each.add_param_group({"params": [each.param_groups[0]["params"].pop()]})
         for each in (each for some in of_each for each in some):
             each.step()
             each.zero_grad()
@@ -139,7 +142,7 @@ def _train(rank: int, name: str, strategy: str = "FULL_SHARD", lr: Any = 0.02, *
             assert not is_matrix or torch.equal(full, other), (key, step, (full - other).abs().max())
             torch.testing.assert_close(full, other, rtol=0, atol=1e-6)
     for one in (each for each in of_each[0] if takes_matrices(each)):
-        params = one.param_groups[0]["params"]
+        params = [param for group in one.param_groups for param in group["params"]]
         matrices = [matrix for plan in MatrixUpdates.of(one).plans.values() for matrix in plan.matrices]
         batches = [len(p) for p in params if len(p) == 5 and p.dim() == 3]
         assert len(matrices) == sum(batches) + len(params) - len(batches)
@@ -239,26 +242,34 @@ def test_update_in_backward() -> None:
 
 @on_ranks(2)
 def test_clipped() -> None:
-    """Where gradients stay in flat shards, matrices are clipped to the norm of all, and hooks that come later run."""
+    """Where gradients stay in flat shards, matrices are clipped to the norm of all, and hooks that come later run; what
+    nobody clips shows no gradient. Complete state that is loaded in between counts, sharded."""
     model = shard(CASES["wide"])
     muon, adamw = optimizers(model)
     step = compile_step(torch.compile(model, backend="eager"), [muon, adamw], loss_of, clip_norm=0.05)
     called: list[Any] = []
-    for number in range(3):
+    run, shown = step._update.run, list[bool]()
+    step._update.run = lambda *given: (  # type: ignore[method-assign]  # to look before it
+        shown.append(any(param.grad is not None for param in model.parameters())) or run(*given)
+    )
+    for number, norm in enumerate((0.05, None, 0.05)):
+        step._clip_norm = norm
         before = {param: muon.state[param]["momentum_buffer"].clone() for param in muon.state}
         inputs, target = mine(CASES["wide"], number)
         loss_of(model(inputs), target).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        nn.utils.clip_grad_norm_(model.parameters(), norm or torch.inf)
         expected = {param: param.grad.clone() for param in muon.param_groups[0]["params"]}
         model.zero_grad()
         step(inputs, target=target)
         for param, grad in expected.items():
             momentum = grad.mul(0.05) if number == 0 else before[param].lerp(grad, 1 - 0.95)
             torch.testing.assert_close(local(muon.state[param]["momentum_buffer"]), local(momentum))
+        if number == 0:
+            muon.load_state_dict(tree_map_only(ShardedTensor, ShardedTensor.full_tensor, muon.state_dict()))
         if number == 1:
             for each in (muon, adamw):
                 each.register_step_pre_hook(lambda *given: called.append(given[0]))
-    assert called == [muon, adamw]
+    assert called == [muon, adamw] and shown == [True, False, True]
 
 
 @NIGHTLY
