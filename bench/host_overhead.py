@@ -8,9 +8,6 @@ once. In microseconds of CPU time per step, the variants interleaved:
     collectives   the same gathers, exchanges and waits as generated code has them, called by themselves
     without them  what a step adds beyond these calls
 
-Whole steps with AdamW: a loop with the stock optimizer, unsharded and sharded; unsharded with a compiled update, as
-`torch.compile(optimizer.step)` makes it; and `compile_step`.
-
 The eager loop as people write it, unsharded, sharded, by torch's FSDP1 with `use_orig_params` and by its FSDP2:
 milliseconds of CPU time of forward, backward, clipping and the steps of several optimizers, without a call that would
 make them faster.
@@ -37,7 +34,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.report import parser, write
-from fsdp_compile import compile_step, fully_shard
+from fsdp_compile import fully_shard
 from fsdp_compile.comm.direct import DirectCollectives
 from fsdp_compile.core.unit import unit_of
 
@@ -107,15 +104,13 @@ def cpu_microseconds(step: Step, repeat: int) -> float:
     return (time.process_time() - begin) / repeat * 1e6
 
 
-def interleaved(steps: dict[str, Step], rounds: int, repeat: int, warm_up: bool = False) -> dict[str, float]:
-    """For each step the median of rounds; `warm_up`: not of its first run in each, which finds other code in caches."""
+def interleaved(steps: dict[str, Step], rounds: int, repeat: int) -> dict[str, float]:
+    """For each step the median of rounds."""
     for step in steps.values():
         cpu_microseconds(step, 5)  # compile, settle
     measured: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            for _ in range(warm_up):
-                step()
             measured[name].append(cpu_microseconds(step, repeat))
     return {name: statistics.median(values) for name, values in measured.items()}
 
@@ -125,67 +120,6 @@ def compare(make: Callable[[int, bool], Step], layers: int, rounds: int, repeat:
     steps = {name: make(layers, name == "sharded") for name in ("unsharded", "sharded")}
     medians = interleaved(steps, rounds, repeat)
     return {**medians, "added per block": (medians["sharded"] - medians["unsharded"]) / layers}
-
-
-def counted_calls(step: Step) -> tuple[int, int]:
-    """How many functions in Python and in C one step calls from Python: the same on every machine, busy or not."""
-    counts = {"call": 0, "c_call": 0}
-
-    def count(_: Any, event: str, __: Any) -> None:
-        if event in counts:
-            counts[event] += 1
-
-    for _ in range(3):
-        step()
-    sys.setprofile(count)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return counts["call"], counts["c_call"]
-
-
-def added_calls(layers: int) -> dict[str, float]:
-    """How many calls a sharded step adds per block, without and with AdamW."""
-    added: dict[str, float] = {}
-    makers = {"step": whole_step, "stock loop": with_adamw, "compile_step": partial(with_adamw, fused=True)}
-    for name, make in makers.items():
-        before, after = (counted_calls(make(layers, sharded)) for sharded in (False, True))
-        for kind, less, more in zip(("Python", "C"), before, after, strict=True):
-            added[f"{name}, in {kind}"] = (more - less) / layers
-    return added
-
-
-def with_adamw(layers: int, sharded: bool, fused: bool = False) -> Step:
-    """A whole step: forward, backward, update, zero_grad; `fused`: with a compiled update."""
-    model = build(layers, sharded)
-    optimizer = torch.optim.AdamW(model.parameters())
-    if fused and sharded:
-        whole = compile_step(model, optimizer)  # type: ignore[arg-type]  # is sharded
-        return lambda: whole(TOKENS, TOKENS)
-    compiled = torch.compile(model, fullgraph=True)
-    update = torch.compile(optimizer.step) if fused else optimizer.step
-
-    def step() -> None:
-        compiled(TOKENS, TOKENS).backward()
-        update()
-        optimizer.zero_grad()
-
-    return step
-
-
-def whole_steps(layers: int, rounds: int) -> dict[str, float]:
-    """Microseconds of whole steps, and what sharding adds per block."""
-    steps = {
-        "unsharded": with_adamw(layers, False),
-        "unsharded, compiled update": with_adamw(layers, False, fused=True),
-        "stock loop": with_adamw(layers, True),
-        "compile_step": with_adamw(layers, True, fused=True),
-    }
-    medians = interleaved(steps, rounds, repeat=8, warm_up=True)
-    pairs = {"stock loop": "unsharded", "compile_step": "unsharded, compiled update"}
-    added = {f"{each} adds per block": (medians[each] - medians[to]) / layers for each, to in pairs.items()}
-    return {**medians, **added}
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -263,13 +197,8 @@ def main() -> None:
     print(f"{'us of CPU time per step':28}{'unsharded':>12}{'sharded':>12}{'added per block':>18}")
     for name, row in figures.items():
         print(f"{name:28}{row['unsharded']:12.1f}{row['sharded']:12.1f}{row['added per block']:18.2f}")
-    tables = {"AdamW, us": whole_steps(args.layers, args.rounds), "calls added per block": added_calls(args.layers)}
-    for title, table in tables.items():
-        print(f"\n{title}")
-        for name, spent in table.items():
-            print(f"    {name:32}{spent:12.1f}")
     loops = eager_loops(args.layers, args.rounds)
     print_eager(loops)
     if not args.dry:
-        write("host_overhead", {"layers": args.layers, **figures, **tables, "eager loop, ms": loops})
+        write("host_overhead", {"layers": args.layers, **figures, "eager loop, ms": loops})
     dist.destroy_process_group()

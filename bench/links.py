@@ -4,9 +4,9 @@
 nccl_cost_model.py), which its authors fitted to nccl-tests on H100: within a node to measurements, between 2 to 32
 nodes to the figures that NCCL logs and to measurements. "Covered" are these rows, and those of A100 within a node. The
 others are extrapolations of the port that cannot be true at once: on 512 H100 an all-gather of 64 MiB takes 25.7 times
-as long as an all-reduce, which would gather as well (docs/measurements.md).
+as long as an all-reduce, which would gather as well.
 
-    python -m bench links          the errors, by device, ranks, collective and size
+    python -m bench links          the errors, by device, ranks and what is fitted
     python -m bench links --fit    the constants that agree best with the covered all-gathers of H100 in `FITTED`
 
 The port's A100 is another machine than that of our file: its ring reaches 87.7 GB/s within a node, where the data sheet
@@ -20,7 +20,6 @@ import math
 import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import fmean
 
 import torch
@@ -138,18 +137,8 @@ def main() -> None:
         hardware = with_constants(values)
     rows = read_rows(hardware)
     covered = [row for row in rows if row.is_covered]
-    ways: dict[str, Callable[[Row], object]] = {
-        "collective": lambda row: f"{row.kind}{' (fitted)' if row.is_fitted else ''}",
-        "ranks": lambda row: f"{row.device}, {row.ranks} ranks",
-        "size": lambda row: f"{row.size:g} MiB",
-    }
     print("all-gathers and reduce-scatters that are covered")
-    print(*(line for way in map(partial(table, covered), ways.values()) for line in way), sep="\n")
-    print("the largest errors of those that were not fitted")
-    worst = sorted((row for row in covered if not row.is_fitted), key=lambda row: -abs(row.error))
-    for row in worst[:6]:
-        print(f"  {row.device:16} {row.kind:15} {row.ranks:4} ranks {row.size:7g} MiB  {row.error:+7.1%}")
+    print(*table(covered, lambda row: f"{row.device}, {row.ranks} ranks{', fitted' * row.is_fitted}"), sep="\n")
     print("others")
-    print(*table([row for row in rows if not row.is_covered],
-                 lambda row: f"{row.device}, {row.kind}, {'a node' if row.ranks <= 8 else 'nodes'}"
-                             f"{' of 512' if row.ranks > 256 else ''}"), sep="\n")  # fmt: skip
+    others = [row for row in rows if not row.is_covered and row.ranks <= 256]
+    print(*table(others, lambda row: f"{row.device}, {row.kind}"), sep="\n")

@@ -2,7 +2,8 @@
 
 python -m bench                      all parts for this machine, then the report
 python -m bench gloo link            some of them (`--list` names them)
-python -m bench report               tables and pictures of the newest results, those of docs/measurements.md too
+python -m bench report               tables and pictures of the newest results
+python -m bench page                 docs/measurements.md anew: every command that it names, then the report
 python -m bench runs CSV             a table of training runs beside predictions; `fit` fits constants to reported ones
 python -m bench NAME --help          planner, host_overhead, compile_time or another command with options of its own
 
@@ -50,7 +51,6 @@ class Part:
 
 
 PEERS = ("unsharded", "fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_compiled")
-FINE = ("fsdp2:layers", "ours_planned", "ours_planned:layers")  # what finer units bring, with a plan and without
 ON_CUDA = (
     *("unsharded", "fsdp1", "fsdp2", "fsdp2_compile", "fsdp2_compile:ends", "simple_fsdp"),
     *("ours", "ours_blocks", "ours_compiled"),
@@ -62,14 +62,8 @@ LOW_PRECISION = tuple(
 PARTS = {
     "gloo": Part("GPT, two gloo ranks of one core each, fp32", "gloo", "gpt", looks=("copies",)),
     "link": Part(
-        "GPT, emulated link, 8 ranks, fp32", "link", "gpt", (*PEERS, *FINE), 8, ratios=(0.3, 0.6, 0.9),
-        looks=("calls", "memory"),
-    ),
-    "whole_step": Part(
-        "the same, whole steps, with what compiles the optimizer too", "link", "gpt",
-        ("unsharded", "fsdp2", "fsdp2_compile", "fsdp2_compile:optimizer", "simple_fsdp", "ours_compiled",
-         "ours_planned", "ours_planned:layers", "ours_step", "ours_step:layers", "ours_step:first"),
-        8, ratios=(0.3, 0.6, 0.9), rounds=5,
+        "GPT, emulated link, 8 ranks, fp32", "link", "gpt", (*PEERS, "ours_blocks", "ours_planned"), 8,
+        ratios=(0.3, 0.6, 0.9), looks=("calls", "memory"),
     ),
     "link_1024": Part("the same, 1024 ranks", "link", "gpt", PEERS, 1024, ratios=(0.6,), looks=("calls",)),
     "link_autocast": Part(
@@ -213,7 +207,7 @@ def runnable(part: Part) -> str:
 
 def main() -> None:
     arguments = report.parser(__doc__)
-    arguments.add_argument("names", nargs="*", help="parts, and `report`")
+    arguments.add_argument("names", nargs="*", help="parts, `report`, or `page` alone")
     arguments.add_argument("--list", action="store_true", help="name all parts")
     arguments.add_argument("--rounds", type=int, help="rounds of each setting")
     arguments.add_argument("--systems", nargs="+", help="only these systems")
@@ -223,6 +217,9 @@ def main() -> None:
         print("\n".join(f"{name:12} {part.about}" for name, part in PARTS.items()))
         return
     names = args.names or [*ON_THE_CPU, "cuda_link", "cuda_step", "nccl", "report"]
+    if names == ["page"]:
+        report.write_page()
+        names = ["report"]
     if unknown := set(names) - {*PARTS, "report"}:
         sys.exit(f"bench: error: {', '.join(sorted(unknown))}: no such part; --list names them")
     for name in names:
@@ -252,8 +249,6 @@ def write_report() -> None:
 
     newest = report.load()
     (report.RESULTS / "tables.md").write_text(report.tables(newest) + "\n")
-    if shown := {name: newest[name] for name in ("gloo", "link") if name in newest}:
-        report.write_page(report.tables(shown))
     for name, part in newest.items():
         report.write_traces(name, part)
         for path in pictures.draw(name, part):

@@ -1,10 +1,9 @@
 """Pictures of the results, for docs/images: speed as bars, one step as lanes, memory as curves.
 
-All panels of a picture have the same axis. Systems are grouped by the size of their units: like beside like.
+All panels of a picture have the same axis.
 Bars show the median round, and lines on them the fastest and the slowest one. Date, commit and machine stand beneath.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +54,8 @@ def _save(figure: Any, name: str, part: Found) -> Path:
 
 def _bars(name: str, part: Found) -> Path:
     """Speed of each system; a panel for each setting of the link, all with one axis."""
-    settings, rows = part["settings"], _rows(list(part["first"]))
-    size = (3.1 * len(settings) + 2.4, 0.3 * (max(rows.values()) + 1) + 1.2)
+    settings, rows = part["settings"], {system: row for row, system in enumerate(part["first"])}
+    size = (3.1 * len(settings) + 2.4, 0.3 * len(rows) + 1.2)
     figure, panels = plt.subplots(1, len(settings), figsize=size, sharex=True, sharey=True, squeeze=False)
     number, unit = part["per_step"]["number"], part["per_step"]["unit"]
     speeds = [number / figures["spread"][0] for setting in settings for figures in setting["systems"].values()]
@@ -72,17 +71,10 @@ def _bars(name: str, part: Found) -> Path:
     return _save(figure, f"{name}-speed", part)
 
 
-def _rows(systems: Sequence[str]) -> dict[str, float]:
-    """Where each system's bar is: those with units of layers come last, after a gap."""
-    ordered = sorted(systems, key=lambda system: system.endswith(":layers"))  # keeps the order of equals
-    return {system: index + 0.7 * system.endswith(":layers") for index, system in enumerate(ordered)}
-
-
 def _bar(axes: Axes, at: float, system: str, number: float, figures: Found) -> None:
     speed, (low, high) = number / figures["step"], sorted(number / seconds for seconds in figures["spread"])
     errors = [[max(0.0, speed - low)], [max(0.0, high - speed)]]
-    hatch = "//" if system.endswith(":layers") else None
-    axes.barh(at, speed, height=0.72, color=find(system).colour, hatch=hatch, edgecolor="white", linewidth=0)
+    axes.barh(at, speed, height=0.72, color=find(system).colour, edgecolor="white", linewidth=0)
     halo = [withStroke(linewidth=2.4, foreground="white")]  # seen on dark bars too
     axes.errorbar(speed, at, xerr=errors, fmt="none", ecolor=INK, elinewidth=0.9, capsize=2, path_effects=halo)
     text = f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"
@@ -96,7 +88,7 @@ def _title(part: Found, setting: Found) -> str:
 
 
 def _timeline(name: str, part: Found) -> Path:
-    """One step of ours above one of FSDP2's, units of blocks in both: what computes, waits, and is on the link."""
+    """One step of ours above one of FSDP2's: what computes, waits, and is on the link."""
     ours = next(each for each in ("ours_planned", "ours_compiled", "ours") if each in part["calls"])
     shown = [ours, *[each for each in ("fsdp2_compile", "fsdp2") if each in part["calls"]][:1]]
     figure, axes = plt.subplots(figsize=(9, 0.75 * 2 * len(shown) + 1.0))
@@ -114,7 +106,7 @@ def _timeline(name: str, part: Found) -> Path:
         text = f"{1e3 * exposed(part, setting, system):,.0f} ms exposed"
         end = 1e3 * part["calls"][system]["step"]
         axes.annotate(text, (end, 3.0 * (len(shown) - row)), (6, 0), textcoords="offset points", va="center")
-    axes.set_title(f"{_title(part, setting)}, units are blocks", loc="left", fontsize=9)
+    axes.set_title(f"{_title(part, setting)}", loc="left", fontsize=9)
     keys = [Patch(color=LINK_COLOURS[kind], label=kind.replace("_", "-")) for kind in ("all_gather", "reduce_scatter")]
     keys.append(Patch(facecolor="white", edgecolor="#9aa5b1", hatch="////", label="computation waits"))
     axes.legend(handles=keys, frameon=False, fontsize=8, ncols=3, loc="upper right", bbox_to_anchor=(1, -0.13))
@@ -134,25 +126,20 @@ def _lanes(axes: Axes, top: float, system: str, calls: Found) -> None:
 
 
 def _memory(name: str, part: Found) -> Path:
-    """Bytes alive in forward and backward, shards and optimizer state included; a panel for each size of units.
+    """Bytes alive in forward and backward, shards and optimizer state included.
 
     The unsharded model is left out: it needs several times as much, and would hide the others.
     """
     drawn = {system: memory for system, memory in part["memory"].items() if memory["curve"] and system != "unsharded"}
-    sizes = sorted({system.endswith(":layers") for system in drawn})
-    size = (4.2 * len(sizes) + 2.6, 3.4)
-    figure, panels = plt.subplots(1, len(sizes), figsize=size, sharex=True, sharey=True, squeeze=False)
-    for axes, fine in zip(panels[0], sizes, strict=True):
-        for system, memory in drawn.items():
-            if system.endswith(":layers") == fine:
-                _curve(axes, system, memory)
-        axes.set_xlabel("progress through forward and backward")
-        axes.set_ylim(bottom=0)
-        axes.grid(axis="y", color=GRID)
-        axes.set_title(f"{part['about']}; units are {'layers' if fine else 'blocks'}", loc="left", fontsize=9)
-    panels[0][0].set_ylabel("MB alive")
-    handles = [line for axes in panels[0] for line in axes.get_lines()]
-    panels[0][-1].legend(handles=handles, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    figure, axes = plt.subplots(figsize=(6.8, 3.4))
+    for system, memory in drawn.items():
+        _curve(axes, system, memory)
+    axes.set_xlabel("progress through forward and backward")
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y", color=GRID)
+    axes.set_title(part["about"], loc="left", fontsize=9)
+    axes.set_ylabel("MB alive")
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     return _save(figure, f"{name}-memory", part)
 
 
@@ -160,5 +147,5 @@ def _curve(axes: Axes, system: str, memory: Found) -> None:
     points = memory["curve"]
     last = points[-1][0] or 1.0
     sizes = [(memory["resident"] + size) / 1e6 for _, size in points]
-    style = dict(linewidth=1.4, linestyle="--" if system.endswith(":layers") else "-", drawstyle="steps-post")
-    axes.plot([at / last for at, _ in points], sizes, color=find(system).colour, label=label(system), **style)
+    style = dict(linewidth=1.4, drawstyle="steps-post", color=find(system).colour, label=label(system))
+    axes.plot([at / last for at, _ in points], sizes, **style)

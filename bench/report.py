@@ -6,7 +6,9 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from bench.systems import label
 HERE = Path(__file__).parent
 RESULTS = Path(os.environ.get("FSDP_COMPILE_RESULTS") or HERE / "results")
 PAGE = HERE.parent / "docs" / "measurements.md"
-BEGIN, END = "<!-- bench: written by `python -m bench report` -->", "<!-- end of bench -->"
+COMMAND = re.compile(r"(?=<!-- (python -m bench .+?) -->)(<!--.+?<!-- end -->)", re.DOTALL)
 
 Found = dict[str, Any]
 
@@ -173,12 +175,15 @@ def exposed(part: Found, setting: Found, system: str) -> float:
     return figures["exposed"] if seen else max(0.0, figures["step"] - free["step"])
 
 
-def write_page(text: str) -> None:
-    """Replace what stands between the two lines of docs/measurements.md."""
-    before, line, rest = PAGE.read_text().partition(BEGIN)
-    if not line:
-        raise RuntimeError(f"{PAGE.name}: expected a line {BEGIN!r}, found none; add it, and {END!r} after it")
-    PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")
+def write_page() -> None:
+    """Run the commands that comments of docs/measurements.md name, and put what each prints behind its comment."""
+    at = f"{today()}, commit {commit()}"
+    for command, shown in COMMAND.findall(PAGE.read_text()):
+        run = [sys.executable, *command.split()[1:]]
+        printed = subprocess.run(run, cwd=HERE.parent, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+        if "| --- |" not in printed:
+            printed = f"```text\n$ {command}  # {at}\n{printed}\n```"
+        PAGE.write_text(PAGE.read_text().replace(shown, f"<!-- {command} -->\n{printed}\n<!-- end -->"))
 
 
 def trace(calls: Found) -> list[Found]:

@@ -55,8 +55,6 @@ class Worker:
         self.prepared = systems.prepare(spec.system, model, self.workload.blocks(model), self._setup(model))
         trained = [p for p in self.prepared.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95), foreach=True)
-        step: Any = self.optimizer.step
-        self.update = torch.compile(step) if spec.system.endswith(":optimizer") else step
         self.whole_step = self.prepared.whole_step(self.optimizer)
 
     def _setup(self, model: torch.nn.Module) -> systems.Setup:
@@ -100,7 +98,7 @@ class Worker:
             done = {"forward": 0.0, "backward": self.clock() - begin, "calls": 0, "loss": loss.item()}
         else:
             done = self.accumulate()
-            self.update()
+            self.optimizer.step()
             self.optimizer.zero_grad()
         done["step"] = self.clock() - begin
         if on_cuda and LINK.marks:

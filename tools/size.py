@@ -23,8 +23,8 @@ LIMITS = {
     "the story": 9_995,
     "the story and what it imports": 13_970,
     PACKAGE: 35_051,
-    "tests": 42_773,
-    "bench": 4_856,
+    "tests": 42_772,
+    "bench": 4_739,
     "docs, README, change log": 5_139,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""

@@ -81,11 +81,6 @@ def label(name: str) -> str:
     return f"{find(name).label}, {kind}" + (f", without {disabled}" if disabled else "")
 
 
-def layers_of(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The linear layers of blocks: what becomes a unit with the option "layers"."""
-    return [module for block in blocks for module in block.modules() if isinstance(module, nn.Linear)]
-
-
 def prepare(name: str, model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
     """Let a system take `model` over. Its file is imported only now: some of them need packages of their own."""
     file, function = find(name).prepare.split(".")

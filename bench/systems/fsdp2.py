@@ -3,8 +3,7 @@
 Where collectives block the host (the emulated link on the CPU) it is helped to the overlap that it has on CUDA, by its
 own means: gathers ahead are asked for, and reduce-scatters are waited for where CUDA's streams would wait. The option
 `blocking` leaves it as it is. With the option `ends` what lies before the blocks and behind them are units too, the
-latter unsharded between forward and backward, which is torchtitan's recipe for Llama. With the option `layers` every
-linear layer of a block is a unit, and the block is none.
+latter unsharded between forward and backward, which is torchtitan's recipe for Llama.
 """
 
 from collections import deque
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from bench.systems import Prepared, Setup, layers_of
+from bench.systems import Prepared, Setup
 
 IN_FLIGHT = 1  # reduce-scatters beside backward: before it starts another, `fully_shard` waits for the one before
 
@@ -49,7 +48,6 @@ class LateReduceScatter:
 
 def eager(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if setup.bf16 else MixedPrecisionPolicy()
-    blocks = layers_of(blocks) if setup.option == "layers" else blocks
     if setup.option == "ends":
         first, last = setup.ends
         fully_shard(model.get_submodule(first), mesh=setup.mesh, mp_policy=precision)

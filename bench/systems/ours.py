@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import CustomPolicy
 
 from bench.models import in_float8
-from bench.systems import Prepared, Setup, layers_of
+from bench.systems import Prepared, Setup
 from bench.systems.replicated import autocast
 from fsdp_compile import FSDPModule, MixedPrecision, compile_step
 from fsdp_compile.api import shard_module
@@ -96,25 +95,13 @@ class Stepped(Planned):
 
 
 def planned(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
-    """The plan also says which units stay unsharded.
-
-    The option `layers` makes each linear layer of a block a unit, and the plan says which of them are launched
-    together; `first` does so in the first block alone.
-    """
-    return Planned(*_for_plans(model, blocks, setup))
+    """The plan also says which units stay unsharded."""
+    shard(model, blocks, setup, reshard_after_forward="auto")
+    return Planned(model, torch.compile(model, fullgraph=True))
 
 
 def step(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
     """As `planned`; the option `in_backward` updates units within backward, and frees all of them after forward."""
-    return Stepped(*_for_plans(model, blocks, setup), in_backward=setup.option == "in_backward")
-
-
-def _for_plans(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> tuple[nn.Module, Any]:
-    if setup.option == "layers":
-        blocks = layers_of(blocks)
-    elif setup.option == "first":
-        blocks = [*layers_of(blocks[:1]), *blocks[1:]]
-    policy = CustomPolicy(lambda module: any(module is each for each in blocks))
-    reshard: Any = True if setup.option == "in_backward" else "auto"
-    shard(model, blocks, setup, reshard_after_forward=reshard, auto_wrap_policy=policy)
-    return model, torch.compile(model, fullgraph=True)
+    in_backward = setup.option == "in_backward"
+    shard(model, blocks, setup, reshard_after_forward=True if in_backward else "auto")
+    return Stepped(model, torch.compile(model, fullgraph=True), in_backward=in_backward)

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench import parts
+from bench import parts, report
+from bench.__main__ import COMMANDS
 from bench.copies import copied
 from bench.models import WORKLOADS
 from bench.systems import SYSTEMS
@@ -57,7 +58,7 @@ def test_copies_of_library_calls() -> None:
 
 
 def test_parts_name_what_exists() -> None:
-    """Every part's systems and model exist, and what is disabled are passes; others have one option each."""
+    """Every part's systems and model exist, and what is disabled are passes; so do commands that the page names."""
     from fsdp_compile.passes import PASSES
 
     known = {each.name for each in PASSES}
@@ -65,9 +66,7 @@ def test_parts_name_what_exists() -> None:
         assert part.model in WORKLOADS
         for name in part.systems:
             system, _, option = name.partition(":")
-            meant = (
-                known | {"autocast", "float8"}
-                if system == "ours_compiled"
-                else {"layers", "first", "optimizer", "in_backward", "overlap", "ends"}
-            )
+            meant = known | {"autocast", "float8"} if system == "ours_compiled" else {"in_backward", "ends"}
             assert system in SYSTEMS and (not option or meant.issuperset(option.split("+")))
+    named = {match[1].split()[3] for match in report.COMMAND.finditer(report.PAGE.read_text())}
+    assert {"gloo", "link", "fit"} <= named <= COMMANDS.keys() | parts.PARTS.keys()
