@@ -44,7 +44,6 @@ class JointPasses:
         options: other fields of the configuration.
         forward: the collectives of all forward graphs.
         backward: likewise.
-        saved: shapes that forward graphs save for backward, without their inputs.
         texts: the joint graphs after the passes.
     """
 
@@ -52,7 +51,6 @@ class JointPasses:
     options: dict[str, Any] = field(default_factory=dict)
     forward: list[Collective] = field(default_factory=list)
     backward: list[Collective] = field(default_factory=list)
-    saved: list[torch.Size] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
 
     def __call__(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -70,9 +68,6 @@ class JointPasses:
         split = min_cut_rematerialization_partition(gm, inputs, num_fwd_outputs=num_fwd_outputs, **options)
         self.forward += collectives_of(split[0].graph)
         self.backward += collectives_of(split[1].graph)
-        outputs: Any = split[0].graph.output_node().args[0]
-        kept = [out for out in outputs[num_fwd_outputs:] if isinstance(out, fx.Node) and out.op != "placeholder"]
-        self.saved += [out.meta["val"].shape for out in kept if isinstance(out.meta["val"], Tensor)]
         return split
 
 

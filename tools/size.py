@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 9_995,
-    "the story and what it imports": 13_970,
-    PACKAGE: 35_051,
+    "the story": 9_993,
+    "the story and what it imports": 13_968,
+    PACKAGE: 35_049,
     "tests": 42_772,
     "bench": 4_739,
     "docs, README, change log": 5_139,

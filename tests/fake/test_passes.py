@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fsdp_compile import CompileConfig, MixedPrecision, ShardingStrategy, compile_step, explain_plan, fully_shard
 from fsdp_compile.comm.collectives import ALL_GATHER, WAIT
 from fsdp_compile.core.ops import SUM_IN_PAIRS, UNSHARD
-from fsdp_compile.passes import PASSES, inductor
+from fsdp_compile.passes import PASSES, inductor, printed
 from fsdp_compile.passes._torch import saved_for_backward, switched_off
 from fsdp_compile.passes.graph.lifetimes import lifetimes, live_bytes
 from fsdp_compile.passes.graph.nodes import is_view, tag_of, tagged
@@ -57,7 +57,8 @@ def test_graphs_are_written_where_a_user_asks(
     """FSDP_COMPILE_PRINT names a folder: a file for each pass that ran, in its order, as the logger prints it; and the
     first rank says so."""
     monkeypatch.setenv("FSDP_COMPILE_PRINT", str(tmp_path))
-    monkeypatch.setattr("fsdp_compile.passes.printed._rank", lambda: 0)
+    assert printed._rank() == RANK
+    monkeypatch.setattr(printed, "_rank", lambda: 0)
     torch._dynamo.reset()
     with printed_graphs() as graphs:
         step(torch.compile(fully_shard(small()), backend=fsdp_compile_backend), X)
@@ -65,13 +66,13 @@ def test_graphs_are_written_where_a_user_asks(
     for direction in ("joint", "forward", "backward"):
         (folder,) = tmp_path.glob(f"rank0/graph*_{direction}")
         assert f"passes in {folder}" in told
-        printed = [graph.partition("\n") for graph in graphs if graph.startswith(f"--- {direction} graph after ")]
-        ran = [title.split()[-1] for title, _, _ in printed]
+        texts = [graph.partition("\n") for graph in graphs if graph.startswith(f"--- {direction} graph after ")]
+        ran = [title.split()[-1] for title, _, _ in texts]
         stage = "joint" if direction == "joint" else "post_grad"
         assert ran == [each.name for each in PASSES if each.stage == stage]
         names = [f"{count:02}_{name}.txt" for count, name in enumerate(ran)]
         assert sorted(path.name for path in folder.iterdir()) == names
-        assert [(folder / name).read_text() for name in names] == [f"{text}\n" for _, _, text in printed]
+        assert [(folder / name).read_text() for name in names] == [f"{text}\n" for _, _, text in texts]
 
 
 def test_passes_of_layers_have_places() -> None:
@@ -84,7 +85,7 @@ def test_passes_of_layers_have_places() -> None:
 
 
 LINK = {"link": "custom:2e-5,1e9"}
-BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+BAD_OPTIONS: list[tuple[Any, str]] = [
     ({"in_flight": 1}, "options: expected names among disable, reduces_in_flight, .*link.*, found in_flight"),
     ({"disable": "order"}, "disable: expected a tuple of names of passes, found 'order'"),
     ({"disable": [1]}, r"disable: expected a tuple of names of passes, found \[1\]"),
@@ -105,6 +106,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"plan": "absent"}, "plan: expected absent to be text with plans"),
     ({"plan": 3}, "plan: expected a str or None, found int"),
     ({"share_artifacts": 1}, "share_artifacts: expected a bool, found int"),
+    ("link", "options: expected a dict.*, found str"),
 ]
 
 
@@ -512,6 +514,7 @@ TRANSFORMED: tuple[Callable[[Any], Tensor], ...] = (
     lambda m: m.weight + (torch.round(m.weight * m.scale) - m.weight).detach(),
     lambda m: m.weight.softmax(1),
     lambda m: m.weight + m.b @ m.a,
+    lambda m: torch.cat(m.weight.chunk(2)[::-1]).softmax(1),
     lambda m: torch.tanh(m.weight) * m.other.sigmoid(),
     lambda m: (m.weight * 0.5 + 0.1).bfloat16().float(),
 )

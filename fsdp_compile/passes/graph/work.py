@@ -154,10 +154,7 @@ def _is_causal(node: fx.Node) -> bool:
     """Whether this is causal attention, or its backward, which computes half."""
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema else []
-    if "is_causal" not in names:
-        return False
-    at = names.index("is_causal")
-    return bool(node.args[at] if at < len(node.args) else node.kwargs.get("is_causal"))
+    return bool({**dict(zip(names, node.args, strict=False)), **node.kwargs}.get("is_causal"))
 
 
 def _read_bytes(node: fx.Node, fused: bool) -> int:

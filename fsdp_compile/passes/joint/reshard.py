@@ -61,8 +61,9 @@ def _computed_from_parameters(graph: fx.Graph) -> list[fx.Node]:
         if tag is not None and tag.kind in ("gather", "wait"):
             if tag.reshard and tag.kind == "wait":
                 numels[node] = 0
-        elif isinstance(value, Tensor) and nodes.is_pure(node) and not numels.keys().isdisjoint(needed):
-            largest = max(numels.get(each, 0) for each in needed) or _numel(node)  # a view of the buffer: a parameter
+        elif isinstance(value, Tensor | tuple | list) and nodes.is_pure(node) and not numels.keys().isdisjoint(needed):
+            # of a view of the buffer: of a parameter
+            largest = max(numels[each] for each in needed if each in numels) or _numel(node)
             is_cheap = nodes.is_pointwise(node) and _numel(node) <= largest
             at_hand = [each for each in needed if each.op == "placeholder" or nodes.is_scalar(each)]  # costs nothing
             at_hand += [each for each in needed if _numel(each) * _SMALL <= largest]
