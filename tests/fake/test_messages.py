@@ -1,6 +1,7 @@
 """Wires on a fake group: what is refused, and the code that sends messages."""
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -139,9 +140,7 @@ def _programs(wire: Any, on_cuda: bool) -> tuple[Program, Program]:
     blocks = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(2)]
     run = torch.compile(fully_shard(nn.Sequential(*blocks), wire=wire), fullgraph=True)
     x = torch.rand(8, 64)
-    if not on_cuda:
-        return programs(lambda: run(x).square().mean())
-    with as_for_cuda():
+    with as_for_cuda() if on_cuda else nullcontext():
         return programs(lambda: run(x).square().mean())
 
 
@@ -149,14 +148,17 @@ def _programs(wire: Any, on_cuda: bool) -> tuple[Program, Program]:
 @pytest.mark.parametrize("format", ["fp8", pytest.param("int8", marks=pytest.mark.nightly)])
 def test_kernels(format: str, on_cuda: bool) -> None:
     """Each flat parameter is encoded by one kernel and decoded by one, each message summed up by one, and no bytes are
-    copied beside these.
-    """
+    copied beside these."""
     forward, backward = _programs(format, on_cuda)
     gathers = [step for step in forward.steps if step.function.endswith("all_gather")]
     assert len(gathers) == 2
     for program in (forward, backward):
         assert not [step for step in program.steps if re.search(r"aten\.(cat|view|copy)", step.function)]
         waits = [at for at, step in enumerate(program.steps) if step.function.endswith(".wait")]
+        made = set[str]()  # by kernels
+        for step in program.steps:
+            assert not (step.is_gather or step.is_reduce) or program.memory(step.names[0]) in made, step.text
+            made |= {program.memory(name) for name in step.names if step.function in program.kernels}
         for at in waits:
             assert program.steps[at + 1].function in program.kernels or program.steps[at + 1].function.endswith(".run")
     text = forward.code + backward.code
