@@ -29,6 +29,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -47,6 +48,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 900.0  # seconds of one file of tests without a mutant
+MEMORY = 2**33  # bytes that a process of tests may allocate: a mutant whose loop never ends fails with a MemoryError
 SURVIVED, KILLED, LATE = "SURVIVED", "killed", "out of time"
 # Before torch is imported, as in tests/conftest.py.
 os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
@@ -315,6 +317,7 @@ class Bench:
     def _in_the_fork(self, arguments: list[str], folder: Path, call: float) -> None:
         code = 3
         try:
+            resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
             os.setsid()  # a group of its own: ranks that wait for each other end with the tests
             said = os.open(folder / "said", os.O_WRONLY | os.O_CREAT)
             os.dup2(said, 1)
