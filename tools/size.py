@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 9_993,
-    "the story and what it imports": 13_968,
-    PACKAGE: 35_049,
+    "the story": 9_991,
+    "the story and what it imports": 13_966,
+    PACKAGE: 35_047,
     "tests": 42_772,
     "bench": 4_739,
     "docs, README, change log": 5_139,

@@ -98,8 +98,6 @@ def _mark_sent(graph: fx.Graph, gather: fx.Node) -> None:
         sent = graph.call_function(SEND_BUFFER, computed.args if is_cast else (computed,))
     sent.meta = dict(computed.meta)
     gather.replace_input_with(computed, sent)
-    if not computed.users:
-        graph.erase_node(computed)
 
 
 @register_lowering(SEND_BUFFER, type_promotion_kind=None)
