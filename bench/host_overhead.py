@@ -104,21 +104,16 @@ def cpu_microseconds(step: Step, repeat: int) -> float:
     return (time.process_time() - begin) / repeat * 1e6
 
 
-def interleaved(steps: dict[str, Step], rounds: int, repeat: int) -> dict[str, float]:
-    """For each step the median of rounds."""
+def compare(make: Callable[[int, bool], Step], layers: int, rounds: int, repeat: int) -> dict[str, float]:
+    """Medians of interleaved rounds, and their difference per block."""
+    steps = {name: make(layers, name == "sharded") for name in ("unsharded", "sharded")}
     for step in steps.values():
         cpu_microseconds(step, 5)  # compile, settle
     measured: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
             measured[name].append(cpu_microseconds(step, repeat))
-    return {name: statistics.median(values) for name, values in measured.items()}
-
-
-def compare(make: Callable[[int, bool], Step], layers: int, rounds: int, repeat: int) -> dict[str, float]:
-    """Medians of interleaved rounds, and their difference per block."""
-    steps = {name: make(layers, name == "sharded") for name in ("unsharded", "sharded")}
-    medians = interleaved(steps, rounds, repeat)
+    medians = {name: statistics.median(values) for name, values in measured.items()}
     return {**medians, "added per block": (medians["sharded"] - medians["unsharded"]) / layers}
 
 

@@ -247,7 +247,7 @@ def write_report() -> None:
     """Tables, pictures and traces of the newest results."""
     from bench import pictures  # needs matplotlib, which all else does without
 
-    newest = report.load()
+    newest = {name: part for name, part in report.load().items() if name in PARTS}  # of those there still are
     (report.RESULTS / "tables.md").write_text(report.tables(newest) + "\n")
     for name, part in newest.items():
         report.write_traces(name, part)

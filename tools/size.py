@@ -24,7 +24,7 @@ LIMITS = {
     "the story and what it imports": 13_966,
     PACKAGE: 35_047,
     "tests": 42_772,
-    "bench": 4_739,
+    "bench": 4_734,
     "docs, README, change log": 5_139,
 }
 """Lines that there may be. A commit that makes room lowers a limit; nothing raises one."""

@@ -42,8 +42,8 @@ class _Peer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         result = x @ self.weight
-        for other in self.others:
-            result = result + nn.functional.linear(x, other.weight)
+        for weight in (other.weight for other in self.others):  # a view of which ends graphs under no_grad
+            result = result + (x @ weight.t() if torch.is_grad_enabled() else nn.functional.linear(x, weight))
         return torch.tanh(result)
 
 
