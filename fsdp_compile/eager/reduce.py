@@ -231,7 +231,6 @@ def _reduce_accumulated(unit_ref: "weakref.ref[Unit]", flat_ref: "weakref.ref[Fl
     unit, flat = unit_ref(), flat_ref()
     if unit is None or flat is None:  # deleted, and the accumulated gradients with it
         return torch.zeros(())
-    flat.reduction.awaits_reduce &= not unit.syncs
     accumulated = accumulated_alone(unit, flat)
     if accumulated is None:
         accumulated = torch.zeros(flat.layout.numel, dtype=unit.sent_dtype(flat), device=unit.device)
