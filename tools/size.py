@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 9_990,
-    "the story and what it imports": 13_965,
-    PACKAGE: 35_046,
+    "the story": 9_989,
+    "the story and what it imports": 13_964,
+    PACKAGE: 35_045,
     "tests": 42_772,
     "bench": 4_734,
     "docs, README, change log": 5_139,

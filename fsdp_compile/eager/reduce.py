@@ -251,8 +251,7 @@ def _start_reduce(
     options = unit.options
     groups = options.reduce_groups or unit.stages
     groups, replicas = hops_of(flat.wire, groups, unit.replicas, flat.reduction.full_precision)
-    sums_wait = replicas is not None and options.has_deferred
-    before_replicas = partial(_add_deferred, weakref.ref(flat), options.all_reduces) if sums_wait else None
+    before_replicas = partial(_add_deferred, weakref.ref(flat), options.all_reduces) if options.has_deferred else None
     start = partial(start_average, at_once=at_once, same_bits=unit.settings.same_bits)
     if unit.comm_hook is not None and unit.reduce_by is not None:
         reduced = unit.reduce_by(unit, flat, *unit.comm_hook, packed)
@@ -324,7 +323,7 @@ def _update_shard(grad: Tensor, flat_param_id: Tensor, at_once: bool = False) ->
     if at_once and reduction.update is not None:
         reduction.update(grad)
     else:
-        reduction.defer(grad.clone() if at_once else grad)
+        reduction.defer(grad.clone())
     return grad.new_zeros((), dtype=torch.float32)
 
 
