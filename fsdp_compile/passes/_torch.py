@@ -26,7 +26,6 @@ from torch._inductor.lowering import fallback_handler, lowerings, register_lower
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode, refresh_group_node_dependencies
 from torch._inductor.virtualized import V as _V
-from torch._inductor.virtualized import ops as _ops
 from torch._ops import OpOverload
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
@@ -52,7 +51,6 @@ __all__ = [
 
 ir: Any = _ir  # annotated differently in the two versions of torch
 V: Any = _V
-ops: Any = _ops
 WaitKernel: Any = _ir._WaitKernel
 CustomSchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)  # from torch 2.13 on
 

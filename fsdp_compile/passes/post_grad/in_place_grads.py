@@ -11,6 +11,7 @@ In Inductor's IR a pack is a concatenation kernel, and the kernel that computes 
                                  that allocate for themselves (convolution_backward)
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import fx
 from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, WAIT
 from fsdp_compile.core.layout import FlatParamLayout, LayoutSegment
 from fsdp_compile.core.ops import ADD_ACCUMULATED, ADD_ACCUMULATED_, DEFER_REDUCE, PACK_GRADS, UPDATE_SHARD
-from fsdp_compile.passes._torch import V, fallback_handler, ir, ops, register_lowering
+from fsdp_compile.passes._torch import V, fallback_handler, ir, register_lowering
 from fsdp_compile.passes.graph import nodes
 from fsdp_compile.passes.graph.analyze import gradients_of, with_preparation
 from fsdp_compile.passes.pipeline import GraphContext
@@ -96,57 +97,40 @@ def _node_to_place(graph: fx.Graph, grad: fx.Node) -> fx.Node:
 def _lower_pack_grads(grads: list[Any], layout: str) -> Any:
     """Emit a concatenation kernel; its buffer is allocated when the first gradient is computed."""
     parsed = FlatParamLayout.parse(layout)
-    contents = [(each, None if each.parameter is None else grads[each.parameter]) for each in parsed.segments]
-    first = next(grad for _, grad in contents if grad is not None)
-    layout = ir.FixedLayout(first.get_device(), first.get_dtype(), [sympy.Integer(parsed.numel)], [sympy.Integer(1)])
-    packed = ir.ConcatKernel(name=None, layout=layout, inputs=[])
+    first = next(grad for grad in grads if grad is not None)
+    fixed = ir.FixedLayout(first.get_device(), first.get_dtype(), [sympy.Integer(parsed.numel)], [sympy.Integer(1)])
+    packed = ir.ConcatKernel(name=None, layout=fixed, inputs=[])
     box = ir.StorageBox(packed)
-    written = [_write_slice(grad, segment, box) for segment, grad in contents]
-    # Zeros depend on nothing: the scheduler could fill them at the start of backward, and all packed buffers would be
-    # alive from there on. So they wait for the unit's first gradient.
-    computed = {buffer.get_name() for buffer, (_, grad) in zip(written, contents, strict=True) if grad is not None}
-    first_computed = next(name for name in V.graph.name_to_buffer if name in computed)
-    for buffer, (_, grad) in zip(written, contents, strict=True):
-        if grad is None:
-            V.graph.additional_buffer_deps[buffer.get_operation_name()].add(first_computed)
+    contents = [(each, None if each.parameter is None else grads[each.parameter]) for each in parsed.segments]
+    written = [_write_slice(grad, _slice_of(box, each, grad.get_size())) for each, grad in contents if grad is not None]
     packed.name = V.graph.register_buffer(packed)
     packed.inputs = ir.ConcatKernel.unwrap_storage(written)
     V.graph.register_operation(packed)
+    # Padding, and parameters without a gradient: what is sent must be finite. One call fills all of it, after the last
+    # gradient: fills between the kernels of gradients would keep Inductor from fusing these.
+    if empty := [_slice_of(box, each, [each.numel]) for each, grad in contents if grad is None]:
+        ir.FallbackKernel.create(aten._foreach_zero_.default, empty)
     return ir.TensorBox(box)
 
 
-def _write_slice(grad: Any, segment: LayoutSegment, box: Any) -> Any:
-    """Compute `grad`, or zeros if it is None, into its slice of the buffer in `box`."""
-    size = [sympy.Integer(segment.numel)] if grad is None else list(grad.get_size())
+def _slice_of(box: Any, segment: LayoutSegment, size: Sequence[Any]) -> Any:
+    """The memory of `segment` in the buffer in `box`, as a contiguous tensor of `size`."""
     stride, offset = ir.FlexibleLayout.contiguous_strides(size), sympy.Integer(segment.offset)
-    layout = ir.FixedLayout(box.get_device(), box.get_dtype(), size, stride, offset=offset)
-    target = ir.ReinterpretView(data=box, layout=layout)
-    if grad is None:
-        return _fill_zeros(target)
+    return ir.ReinterpretView(
+        data=box, layout=ir.FixedLayout(box.get_device(), box.get_dtype(), list(size), stride, offset=offset)
+    )
+
+
+def _write_slice(grad: Any, target: Any) -> Any:
+    """Compute `grad` into the memory that `target` views."""
     product: Any = getattr(grad.data, "data", None)
     fixed = product.layout if isinstance(product, ir.ExternKernelOut) else None
-    if isinstance(fixed, ir.FixedLayout) and fixed.offset == 0 and list(fixed.stride) == list(layout.stride):
+    if isinstance(fixed, ir.FixedLayout) and fixed.offset == 0 and list(fixed.stride) == list(target.layout.stride):
         # With `max_autotune` the layout of a library's product is fixed before it is known where it goes, and Inductor
         # would copy it. With the strides of the slice it may as well lie there.
         product.layout = ir.NonOwningLayout(target)
         return product
     return ir.ConcatKernel.realize_into(grad, target)
-
-
-def _fill_zeros(target: Any) -> Any:
-    """Write zeros for padding and parameters without a gradient, as what is sent must be finite.
-
-    A library call does it: the C++ compiler would take a second for a kernel for each number of zeros.
-    """
-    size, dtype = list(target.get_size()), target.get_dtype()
-    if V.graph.cpp_wrapper:
-        zeros = ir.Pointwise.create(
-            device=target.get_device(), dtype=dtype, inner_fn=lambda index: ops.constant(0, dtype), ranges=size
-        )
-        return ir.ConcatKernel.realize_into(zeros, target)
-    return ir.ExternKernelOut(
-        ir.NonOwningLayout(target), inputs=[], constant_args=(size,), python_kernel_name="torch.zeros"
-    )
 
 
 # --- readers of the pack ----------------------------------------------------------------------------------------------
