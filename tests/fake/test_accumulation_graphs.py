@@ -13,7 +13,7 @@ from models import MODELS
 from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_compile import fully_shard
+from fsdp_compile import MixedPrecision, fully_shard
 
 
 def test_gradients_are_handed_over_at_once() -> None:
@@ -55,8 +55,8 @@ class _Repeated(nn.Module):
 
 @pytest.mark.parametrize("no_sync", [False, True])
 def test_a_unit_that_is_called_several_times(no_sync: bool) -> None:
-    """It is gathered once in forward and once in backward, and its gradients' sums are packed and sent once."""
-    model = fully_shard(_Repeated(), reshard_after_forward=True)
+    """It is gathered once in forward and once in backward; its gradients' sums are packed and sent once, then cast."""
+    model = fully_shard(_Repeated(), reshard_after_forward=True, mixed_precision=MixedPrecision(torch.bfloat16))
     model.set_requires_gradient_sync(not no_sync)
     with printed_graphs() as printed:
         torch.compile(model, fullgraph=True)(torch.ones(4, 5)).sum().backward()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compile import CompileConfig, compile_step, fully_shard
+from fsdp_compile import CompileConfig, MixedPrecision, compile_step, fully_shard
 from fsdp_compile.passes import PASSES, GraphContext, Pass, Plan, backend, tagged
 from fsdp_compile.passes.hooks import Pipeline
 from fsdp_compile.passes.plan.workload import Workload
@@ -267,11 +267,11 @@ def test_refused_at_once(passes: tuple[Pass, ...], options: dict[str, Any], text
 
 
 def test_a_whole_step() -> None:
-    """`compile_step` takes such a backend too."""
-    seen: list[str] = []
-    mine = Pass("mine", "post_grad", lambda context: seen.append(context.direction))
-    model = fully_shard(Linears(1))
+    """`compile_step` takes such a backend too, also for updates in backward, here by gradients that were cast."""
+    seen: list[int] = []
+    mine = Pass("mine", "post_grad", lambda context: seen.append(len(tagged(context.graph, "update"))))
+    model = fully_shard(Linears(1), mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = compile_step(model, optimizer, lambda out: out.sum(), backend=backend(passes=(*PASSES, mine)))
-    step(torch.ones(2, 4))
-    assert seen == ["forward", "backward"]
+    ours = {"backend": backend(passes=(*PASSES, mine)), "update_in_backward": True}
+    compile_step(model, optimizer, lambda out: out.sum(), **ours)(torch.ones(2, 4))
+    assert seen == [0, 1]
