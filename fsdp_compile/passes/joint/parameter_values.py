@@ -286,16 +286,9 @@ def _is_of_blocks(scales: Scales, elements: Elements) -> bool:
         return False
     missing = len(elements.size) - len(scales.size)
     size, stride = (1,) * missing + scales.size, (1,) * missing + scales.stride
-    within = 0  # how far apart elements with one value may be
-    for dim, length in enumerate(elements.size):
-        if size[dim] == length:
-            if length > 1 and elements.stride[dim] != stride[dim] * scales.block:
-                return False
-        elif size[dim] == 1:
-            within += (length - 1) * elements.stride[dim]
-        else:
-            return False
-    return within < scales.block
+    pairs = zip(size, stride, elements.size, elements.stride, strict=True)
+    # All elements are in blocks: if the dimensions of scales go from block to block, the other ones stay within one.
+    return all(many == 1 or (many == length and step == far * scales.block) for many, far, length, step in pairs)
 
 
 def _has_strides(node: fx.Node, size: Shape, stride: Shape) -> bool:

@@ -271,8 +271,8 @@ class _LocalPrograms:
                     run = emit("maximum", aten.slice.Tensor, values, 0, begin, begin + value.numel())
                     new = _give_shape(run, known.size, known.stride, "maximum", emit)
                 else:
-                    new = emit("maximum", aten.select.int, values, 0, begin)
-                    new = emit("maximum", aten.view.default, new, list(value.shape)) if value.dim() else new
+                    one = emit("maximum", aten.select.int, values, 0, begin)
+                    new = emit("maximum", aten.view.default, one, list(value.shape))
                 new = emit("maximum", aten.neg.default, new) if smallest else new
                 self.new[node] = new if value.dtype == torch.float32 else emit("maximum", CAST, new, value.dtype)
                 begin += value.numel()
