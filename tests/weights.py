@@ -131,6 +131,14 @@ def two_levels(weight: Tensor) -> Tensor:
     return quantised.float() / 255 * (high - low) + low + 0.5 * weight.bfloat16().float()
 
 
+def halves(weight: Tensor) -> Tensor:
+    """Rounded with a scale for each of two halves, then for each of eight blocks, and its signs: in three dtypes."""
+    two, eight = weight.view(2, -1), weight.view(4, 2, -1)
+    low = (two / two.detach().abs().amax(1, keepdim=True)).to(F8).float().view(D, D)
+    lower = (eight / eight.detach().abs().amax(2, keepdim=True)).to(torch.float8_e5m2).float().view(D, D)
+    return low + lower + (weight > 0).float()
+
+
 def negative(weight: Tensor) -> Tensor:
     """All elements are negative, and padding is not: the largest must be a parameter's."""
     below = -weight.detach().abs() - 1
@@ -186,21 +194,28 @@ class Buffered(OneWeight):
         return (weight * self.scale).bfloat16().float()
 
 
-class Product(OneWeight):
-    """Of two parameters."""
+class OfTwo(OneWeight):
+    """A function of two parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, pair: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self.other = nn.Parameter(torch.randn(D, D) / 6)
+        self.other, self.pair = nn.Parameter(torch.randn(D, D) / 6), pair
 
     def compute(self, weight: Tensor) -> Tensor:
-        return (weight @ self.other).bfloat16().float() + (weight * self.other).bfloat16().float()
+        return self.pair(weight, self.other)
 
 
 UNMOVED: tuple[Callable[[], nn.Module], ...] = (
     Buffered,
-    Product,
+    *(partial(OfTwo, pair) for pair in (
+        lambda w, v: (w @ v).bfloat16().float() + (w * v).bfloat16().float(),
+        lambda w, v: (w / v.detach().abs().amax(1, keepdim=True)).bfloat16().float(),
+        lambda w, v: w.bfloat16().float() @ v,  # segments of `v` beside the smaller gather would be more bytes
+    )),
     *(partial(OneWeight, of) for of in (
+        lambda w: (w * torch.rand(())).bfloat16().float(),
+        lambda w: (w / (1 + w.detach().abs().amax(1, keepdim=True).bernoulli(0.5))).bfloat16().float(),
+        lambda w: (w / w.detach().abs().amax(1, keepdim=True).cumsum(0)).bfloat16().float(),
         lambda w: ((w - w.mean(1, keepdim=True)) / w.std(1, keepdim=True)).bfloat16().float(),
         lambda w: w.flatten().softmax(0).view(D, D).bfloat16().float() * 30,
         lambda w: F.dropout(w, 0.3).bfloat16().float(),

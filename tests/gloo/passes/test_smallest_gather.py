@@ -25,6 +25,7 @@ from weights import (
     OneWeight,
     Special,
     SpecialBlocks,
+    halves,
     negative,
     two_levels,
 )
@@ -90,12 +91,13 @@ CASES: dict[str, Weights] = {
     "blocks of 16": Weights(Microscaled, ((U8, 1_024), (U8, 1_024)), maxima=(1_024,)),
     "special blocks": Weights(SpecialBlocks, ((U8, 1_024), (U8, 1_024)), maxima=(1_024,)),
     "two levels": Weights(partial(OneWeight, two_levels), ((U8, 2_048), (U8, 1_024)), maxima=(32, 16)),
+    "halves": Weights(partial(OneWeight, halves), ((U8, 2_048), (U8, 1_024)), maxima=(160,)),
     "NaN": Weights(partial(Special, float("nan")), ((BF16, 2_048),), maxima=(16,)),
     "infinity": Weights(partial(Special, float("inf")), ((BF16, 2_048),), maxima=(16,)),
     "negative": Weights(partial(OneWeight, negative), ((BF16, 2_048),), maxima=(16,)),
     "negative zero": Weights(partial(OneWeight, _signs), ((U8, 1_024), (U8, 2_048))),  # backward needs a mask,
 }
-DAILY = {"float8 of bfloat16", "NaN"}
+DAILY = {"float8 of bfloat16", "halves", "NaN"}
 
 
 def _train(case: Weights, backend: Any, steps: int = STEPS) -> list[Tensor]:
