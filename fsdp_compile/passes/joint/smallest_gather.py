@@ -102,7 +102,7 @@ def smallest_gather(context: GraphContext) -> None:
         work = list(local)
         while work:  # what that is computed from, too
             for each in map(values.first, work.pop().all_input_nodes):
-                if values.of(each) is not None and each not in local:
+                if each not in local:
                     local.add(each)
                     work.append(each)
         edit = _LocalPrograms(graph, values, units)
