@@ -132,11 +132,11 @@ def two_levels(weight: Tensor) -> Tensor:
 
 
 def halves(weight: Tensor) -> Tensor:
-    """Rounded with a scale for each of two halves, then for each of eight blocks, and its signs: in three dtypes."""
+    """Rounded with a scale for each of two halves, then of eight blocks, and what is large: in three dtypes."""
     two, eight = weight.view(2, -1), weight.view(4, 2, -1)
     low = (two / two.detach().abs().amax(1, keepdim=True)).to(F8).float().view(D, D)
     lower = (eight / eight.detach().abs().amax(2, keepdim=True)).to(torch.float8_e5m2).float().view(D, D)
-    return low + lower + (weight > 0).float()
+    return low + lower + (weight > 0.5 * weight.detach().max()).float()
 
 
 def negative(weight: Tensor) -> Tensor:
