@@ -216,7 +216,7 @@ UNMOVED: tuple[Callable[[], nn.Module], ...] = (
         lambda w: (w * torch.rand(())).bfloat16().float(),
         lambda w: (w / (1 + w.detach().abs().amax(1, keepdim=True).bernoulli(0.5))).bfloat16().float(),
         lambda w: (w / w.detach().abs().amax(1, keepdim=True).cumsum(0)).bfloat16().float(),
-        lambda w: ((w - w.mean(1, keepdim=True)) / w.std(1, keepdim=True)).bfloat16().float(),
+        lambda w: (w / w.detach().abs().amax().double()).bfloat16().float(),  # in float64 if it has a dimension
         lambda w: w.flatten().softmax(0).view(D, D).bfloat16().float() * 30,
         lambda w: F.dropout(w, 0.3).bfloat16().float(),
         lambda w: w.bfloat16().float() + w.sum(),  # read twice: gathering both would be more

@@ -36,15 +36,18 @@ def test_what_does_not_follow_from_a_parameter_alone() -> None:
 
 @pytest.mark.parametrize(("shape", "begins"), [((6, 10), 2), ((4, 8), 0), ((2, 24), 16)])
 def test_scales_of_blocks_that_ranks_share(shape: tuple[int, int], begins: int) -> None:
-    """Each stored element gets the value of its block, also where a shard begins within one; padding gets ones."""
+    """Each stored element gets the value of its block, also where a shard begins within one; padding gets ones. The
+    maximum of each block is that of its elements here."""
     layout, (rows, block) = lay_out([("weight", shape), ("bias", (5,))], WORLD_SIZE), shape
     values = torch.arange(1.0, rows + 1)
     found = torch.ops.fsdp_flat.expand_scales(values, layout.text, ["0"], [rows, 0])
     expected, record = torch.ones(layout.shard_numel), layout.record(0, RANK)
-    if record is not None:
-        of_elements = values.repeat_interleave(block)[record.first : record.last + 1]
-        expected[record.offset : record.offset + record.numel] = of_elements
-    assert record is not None and record.first % block == begins and torch.equal(found, expected)
+    assert record is not None and record.first % block == begins
+    of_elements = values.repeat_interleave(block)[record.first : record.last + 1]
+    expected[record.offset : record.offset + record.numel] = of_elements
+    assert torch.equal(found, expected)
+    maxima, _ = torch.ops.fsdp_flat.segment_maxima(found, layout.text, ["0"], [0], [rows], False)
+    assert torch.equal(maxima, values.where(torch.isin(values, of_elements), -torch.inf))
 
 
 def test_scales_of_rows_and_of_a_matrix_share_a_reduction() -> None:

@@ -144,7 +144,7 @@ def _segment_maxima(
 def _extrema_of_blocks(elements: Tensor, skipped: int, block: int, smallest: bool) -> Tensor:
     """The largest or smallest of each block of `elements`; the first block lacks its first `skipped` elements."""
     reduce = torch.amin if smallest else torch.amax
-    head = min(block - skipped, len(elements)) if skipped else 0
+    head = min(-skipped % block, len(elements))
     blocks = (len(elements) - head) // block
     tail = elements[head + blocks * block :]
     extrema = [reduce(elements[:head], 0, True)] if head else []

@@ -175,9 +175,6 @@ class _OfBits(torch.autograd.Function):
 @on_ranks(2)
 def test_bits_of_weights() -> None:
     """A weight's bits in another dtype, and its negative, are no views that the pass may take for the weight."""
-    torch.manual_seed(0)
-    weight = torch.randn(4, 4)
-    assert not torch.equal(_OfBits.apply(weight), weight)  # it rounds
     for of in (_OfBits.apply, torch._neg_view):
         case = Weights(partial(OneWeight, of), ())
         before, after = _train(case, JointPasses(("smallest_gather",)), 2), _train(case, JointPasses(), 2)
