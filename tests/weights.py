@@ -34,7 +34,7 @@ class Float8RowsProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         weight = weight.t()
-        scale = HIGHEST / weight.abs().amax(0, keepdim=True).float().clamp(min=1e-12)
+        scale = HIGHEST / weight.abs().amax(0).float().clamp(min=1e-12)
         quantised = (weight * scale).clamp(-HIGHEST, HIGHEST).to(F8)
         ctx.save_for_backward(x, quantised, scale)
         return x @ (quantised.to(x.dtype) / scale)

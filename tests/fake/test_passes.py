@@ -490,7 +490,7 @@ class _Transformed(nn.Module):
         self.weight = nn.Parameter(torch.randn(40, 40) / 6, requires_grad=trains)
         self.other, self.bias = nn.Parameter(torch.randn(40, 40) / 6), nn.Parameter(torch.zeros(40))
         self.a, self.b = nn.Parameter(torch.randn(2, 40)), nn.Parameter(torch.randn(40, 2))
-        self.register_buffer("scale", torch.rand(40) + 0.5)
+        self.register_buffer("scale", torch.rand(40, 40) + 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.function(self), self.bias)
@@ -538,13 +538,13 @@ def test_random_functions_of_weights_are_saved() -> None:
 
 
 def test_no_shard_reduces_all_and_gathers_nothing() -> None:
-    """Under NO_SHARD there is an all-reduce per unit and no other collective."""
+    """Under NO_SHARD there is an all-reduce per unit and no other collective, also where replicas are but two."""
+    pairs = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("others", "replicas"))["replicas"]
     with printed_graphs() as graphs:
-        model = fully_shard(small(), sharding_strategy=ShardingStrategy.NO_SHARD)
+        model = fully_shard(small(), mesh=pairs, sharding_strategy=ShardingStrategy.NO_SHARD)
         step(torch.compile(model, fullgraph=True), X)
     joint = graphs[0]
-    assert joint.count("= all_reduce(") == 2
-    assert "all_gather" not in joint and "reduce_scatter" not in joint
+    assert joint.count("= all_reduce(") == 2 and "all_gather" not in joint and "reduce_scatter" not in joint
 
 
 @pytest.mark.parametrize(("width", "scales"), [(8, 2), (7, 3)], ids=["one segment", "packed"])

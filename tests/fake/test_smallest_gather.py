@@ -57,14 +57,15 @@ def test_scales_of_rows_and_of_a_matrix_share_a_reduction() -> None:
 
 
 class Scheduled(OneWeight):
-    """Scaled by a number that changes from step to step, and by what follows from a constant."""
+    """Scaled by a number that changes from step to step, and by what follows from a constant; computed twice."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = 0.5
 
     def compute(self, weight: Tensor) -> Tensor:
-        return (weight * self.scale * torch.full((), 2.0).sqrt()).bfloat16().float()
+        scaled = [(weight * self.scale * torch.full((), 2.0).sqrt()).bfloat16() for _ in range(2)]
+        return torch.stack(scaled).sum(0).float()
 
 
 def test_a_number_that_changes() -> None:
@@ -87,9 +88,7 @@ class ReturnsWeight(OneWeight):
 
 def test_what_is_returned_is_a_copy() -> None:
     """A cast of a weight that a forward returns has memory of its own, as it has in an eager step."""
-    model = ReturnsWeight()
-    fully_shard(model)
-    backend = JointPasses()
+    model, backend = fully_shard(ReturnsWeight()), JointPasses()
     result, low = torch.compile(model, backend=backend, fullgraph=True)(torch.randn(4, D))
     assert backend.forward[0][1] == torch.bfloat16
     assert low.untyped_storage().nbytes() == low.nbytes and low._base is None
