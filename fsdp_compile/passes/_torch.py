@@ -226,8 +226,8 @@ def symbols_of(graph: fx.Graph) -> dict[Any, SizeRange]:
 
 def size_range(symbol: Any) -> SizeRange:
     """Return what the symbol may be, by the guards of the graph that is compiled."""
-    context = TracingContext.try_get()
-    shapes: Any = context.fake_mode.shape_env if context is not None and context.fake_mode is not None else None
+    context: Any = TracingContext.get()
+    shapes = context.fake_mode.shape_env
     least, most = shapes.var_to_range[symbol].lower, shapes.var_to_range[symbol].upper
     if (hint := shapes.backed_var_to_val.get(symbol)) is None:  # it depends on data
         most = int(most) if most < 2**31 else _UNBOUNDED

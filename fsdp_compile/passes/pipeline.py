@@ -41,7 +41,7 @@ class GraphContext:
     config: CompileConfig
     direction: str
     graph_index: int
-    specs: Mapping[int, UnshardSpec] = field(init=False, default_factory=dict)
+    specs: Mapping[int, UnshardSpec] = field(default_factory=dict)
     info: GraphInfo = field(init=False)
     workload: Workload = field(init=False)
     plan: Plan = field(init=False)

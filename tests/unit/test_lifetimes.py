@@ -95,7 +95,7 @@ def test_what_forward_kept_is_alive_from_the_first_node_on() -> None:
     graph = make_fx(lambda a: WAIT(ALL_REDUCE(_chain(a), "sum", "0")), tracing_mode="fake")(A).graph
     (start,) = graph.find_nodes(op="call_function", target=ALL_REDUCE)
     set_tag(start, Tag("reduce", 0, "", True))
-    tasks = analyze(graph, Costs(counts_bytes=True)).workload.tasks
+    tasks = analyze(graph, Costs()).workload.tasks
     assert [task.memory for task in tasks] == [UNIT * count for count in (3, 4, 4)]
 
 

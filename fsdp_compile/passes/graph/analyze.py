@@ -135,8 +135,7 @@ def analyze(graph: fx.Graph, costs: Costs = FREE, joint: bool = False) -> GraphI
     reading = {user for node in prologue for user in node.users}
     first = next((name for name, each in gathers.items() if reading.intersection((*each.first, *each.start))), None)
     ready = [spans[-1][1] for spans in writes.values()]
-    has_bytes = costs.counts_bytes
-    alive = _alive_beside_plan(graph, computing, reduces, ready, gathers.keys(), joint) if has_bytes else []
+    alive = [] if costs is FREE else _alive_beside_plan(graph, computing, reduces, ready, gathers.keys(), joint)
     memory = live_bytes(alive, len(computing))
     touched = zip(cuts, tasks, _units_by_task(reads, units, cuts), _units_by_task(writes, units, cuts), strict=True)
     workload = Workload(

@@ -101,7 +101,7 @@ class Prices:
             graph: a graph.
             direction: what it is, as in `GraphContext`.
         """
-        costs = Costs(self.node, self.collective, self.latency, counts_bytes=True)
+        costs = Costs(self.node, self.collective, self.latency)
         return analyze(graph, costs, direction == "joint")
 
     def level(self, starts: Iterable[fx.Node]) -> Level:

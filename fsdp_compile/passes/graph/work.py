@@ -112,7 +112,7 @@ def _kind_and_inner(node: fx.Node) -> tuple[Kind, int]:
     packet = packet_of(node)
     if "attention" in str(packet):
         backward = "backward" in str(packet)
-        keys = node.args[2 if backward else 1].meta["val"].shape[-2]  # type: ignore[union-attr]  # fx arguments are untyped
+        keys = node.args[2].meta["val"].shape[-2]  # type: ignore[union-attr]  # fx arguments are untyped; or values
         return "attention backward" if backward else "attention", size_hint(keys)
     if packet not in _PRODUCTS:
         return "convolution", 0
@@ -194,19 +194,17 @@ def size_of(node: fx.Node) -> int:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a graph's nodes and its collectives take: nothing, where only its structure is read.
+    """What a graph's nodes and its collectives take; `FREE` where only its structure is read, and no bytes are counted.
 
     Attributes:
         node: seconds that a node computes.
         collective: seconds of the collective that a node starts, without latency.
         latency: seconds of each launch beside that.
-        counts_bytes: whether bytes are counted too.
     """
 
     node: Callable[[fx.Node], float] = lambda node: 0.0
     collective: Callable[[fx.Node], float] = lambda start: 0.0
     latency: float = 0.0
-    counts_bytes: bool = False
 
 
 FREE = Costs()

@@ -123,8 +123,7 @@ class Workload:
         """
         gathers = []
         for unit, (first, last) in self.reads_in_forward.items():
-            until = max(last, self.reads_in_backward.get(unit, (0, 0))[1])
-            gathers.append((first, unit, until if unit in keep else last))
+            gathers.append((first, unit, self.reads_in_backward[unit][1] if unit in keep else last))
         gathers += [(first, u, last) for u, (first, last) in self.reads_in_backward.items() if u not in keep]
         return [(unit, first, last) for first, unit, last in sorted(gathers)]
 
