@@ -510,7 +510,7 @@ TRANSFORMED: tuple[Callable[[Any], Tensor], ...] = (
     lambda m: torch.where(m.weight.detach() > 0, m.weight, m.weight * 0.1).bfloat16().float(),
     lambda m: m.weight.t().bfloat16().contiguous().t().float(),
     lambda m: (m.weight - m.weight.mean(1, keepdim=True)) / (m.weight.var(1, keepdim=True) + 1e-5).sqrt(),
-    lambda m: m.weight * m.scale,
+    lambda m: m.weight * m.scale * m.scale[0].exp(),
     lambda m: m.weight + (torch.round(m.weight * m.scale) - m.weight).detach(),
     lambda m: m.weight.softmax(1),
     lambda m: m.weight + m.b @ m.a,

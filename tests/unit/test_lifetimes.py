@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fsdp_compile.comm.collectives import ALL_REDUCE, WAIT
 from fsdp_compile.passes.graph.analyze import analyze
 from fsdp_compile.passes.graph.lifetimes import lifetimes, live_bytes
-from fsdp_compile.passes.graph.nodes import Tag, is_pointwise, set_tag
+from fsdp_compile.passes.graph.nodes import Kind, Tag, is_pointwise, set_tag
 from fsdp_compile.passes.graph.work import Costs
 
 A = torch.empty(8, 8)
@@ -90,13 +90,21 @@ def test_what_is_alive(case: str) -> None:
     assert [each - UNIT for each in live_bytes(alive, len(nodes))] == [UNIT * count for count in expected]
 
 
-def test_what_forward_kept_is_alive_from_the_first_node_on() -> None:
-    """A backward that reduces a unit and gathers none counts the unit's shard beside the values at each node."""
-    graph = make_fx(lambda a: WAIT(ALL_REDUCE(_chain(a), "sum", "0")), tracing_mode="fake")(A).graph
-    (start,) = graph.find_nodes(op="call_function", target=ALL_REDUCE)
-    set_tag(start, Tag("reduce", 0, "", True))
-    tasks = analyze(graph, Costs()).workload.tasks
-    assert [task.memory for task in tasks] == [UNIT * count for count in (3, 4, 4)]
+@pytest.mark.parametrize(("kind", "expected"), [("scale", [5, 6, 8, 10, 10]), ("update", [5, 7, 9, 11, 9])])
+def test_what_forward_kept_is_alive_from_the_first_node_on(kind: Kind, expected: list[int]) -> None:
+    """A backward that reduces units and gathers none counts their shards beside the values at each node, and what is
+    reduced: all of it to the end, or the largest if each updates its shard. Two messages are beside what is sent."""
+
+    def reduced(a: Tensor) -> list[Tensor]:
+        return [WAIT(ALL_REDUCE(each, "sum", "0")).neg() for each in (a[:4] @ a, _chain(a))]
+
+    graph = make_fx(reduced, tracing_mode="fake")(A).graph
+    for unit, start in enumerate(graph.find_nodes(op="call_function", target=ALL_REDUCE)):
+        set_tag(start, Tag("reduce", unit, "", True, wire="bf16"))
+        set_tag(next(iter(next(iter(start.users)).users)), Tag(kind, unit, "", True))
+    workload = analyze(graph, Costs()).workload
+    assert [2 * task.memory // UNIT for task in workload.tasks] == expected
+    assert [unit.packed for unit in workload.units] == [UNIT, 2 * UNIT]
 
 
 @pytest.mark.parametrize(("into", "is_loop"), [(lambda a: torch.full(a.shape, 0.0), True), (torch.clone, False)])

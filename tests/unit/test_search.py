@@ -24,9 +24,9 @@ def _case(seed):
     return workload, None if over is None else smallest_budget(workload) + over
 
 
-@pytest.mark.parametrize("seeds", [range(50), pytest.param(range(50, 1000), marks=LATE)], ids=str)
-def test_random_steps(seeds):
-    """Of 1,000 steps each plan keeps its budget, more memory is never slower, 9 of 10 are within 3 % of the best."""
+@pytest.mark.parametrize(("seeds", "mean"), [(range(50), 1.00343), pytest.param(range(50, 1000), 1.00375, marks=LATE)])
+def test_random_steps(seeds, mean):
+    """Of 1,000 steps each plan keeps its budget, more memory is never slower, the mean is within 0.4 % of the best."""
     ratios = []
     for seed in seeds:
         workload, budget = _case(seed)
@@ -37,7 +37,7 @@ def test_random_steps(seeds):
         best = shortest(workload, inf if budget is None else budget)
         assert found.bound <= best + 1e-9 and best <= found.seconds + 1e-9, seed
         ratios.append(found.seconds / best if best else 1.0)
-    assert sorted(ratios)[len(ratios) * 9 // 10] <= 1.03, ratios
+    assert sum(ratios) <= mean * len(ratios), ratios
 
 
 @pytest.mark.parametrize("gathered", [0, 1_000])
@@ -66,9 +66,9 @@ def test_limits_that_are_tried():
 
 @pytest.mark.parametrize("count, keep", [(31, None), (63, False), (127, False)])
 def test_near_the_bound(count, keep):
-    """Where computing takes longer than communication and memory is no limit, a deep model is 1 % from the bound."""
+    """Where computing takes longer than communication and memory is no limit, a deep model is 0.1 % from the bound."""
     found = search_plan(blocks(count, keep=keep))
-    assert found.seconds <= 1.01 * found.bound
+    assert found.seconds <= 1.001 * found.bound
 
 
 @given(
@@ -106,30 +106,17 @@ def test_memory_without_a_budget():
     assert found.peak < 63 + 10 * 100  # activations, and not a fifth of the 64 units
 
 
-def test_bound_formula():
-    """The bound is no less than g1 + max(Cf, Af - g1) + max(Cb, Ab + R - r) + r, without latency."""
-    for seed in range(50):
-        workload = blocks(9, latency=0, rng=random.Random(seed), forward=random.Random(seed).uniform(0.2, 2))
-        split, units = workload.backward, workload.units
-        gathers = workload.gathers(frozenset())
-        first = units[gathers[0][0]].gather
-        ahead = sum(units[unit].gather for unit, at, _ in gathers if at < split)
-        back = sum(units[unit].gather for unit, at, _ in gathers if at >= split)
-        reduces = [units[unit].reduce for unit, _, _ in workload.reduces()]
-        forward = sum(task.seconds for task in workload.tasks[:split])
-        backward = sum(task.seconds for task in workload.tasks[split:])
-        least = first + max(forward, ahead - first) + max(backward, back + sum(reduces) - reduces[-1]) + reduces[-1]
-        assert lower_bound(workload) >= least - 1e-9
-
-
-@pytest.mark.parametrize("merge", [1, 2, 3])
-def test_no_plan_beats_the_bound(merge):
-    """Within any budget the bound is no more than what trying everything finds."""
+@pytest.mark.parametrize(("merge", "mean"), [(1, 0.95714), (2, 0.94224), (3, 0.94294)])
+def test_no_plan_beats_the_bound(merge, mean):
+    """Within any budget the bound is no more than what trying everything finds, and on average 6 % less."""
+    ratios = []
     for seed in range(500, 560):
         rng = random.Random(seed)
         workload = random_workload(rng, rng.randint(1, 3))
-        budget = smallest_budget(workload) + rng.choice([0, 1, 2, 4])
-        assert lower_bound(workload) - 1e-9 <= lower_bound(workload, merge) <= shortest(workload, budget, merge) + 1e-9
+        best = shortest(workload, smallest_budget(workload) + rng.choice([0, 1, 2, 4]), merge)
+        assert lower_bound(workload) - 1e-9 <= lower_bound(workload, merge) <= best + 1e-9
+        ratios.append(lower_bound(workload, merge) / best if best else 1.0)
+    assert sum(ratios) >= mean * len(ratios)
 
 
 def test_lean_needs_the_smallest_budget():

@@ -339,12 +339,9 @@ class Scheduler:
     def _make_room(self, size: int) -> None:
         """Wait for reduces, the oldest first, until there is room for `size` bytes."""
         while self.machine.live + size > self.limit:
-            if self.pending:
-                self._wait_reduce()
-            elif bisect_left(self.ready, self.at) > self.reduced:
+            if not self.pending:  # then one is ready: limits and launch windows have room for the rest
                 self._launch("reduce", 1)
-            else:
-                break
+            self._wait_reduce()
 
 
 def _sums_from_each(numbers: list[float]) -> list[float]:
