@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 9_964,
-    "the story and what it imports": 13_939,
-    PACKAGE: 35_013,
+    "the story": 9_960,
+    "the story and what it imports": 13_935,
+    PACKAGE: 35_005,
     "tests": 42_759,
     "bench": 4_734,
     "docs, README, change log": 5_139,

@@ -1,6 +1,5 @@
 """What is checked of graphs while passes run: settings of Inductor, what forward saves, the order that was planned."""
 
-from collections.abc import Sequence
 from itertools import zip_longest
 
 from torch import fx
@@ -11,7 +10,7 @@ from fsdp_compile.core.ops import UNSHARD
 from fsdp_compile.passes._torch import inductor_config, saved_for_backward, tree_leaves
 from fsdp_compile.passes.graph import nodes
 from fsdp_compile.passes.hooks import Pipeline, as_tuple
-from fsdp_compile.passes.pipeline import GraphContext, Pass
+from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import PlanError
 
 # Note [Collectives and CUDA graphs]
@@ -23,16 +22,14 @@ from fsdp_compile.passes.plan.plan import PlanError
 # accelerator are refused. Graphs without any (blocks compiled one by one, models on one rank) may be captured.
 
 
-def check_settings(context: GraphContext, passes: Sequence[Pass], count: int) -> None:
+def check_settings(context: GraphContext, *_: object) -> None:
     """RuntimeError if Inductor's configuration cannot be used with our passes or with collectives.
 
-    Looked at before the first pass, and after the last: then a joint graph has collectives.
+    Looked at before the first pass, and after each: a joint graph gets its collectives from one.
     With only the joint half of the pipeline, steps would silently be slow; `check_saved` looks for the other half.
     torch 2.13 refuses to call collectives from C++, and torch 2.11 crashes. For CUDA graphs see
     Note [Collectives and CUDA graphs].
     """
-    if count not in (0, len(passes)):
-        return
     if not any(isinstance(each, Pipeline) for each in as_tuple(inductor_config.post_grad_custom_post_pass)):
         raise RuntimeError(
             "torch._inductor.config.post_grad_custom_post_pass: expected the pipeline that fully_shard registered, "

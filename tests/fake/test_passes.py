@@ -370,6 +370,7 @@ def test_the_key_changes_with_all_that_decides_code() -> None:
     assert Pipeline(PASSES, "joint", CompileConfig()).uuid() == Pipeline(PASSES, "joint", CompileConfig()).uuid()
     assert Pipeline(PASSES, "joint", CompileConfig(), Recorder(nothing, None)).uuid() is None
     assert Pipeline(PASSES, "joint", CompileConfig(), nothing).uuid() is None
+    assert Pipeline((Pass("typed", "joint", print),), "joint", CompileConfig()).uuid() is None
     assert AfterFusion().uuid() and AfterFusion(AfterFusion()).uuid() and AfterFusion(nothing).uuid() is None
 
 

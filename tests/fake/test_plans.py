@@ -195,10 +195,12 @@ def gather_all_first(plan: Plan) -> Plan:
 
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.nightly), {"link": SLOW}], ids=str)
 def test_auto_keeps_what_pays(options: dict[str, str]) -> None:
-    """With "auto" backward gathers fewer units than forward: at least the one that backward reads first is kept."""
-    model = fully_shard(CASES["mlp"].build(), reshard_after_forward="auto")
-    counts = gathers_of(torch.compile(model, backend=fsdp_compile_backend, options=options))
-    assert counts[0] == 4 and counts[1] < 4
+    """With "auto", or a budget where nothing is asked, backward gathers fewer units than forward: at least the one that
+    it reads first is kept, on a slow link more than by rule."""
+    for how, budget in (("auto", {}), (None, {"budget": 1 << 30} if options else {})):
+        model = fully_shard(CASES["mlp"].build(), reshard_after_forward=how)
+        counts = gathers_of(torch.compile(model, backend=fsdp_compile_backend, options=options | budget))
+        assert counts[0] == 4 and counts[1] < (2 if options else 4)
     full = planned("mlp", "backend", **options)[0]
     assert [launches(program).count("gather") for program in full] == [4, 3]
 

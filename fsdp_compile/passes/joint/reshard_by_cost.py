@@ -23,16 +23,15 @@ def choose_reshard(context: GraphContext) -> None:
         PlanError: no plan fits into `config.budget`.
     """
     graph, config = context.graph, context.config
-    prices, gathers = prices_of(graph, config), tagged(graph, "gather")
+    prices = prices_of(graph, config)
     is_searched = config.budget is not None or any(spec.is_searched for spec in context.specs.values())
     if prices is None or not is_searched:
         reshard.choose_reshard(context)
-    if prices is None or not any(tag_of(gather).reshard is None for gather in gathers):
-        return
-    info = prices.read(graph, "joint")
-    budget = budget_of_step(info.workload, config.budget)
-    _, names = plan_together(info.workload, replace(config, budget=budget), "step")
-    keep_unsharded(graph, info, names)
+    elif any(tag_of(gather).reshard is None for gather in tagged(graph, "gather")):
+        info = prices.read(graph, "joint")
+        budget = budget_of_step(info.workload, config.budget)
+        _, names = plan_together(info.workload, replace(config, budget=budget), "step")
+        keep_unsharded(graph, info, names)
 
 
 def budget_of_step(workload: Workload, budget: int | None) -> int | None:

@@ -178,7 +178,7 @@ def _check_reduces(workload: Workload, plan: Plan) -> None:
     waits = {name: step for step in plan.of("wait_reduce") for name in step.units}
     for at, task in enumerate(workload.tasks):
         for name in (workload.units[index].name for index in task.reduced):
-            if name in waits and waits[name].at > at:
+            if waits[name].at > at:
                 raise PlanError(f"{waits[name]}: expected it before task {at}, {task.name}, which needs the gradients")
 
 
@@ -259,8 +259,7 @@ class Machine:
 
     def note_memory(self, at: int, beneath: int) -> None:
         """Note the bytes that live before or while a task runs: the buffers and `beneath`."""
-        if self.live + beneath > self.timeline.memory[at]:
-            self.timeline.memory[at] = self.live + beneath
+        self.timeline.memory[at] = max(self.timeline.memory[at], self.live + beneath)
 
     def step(self, step: Step) -> None:
         """Issue one step of a plan."""

@@ -148,9 +148,7 @@ def limits_of(workload: Workload, peaks: set[int]) -> list[int]:
     rooms = [0.0, 0.25 if is_small else 0.9]  # a little below whole buffers, since activations differ by task
     while least + rooms[-1] * typical < most:
         rooms.append(rooms[-1] + 0.25 if is_small else rooms[-1] * 2)
-    limits = [least + int(room * typical) for room in rooms]
-    far = (limit for limit in limits if all(abs(limit - peak) * 8 > typical for peak in peaks))
-    return sorted({least, *peaks, *far})
+    return sorted({*peaks, *(least + int(room * typical) for room in rooms)})
 
 
 def _best_within(
@@ -294,11 +292,11 @@ class Scheduler:
         return ("gather", gathers) if gathers else None
 
     def _is_busy(self) -> bool:
-        """Whether the link is busy until after the next task, so that a launch may as well wait for that."""
+        """Whether the link is busy until the end of the next task, so that a launch may as well wait for that."""
         if self.at == self.count:
             return False
         start = max(self.machine.now, self.ends[self.read - 1] if 0 < self.read <= self.gathered else 0.0)
-        return self.machine.link > start + self.workload.tasks[self.at].seconds
+        return self.machine.link >= start + self.workload.tasks[self.at].seconds
 
     def _may_gather(self, most: float, patient: bool) -> int:
         """How many gathers the next launch may take; if `patient`, reduces may be waited for to make room."""
