@@ -63,7 +63,7 @@ def add_in_pairs(rows: Tensor, dim: int = 0, *, out: Tensor) -> None:
         out.copy_(rows[0])
 
 
-_REDUCTIONS: dict[str, Callable[..., Any]] = {"avg": torch.mean, "sum": torch.sum, "tree": add_in_pairs}
+REDUCTIONS: dict[str, Callable[..., Any]] = {"avg": torch.mean, "sum": torch.sum, "tree": add_in_pairs}
 
 # Note [What gloo copies]
 # Gloo's all-gather copies its input and its output, its reduce-scatter is an all-reduce of a copy of which all but a
@@ -274,7 +274,7 @@ def start_reduce_scatter(
     def finish() -> None:
         exchange.wait()
         rows = exchange.full.view(group_size, -1)
-        _REDUCTIONS[op](rows, 0, out=reduced)
+        REDUCTIONS[op](rows, 0, out=reduced)
 
     return reduced, finish
 

@@ -20,7 +20,7 @@
     start_reduce_(packed,      nothing                                     Inductor's backward graphs of a block: the
       full)                                                                eager runtime reduces `packed` from here on
     check_ranks(...)           an empty tensor                             Inductor, where ranks compare their graphs
-    sum_in_pairs(rows)         their sum by a tree; overwrites the rows    graphs whose reduces have that order
+    reduce_rows(rows)          their mean or sum; overwrites the rows      graphs, behind an all-to-all
     send_buffer(payload)       the payload, in one buffer; with a dtype    Inductor's graphs
                                cast where its all-gather starts
 
@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from fsdp_compile.comm.collectives import add_in_pairs
+from fsdp_compile.comm.collectives import REDUCTIONS
 from fsdp_compile.comm.groups import NamedGroup
 from fsdp_compile.comm.hops import parse_hops, print_hops
 from fsdp_compile.core._torch import inductor_settings, outside_of_transforms, plain_within, without_dispatch_modes
@@ -91,7 +91,7 @@ WAIT_COLLECTIVE = define("wait_collective", "(Tensor full, Tensor sent) -> Tenso
 CHECK_RANKS = has_side_effect(
     define("check_ranks", "(Tensor[] shards, str sequence, str[] groups, float timeout, Device device) -> Tensor")
 )
-SUM_IN_PAIRS = define("sum_in_pairs", "(Tensor(a!) rows) -> Tensor")
+REDUCE_ROWS = define("reduce_rows", "(Tensor(a!) rows, str op) -> Tensor")
 SEND_BUFFER = define("send_buffer", "(Tensor payload, ScalarType? dtype=None) -> Tensor")
 MARKERS = (UNSHARD, REDUCE_GRADS, PACK_GRADS, DEFER_REDUCE, UPDATE_SHARD)
 
@@ -164,11 +164,11 @@ for _key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):  # a key of all dev
             return list(_Views.apply(plain_within(full), layout, frozen))
 
 
-@torch.library.impl("fsdp_flat::sum_in_pairs", "default")
-def _sum_in_pairs(rows: Tensor) -> Tensor:  # [n, part] -> [part]
-    total = rows.new_empty(rows.shape[1:])
-    add_in_pairs(rows, out=total)
-    return total
+@torch.library.impl("fsdp_flat::reduce_rows", "default")
+def _reduce_rows(rows: Tensor, op: str) -> Tensor:  # [n, part] -> [part]
+    reduced = rows.new_empty(rows.shape[1:])
+    REDUCTIONS[op](rows, 0, out=reduced)
+    return reduced
 
 
 _before_tracing: dict[Callable[[], None], None] = {}
@@ -239,7 +239,7 @@ for _name in ("defer_reduce", "update_shard"):
     torch.library.register_fake(f"fsdp_flat::{_name}", lambda grad, *_, **__: grad.new_empty((), dtype=torch.float32))
 torch.library.register_fake("fsdp_flat::check_ranks", lambda *given: torch.empty(0, device=given[-1]))
 torch.library.register_fake("fsdp_flat::send_buffer", lambda sent, dtype=None: torch.empty_like(sent, dtype=dtype))
-torch.library.register_fake("fsdp_flat::sum_in_pairs", lambda rows: rows.new_empty(rows.shape[1:]))
+torch.library.register_fake("fsdp_flat::reduce_rows", lambda rows, _: rows.new_empty(rows.shape[1:]))
 
 
 # --- how a flat parameter is gathered and its gradients reduced, as one string that a graph carries -------------------

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdp_compile import CompileConfig, MixedPrecision, ShardingStrategy, compile_step, explain_plan, fully_shard
 from fsdp_compile.comm.collectives import ALL_GATHER, WAIT
-from fsdp_compile.core.ops import SUM_IN_PAIRS, UNSHARD
+from fsdp_compile.core.ops import REDUCE_ROWS, UNSHARD
 from fsdp_compile.passes import PASSES, inductor, printed
 from fsdp_compile.passes._torch import saved_for_backward, switched_off
 from fsdp_compile.passes.graph.lifetimes import lifetimes, live_bytes
@@ -244,7 +244,7 @@ def test_memory_of_operators_that_overwrite() -> None:
     graph = fx.Graph()
     rows = graph.placeholder("rows")
     twice = graph.call_function(torch.ops.aten.mul_.Scalar, (rows, 2))
-    total = graph.call_function(SUM_IN_PAIRS, (twice,))
+    total = graph.call_function(REDUCE_ROWS, (twice, "tree"))
     graph.output((total,))
     for each, shape in ((rows, (4, 3)), (twice, (4, 3)), (total, (3,))):
         each.meta["val"] = torch.empty(shape, device="meta")

@@ -22,7 +22,7 @@ _OWN_KEYS = (_KEY, "val", "tensor_meta", "eager_input_vals", "recompute", "ac_gr
 
 Kind = Literal[
     "cast", "local", "maximum", "gather", "wait", "view", "pack", "add_accumulated", "defer_reduce", "scale", "reduce",
-    "wait_reduce", "mean", "update", "arriving",
+    "wait_reduce", "update", "arriving",
 ]  # fmt: skip
 
 
@@ -42,7 +42,6 @@ class Tag:
             defer_reduce    passes packed gradients to the eager runtime, which reduces them later
             scale           of gradients, around a sum in float16
             reduce, wait_reduce  reduce-scatter or all-reduce, and the wait for it
-            mean            of the rows that an all-to-all received, in place of a reduce-scatter
             update          of the unit by the optimizer, in backward
             arriving        an input of the graph: parameters that the eager runtime gathers meanwhile
         unit: index of the unit in order of its first gather in the traced forward; -1 if that is in another graph.

@@ -7,20 +7,18 @@ The graph keeps torch's operators, which Inductor knows. An operator of ours wai
 all-gather; its lowering lets generated code call the process group itself (comm/direct.py).
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.core.ops import SEND_BUFFER, SUM_IN_PAIRS, WAIT_COLLECTIVE
+from fsdp_compile.core.ops import REDUCE_ROWS, SEND_BUFFER, WAIT_COLLECTIVE
 from fsdp_compile.passes._torch import V, WaitKernel, ir, join_sums, register_lowering, restore_dependencies
-from fsdp_compile.passes.graph.nodes import CAST, set_tag, tag_of, tagged
+from fsdp_compile.passes.graph.nodes import CAST, tagged
 from fsdp_compile.passes.pipeline import GraphContext
 
 aten = torch.ops.aten
-_OVER_ROWS = {"avg": aten.mean.dim, "sum": aten.sum.dim_IntList}
 
 
 # --- reduce-scatter on gloo -------------------------------------------------------------------------------------------
@@ -28,8 +26,8 @@ _OVER_ROWS = {"avg": aten.mean.dim, "sum": aten.sum.dim_IntList}
 # Note [Why gloo's reduce-scatter is an all-to-all]
 # Gloo reduce-scatters by an all-reduce of a copy (Note [What gloo copies]). Eager steps therefore send each rank its
 # slice by an all-to-all and reduce the received rows. Compiled graphs do the same: both send the same bytes and add the
-# rows in the same order, so that their gradients are equal bit for bit under aot_eager. The reduction of the rows is
-# pinned right behind the wait: fused with that of a later unit it would keep the received rows alive until then.
+# rows by the same function, so that means are equal bit for bit. Generated code would add them in another order, and be
+# compiled for each size of a unit.
 
 
 def reduce_scatter_by_all_to_all(context: GraphContext) -> None:
@@ -37,8 +35,7 @@ def reduce_scatter_by_all_to_all(context: GraphContext) -> None:
     must be a tree over the ranks.
 
     reduce_scatter(packed)  ->  wait                                     this rank's slice of the mean
-    all_to_all(packed)      ->  wait  ->  rows [ranks, part]  ->  mean   the same; a sum where gradients are float16,
-                                                                         or a tree
+    all_to_all(packed)      ->  wait  ->  rows [ranks, part]  ->  reduce_rows   the same
     """
     graph = context.graph
     for reduce in tagged(graph, "reduce"):
@@ -54,11 +51,9 @@ def reduce_scatter_by_all_to_all(context: GraphContext) -> None:
         unit = wait.name.removeprefix("wait_reduce_")
         with graph.inserting_before(wait.next):
             rows = graph.create_node("call_function", aten.view.default, (wait, [ranks, part]), name=f"rows_{unit}")
-            target, args = (SUM_IN_PAIRS, (rows,)) if op == "tree" else (_OVER_ROWS[op], (rows, [0]))
-            mean = graph.create_node("call_function", target, args, name=f"mean_{unit}")
-        wait.replace_all_uses_with(mean, delete_user_cb=lambda user, rows=rows: user is not rows)  # type: ignore[misc]
-        mean.meta = dict(wait.meta)
-        set_tag(mean, replace(tag_of(reduce), kind="mean"))
+            reduced = graph.create_node("call_function", REDUCE_ROWS, (rows, op), name=f"reduced_{unit}")
+        wait.replace_all_uses_with(reduced, delete_user_cb=lambda user, rows=rows: user is not rows)  # type: ignore[misc]
+        reduced.meta = {"val": wait.meta["val"]}
         rows.meta = {"val": received.view(ranks, part)}
         reduce.target, reduce.args = collectives.ALL_TO_ALL, (packed, [part] * ranks, [part] * ranks, group)
         reduce.meta["val"] = wait.meta["val"] = received

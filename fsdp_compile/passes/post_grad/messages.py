@@ -50,8 +50,6 @@ def send_messages(context: GraphContext) -> None:
                 else _emit_reduce(graph, start, wait)
             )
             values.meta = {**wait.meta, "val": values.meta["val"]}
-            if nodes.tag_of(start).kind == "reduce":  # pinned behind the wait, as the mean of rows is in full
-                nodes.set_tag(values, replace(nodes.tag_of(start), kind="mean"))
             wait.replace_all_uses_with(values)
             graph.erase_node(wait)
             graph.erase_node(start)

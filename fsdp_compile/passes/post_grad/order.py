@@ -10,7 +10,7 @@ from fsdp_compile.comm.collectives import STARTS, WAIT
 from fsdp_compile.core import ops
 from fsdp_compile.passes._torch import OrderedSet, preserve_node_ordering
 from fsdp_compile.passes.graph.analyze import GraphInfo, with_preparation
-from fsdp_compile.passes.graph.nodes import get_tag, is_product, readers, set_tag, tag_of, tagged
+from fsdp_compile.passes.graph.nodes import is_product, readers, set_tag, tag_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Step
 
@@ -78,11 +78,9 @@ def _nodes_of(step: Step, info: GraphInfo, ahead: Mapping[str, list[fx.Node]]) -
 # graphs (`switched_off`), but horizontal fusion may still compute the gradients of two units in one kernel, so that the
 # first reduce-scatter waits for the second unit.
 #
-# So control dependencies chain collectives, waits and the matrix products between them. Two kinds of nodes are special.
-# A product that writes into a pack stays out of the chain: inside `control_deps` it would get a buffer of its own and
-# be copied; its reduce-scatter, which is in the chain, holds it early enough. The reduction of the rows that an
-# all-to-all brought is in the chain although it is no product: fused with a later one it would keep the received rows
-# alive (Note [Why gloo's reduce-scatter is an all-to-all]).
+# So control dependencies chain collectives, waits and the matrix products between them. A product that writes into a
+# pack stays out of the chain: inside `control_deps` it would get a buffer of its own and be copied; its reduce-scatter,
+# which is in the chain, holds it early enough.
 
 
 def pin_order(context: GraphContext) -> None:
@@ -104,6 +102,6 @@ _EVENTS = (
 
 
 def _is_event(node: fx.Node) -> bool:
-    if node.target in _EVENTS or ((tag := get_tag(node)) is not None and tag.kind == "mean"):
+    if node.target in _EVENTS:
         return True
     return is_product(node) and not any(reader.target is ops.PACK_GRADS for reader in readers(node)[1])
