@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 9_960,
-    "the story and what it imports": 13_935,
+    "the story": 9_952,
+    "the story and what it imports": 13_927,
     PACKAGE: 35_005,
     "tests": 42_759,
     "bench": 4_734,

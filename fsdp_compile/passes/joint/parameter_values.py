@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fsdp_compile.passes._torch import OpOverload
+from fsdp_compile.passes._torch import OpOverload, without_dispatch_modes
 from fsdp_compile.passes.graph.nodes import CAST, keeps_values, packet_of
 
 aten = torch.ops.aten
@@ -268,13 +268,14 @@ def _shape_of(node: fx.Node, seen: Elements | Scales) -> tuple[Shape, Shape] | N
     """Return size and strides of `node` if it is a view or copy of all elements of `seen`, else None."""
     size, stride = seen.size, seen.stride
     if node.target is not aten.clone.default:
-        base = torch.empty_strided(size, stride, device="meta")
-        try:
-            view = node.target(base, *node.args[1:], **node.kwargs)  # type: ignore[operator]  # an operator
-        except (RuntimeError, IndexError, TypeError):
-            return None  # of a tensor that lies otherwise: a view of a copy
+        with without_dispatch_modes():  # fake tensors would take ten times as long
+            base = torch.empty_strided(size, stride, device="meta")
+            try:
+                view = node.target(base, *node.args[1:], **node.kwargs)  # type: ignore[operator]  # an operator
+            except (RuntimeError, IndexError, TypeError):
+                return None  # of a tensor that lies otherwise: a view of a copy
+            by_stride = view.permute(sorted(range(view.dim()), key=view.stride, reverse=True))
         size, stride = tuple(view.shape), tuple(view.stride())
-        by_stride = view.permute(sorted(range(view.dim()), key=view.stride, reverse=True))
         if view.numel() != base.numel() or view.storage_offset() != 0 or not by_stride.is_contiguous():
             return None
     return (size, stride) if _has_strides(node, size, stride) else None

@@ -22,6 +22,7 @@ depends on the rank, as Note [Graphs without a rank] demands: operators that nee
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import networkx
@@ -91,6 +92,8 @@ def smallest_gather(context: GraphContext) -> None:
     graph = context.graph
     units = _rewritable_units(graph, context.specs)
     values = ParameterValues(graph, [root for unit in units for root in unit.roots])
+    if not any(starmap(_is_smaller, values.values.items())):
+        return
     regions: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node, value in values.values.items():
         if isinstance(value, Elements):
@@ -111,6 +114,13 @@ def smallest_gather(context: GraphContext) -> None:
         for unit, items in choices:
             _UnitPrograms(edit, unit, unit.starts[0]).gather(*items)
         edit.replace_nodes([unit for unit, _ in choices])
+
+
+def _is_smaller(node: fx.Node, value: Elements | Scales) -> bool:
+    """Whether `node` has fewer bytes than the parameter that it is computed from, as maxima have."""
+    if isinstance(value, Elements):
+        return node.meta["val"].nbytes < value.root.meta["val"].nbytes
+    return node.target in MAXIMA
 
 
 def _rewritable_units(graph: fx.Graph, specs: Mapping[int, UnshardSpec]) -> list[GatheredUnit]:
@@ -158,8 +168,7 @@ def _minimum_cut(root: fx.Node, region: list[fx.Node], values: ParameterValues) 
     network = networkx.DiGraph()
     network.add_edge("source", (root, "in"))
     for order, node in enumerate(region):
-        size = node.meta["val"].numel() * node.meta["val"].element_size()
-        network.add_edge((node, "in"), (node, "out"), capacity=size * len(values.values) + order)
+        network.add_edge((node, "in"), (node, "out"), capacity=node.meta["val"].nbytes * len(values.values) + order)
     for node in scales:
         maxima = node.meta["val"].numel() * (node.target in MAXIMA)
         network.add_edge(node, "sink", capacity=_MAXIMUM_BYTES * maxima * len(values.values))
