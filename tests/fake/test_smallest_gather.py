@@ -80,17 +80,19 @@ def test_a_number_that_changes() -> None:
     assert [each[1] for each in backend.forward] == [torch.bfloat16, torch.float32]
 
 
-class ReturnsWeight(OneWeight):
+class ReturnsWeight(nn.Linear):
+    """Nothing is used of the bias but its largest element."""
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         low = self.weight.bfloat16()
-        return x @ low.float(), low
+        return x @ low.float() * self.bias.detach().amax(), low
 
 
 def test_what_is_returned_is_a_copy() -> None:
     """A cast of a weight that a forward returns has memory of its own, as it has in an eager step."""
-    model, backend = fully_shard(ReturnsWeight()), JointPasses()
+    model, backend = fully_shard(ReturnsWeight(D, D)), JointPasses()
     result, low = torch.compile(model, backend=backend, fullgraph=True)(torch.randn(4, D))
-    assert backend.forward[0][1] == torch.bfloat16
+    assert [each[:2] for each in backend.forward] == [("all_reduce", torch.float32), ("all_gather", torch.bfloat16)]
     assert low.untyped_storage().nbytes() == low.nbytes and low._base is None
     (result.sum() + low.float().sum()).backward()
 

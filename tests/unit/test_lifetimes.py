@@ -94,11 +94,9 @@ def test_what_is_alive(case: str) -> None:
 def test_what_forward_kept_is_alive_from_the_first_node_on(kind: Kind, expected: list[int]) -> None:
     """A backward that reduces units and gathers none counts their shards beside the values at each node, and what is
     reduced: all of it to the end, or the largest if each updates its shard. Two messages are beside what is sent."""
-
-    def reduced(a: Tensor) -> list[Tensor]:
-        return [WAIT(ALL_REDUCE(each, "sum", "0")).neg() for each in (a[:4] @ a, _chain(a))]
-
-    graph = make_fx(reduced, tracing_mode="fake")(A).graph
+    graph = make_fx(
+        lambda a: [WAIT(ALL_REDUCE(each, "sum", "0")).neg() for each in (a[:4] @ a, _chain(a))], tracing_mode="fake"
+    )(A).graph
     for unit, start in enumerate(graph.find_nodes(op="call_function", target=ALL_REDUCE)):
         set_tag(start, Tag("reduce", unit, "", True, wire="bf16"))
         set_tag(next(iter(next(iter(start.users)).users)), Tag(kind, unit, "", True))

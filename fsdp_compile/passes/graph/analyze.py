@@ -167,7 +167,7 @@ def _start_names(graph: fx.Graph) -> dict[fx.Node, str]:
     Suffixes count as in the joint graph, so that forward and backward use the same names. Of a gather in stages the
     last one counts, of a reduce in stages the first one.
     """
-    names: dict[object, str] = {}
+    names: dict[int, str] = {}
     by_start: dict[fx.Node, str] = {}
     taken: Counter[str] = Counter()
     for start in sorted(tagged(graph, "gather", "reduce"), key=lambda each: tag_of(each).unit):
@@ -177,12 +177,11 @@ def _start_names(graph: fx.Graph) -> dict[fx.Node, str]:
         else:
             is_further = start.all_input_nodes[0].target is WAIT
         if not is_further:
-            unit: object = tag.unit if tag.unit >= 0 else start
             path = tag.path or "root"
-            if unit not in names:
+            if tag.unit not in names:
                 taken[path] += 1
-                names[unit] = path if taken[path] == 1 else f"{path}:{taken[path]}"
-            by_start[start] = names[unit]
+                names[tag.unit] = path if taken[path] == 1 else f"{path}:{taken[path]}"
+            by_start[start] = names[tag.unit]
     return by_start
 
 

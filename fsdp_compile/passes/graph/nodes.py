@@ -44,7 +44,7 @@ class Tag:
             reduce, wait_reduce  reduce-scatter or all-reduce, and the wait for it
             update          of the unit by the optimizer, in backward
             arriving        an input of the graph: parameters that the eager runtime gathers meanwhile
-        unit: index of the unit in order of its first gather in the traced forward; -1 if that is in another graph.
+        unit: index of the unit in order of its first gather in the traced forward; of maxima, which are of several: -1.
         path: of the unit's module in the model, for people.
         reshard: whether the unit's gathered buffer is freed between forward and backward; None: not decided yet.
         launch: which coalesced launch of the plan a gather or reduce belongs to; None: it is launched alone.
