@@ -246,8 +246,8 @@ def test_collectives_do_not_pass_the_dispatcher() -> None:
     for program in cached("gpt", "default"):
         starts = [step.function for step in program.steps if step.is_gather or step.is_reduce]
         assert len(starts) == sum(step.function == "fsdp_collectives.wait" for step in program.steps) > 0
-        gathers = {name for name in starts if "gather" in name}
-        assert gathers <= {"fsdp_collectives.all_gather", "fsdp_collectives.at_start.all_gather"}
+        gathers = {name for name in starts[1:] if "gather" in name}  # the first knows of steps that have failed
+        assert gathers <= {"fsdp_collectives.all_gather"} and starts[0].startswith("fsdp_collectives.at_start.")
         assert not any("_c10d_functional" in step.function for step in program.steps)
 
 

@@ -147,7 +147,7 @@ def _merge_reduces(graph: fx.Graph, total: fx.Node) -> None:
     one, other = (_marker_beneath(addend) for addend in total.args)
     if one is None or other is None or total.kwargs or one.meta["seq_nr"] is None:
         return
-    what, other_what = ((each.target, each.meta["seq_nr"], *each.args[1:], each.kwargs) for each in (one, other))
+    what, other_what = ((each.target, each.meta["seq_nr"], each.kwargs) for each in (one, other))
     if what != other_what:
         return  # of two units, or to be reduced in two ways
     with graph.inserting_before(total):
