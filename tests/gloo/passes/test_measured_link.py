@@ -190,7 +190,8 @@ def test_a_link_whose_speed_changes(
     assert 0.95e8 <= bandwidth <= 4.2e8 and latency < 1e-3  # up to what a fit of two sizes is off
 
 
-def test_a_slow_launch(link: Callable[[float, float], dist.ProcessGroup]) -> None:
-    """Where a launch alone takes long, bandwidth is measured too: without noise, both figures are those of the link."""
-    found = measured_link(link(0.01, 1e8), CPU, 1 << 24, 60.0, LINK.clock)
-    assert found == pytest.approx((0.01, 1e8))
+@pytest.mark.parametrize(("latency", "largest"), [(0.01, 1 << 24), (1e-4, 1 << 18)], ids=["slow", "little"])
+def test_two_sizes(latency: float, largest: int, link: Callable[[float, float], dist.ProcessGroup]) -> None:
+    """Two sizes at least, and there no more, tell latency from bandwidth: without noise both are those of the link."""
+    found = measured_link(link(latency, 1e8), CPU, largest, 60.0, LINK.clock)
+    assert found == pytest.approx((latency, 1e8)) and len({call.nbytes for call in LINK.calls}) == 2
