@@ -223,8 +223,7 @@ def _of_units(graph: fx.Graph) -> Iterator[Sent]:
         spec, shard = UnshardSpec.parse(node.args[-1]), node.args[0].meta["example_value"]
         nbytes = spec.layout.numel * (spec.compute_dtype or shard.dtype).itemsize if spec.is_sharded else 0
         for named in (*spec.groups, *spec.reduce_groups, *filter(None, [spec.replicas])):
-            if named.size > 1:
-                yield Sent(named.name, shard.device, nbytes)
+            yield Sent(named.name, shard.device, nbytes)
 
 
 def _measured_costs(sent: Sequence[Sent], device_named: str | None, limit: float) -> tuple[str | None, str | None]:
