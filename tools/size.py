@@ -23,7 +23,7 @@ LIMITS = {
     "the story": 9_947,
     "the story and what it imports": 13_922,
     PACKAGE: 34_999,
-    "tests": 42_759,
+    "tests": 42_758,
     "bench": 4_734,
     "docs, README, change log": 5_139,
 }

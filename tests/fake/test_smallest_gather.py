@@ -81,11 +81,9 @@ def test_a_number_that_changes() -> None:
 
 
 class ReturnsWeight(nn.Linear):
-    """Nothing is used of the bias but its largest element."""
-
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         low = self.weight.bfloat16()
-        return x @ low.float() * self.bias.detach().amax(), low
+        return x @ low.float() * self.bias.detach().amax(), low  # nothing else is used of the bias
 
 
 def test_what_is_returned_is_a_copy() -> None:

@@ -169,6 +169,7 @@ def test_hardware_files(tmp_path):
         ("network", "carrier pigeons", "link: expected one of"),
         ("node", {**good["node"], "bandwidth": "1"}, "node, bandwidth: expected a finite"),
         ("name", 3, "name: expected text, found 3"),
+        ("node", {**good["node"], "protocols": [{}]}, "node, protocols, hop: this field is missing"),
     ]:
         path.write_text(json.dumps({**good, field: value}))
         with pytest.raises(ValueError, match=message):
