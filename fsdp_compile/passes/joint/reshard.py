@@ -40,16 +40,13 @@ def choose_reshard(context: GraphContext) -> None:
 
 
 def reshard(context: GraphContext) -> None:
-    """Tag gathers: recompute them in backward if the unit reshards after forward, else save them.
+    """Tag gathers that backward recomputes, those of units that reshard after forward; torch saves other collectives.
 
     See Note [Why gathers are tagged for recomputation].
     """
     for node in nodes.tagged(context.graph, "local", "gather", "wait", "view"):
-        tag = nodes.tag_of(node)
-        if tag.reshard:
+        if nodes.tag_of(node).reshard:
             set_policy((node, *nodes.derived(node)), CheckpointPolicy.MUST_RECOMPUTE)
-        elif tag.kind in ("gather", "wait"):
-            set_policy((node,), CheckpointPolicy.MUST_SAVE)
     set_policy(_computed_from_parameters(context.graph), CheckpointPolicy.MUST_RECOMPUTE)
 
 
