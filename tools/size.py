@@ -22,7 +22,7 @@ FUNCTION_LINES = 90
 LIMITS = {
     "the story": 9_944,
     "the story and what it imports": 13_919,
-    PACKAGE: 34_996,
+    PACKAGE: 34_995,
     "tests": 42_758,
     "bench": 4_734,
     "docs, README, change log": 5_139,

@@ -22,7 +22,6 @@ depends on the rank, as Note [Graphs without a rank] demands: operators that nee
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import starmap
 from typing import Any, NamedTuple
 
 import networkx
@@ -92,7 +91,7 @@ def smallest_gather(context: GraphContext) -> None:
     graph = context.graph
     units = _rewritable_units(graph, context.specs)
     values = ParameterValues(graph, [root for unit in units for root in unit.roots])
-    if not any(starmap(_is_smaller, values.values.items())):
+    if not any(_is_smaller(node, value) for node, value in values.values.items()):
         return
     regions: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node, value in values.values.items():

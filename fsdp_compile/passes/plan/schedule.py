@@ -78,25 +78,27 @@ class Preference(NamedTuple):
 
     Attributes:
         reduce_first: a reduce that is ready goes before a gather.
+        forward, backward: how many gathers may be launched, in each, whose first reader has not been reached.
         patient: a gather may wait for reduces to make room for it.
         together: how many neighbors one launch may take.
-        forward: how many gathers may be launched, in forward, whose first reader has not been reached.
         full: a reduce waits for others until its launch is full.
     """
 
-    reduce_first: bool
-    patient: bool
-    together: int
+    reduce_first: bool = True
     forward: float = inf
+    backward: float = inf
+    patient: bool = False
+    together: int = 1
     full: bool = False
 
 
 _CHANGES: list[dict[str, Any]] = [
-    *({"reduce_first": a, "patient": b} for a, b in product((True, False), (False, True))),
+    *({"reduce_first": a, "backward": b, "patient": c}
+      for a, b, c in product((True, False), (inf, 1, 2), (False, True))),
     *({"together": count, "full": full} for count in (8, 4, 2) for full in (False, True)),
     {"together": 1, "full": False},
     *({"forward": ahead} for ahead in (inf, 1, 2)),
-]
+]  # fmt: skip
 
 
 class _Candidate(NamedTuple):
@@ -160,7 +162,7 @@ def _best_within(
 
     Starts from the preference that led to `best`, and changes one thing after the other.
     """
-    preference = (best and best.preference) or Preference(**next(iter(_CHANGES)), together=coalesce)
+    preference = (best and best.preference) or Preference(together=coalesce)
     for keep in keeps:
         scheduler, tried = Scheduler(workload, keep, limit), set[Preference]()
         for change in _CHANGES:
@@ -280,7 +282,7 @@ class Scheduler:
             if preference.full and reduces < min(preference.together, len(self.ready) - self.reduced):
                 reduces = 0
         if self.gathered < len(self.first) and (lacks or idle):
-            ahead = preference.forward if self.workload.is_forward(self.first[self.gathered]) else inf
+            ahead = preference.forward if self.workload.is_forward(self.first[self.gathered]) else preference.backward
             most = max(int(lacks), min(preference.together, self.read + ahead - self.gathered))
             gathers = self._may_gather(most, preference.patient)
         if reduces and (preference.reduce_first or not gathers):

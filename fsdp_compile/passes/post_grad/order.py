@@ -96,9 +96,7 @@ def pin_order(context: GraphContext) -> None:
         preserve_node_ordering(context.graph, dependencies)
 
 
-_EVENTS = (
-    *STARTS, WAIT, ops.WAIT_COLLECTIVE, ops.DEFER_REDUCE, ops.UPDATE_SHARD, ops.CHECK_RANKS,
-)  # fmt: skip
+_EVENTS = (*STARTS, WAIT, ops.WAIT_COLLECTIVE, ops.DEFER_REDUCE, ops.UPDATE_SHARD, ops.CHECK_RANKS)
 
 
 def _is_event(node: fx.Node) -> bool:
