@@ -158,12 +158,13 @@ def _is_causal(node: fx.Node) -> bool:
 
 
 def _read_bytes(node: fx.Node, fused: bool) -> int:
-    inputs = [] if packet_of(node) in _LOSSES else node.all_input_nodes
+    if packet_of(node) in _LOSSES:
+        return 0
     if packet_of(node) in _LOOKUPS:
-        return sum(map(_bytes, inputs[1:])) + _bytes(node)
+        return sum(map(_bytes, node.all_input_nodes[1:])) + _bytes(node)
     if not (fused and is_loop(node)):
-        return sum(map(_bytes, inputs))
-    return sum(_bytes(each) for each in inputs if _reads_first(node, source_of(each, is_passed_on)))
+        return sum(map(_bytes, node.all_input_nodes))
+    return sum(_bytes(each) for each in node.all_input_nodes if _reads_first(node, source_of(each, is_passed_on)))
 
 
 def _reads_first(loop: fx.Node, origin: fx.Node) -> bool:

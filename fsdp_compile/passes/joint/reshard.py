@@ -40,10 +40,7 @@ def choose_reshard(context: GraphContext) -> None:
 
 
 def reshard(context: GraphContext) -> None:
-    """Tag gathers that backward recomputes, those of units that reshard after forward; torch saves other collectives.
-
-    See Note [Why gathers are tagged for recomputation].
-    """
+    """Tag what backward recomputes (Note [Why gathers are tagged for recomputation]); torch saves other collectives."""
     for node in nodes.tagged(context.graph, "local", "gather", "wait", "view"):
         if nodes.tag_of(node).reshard:
             set_policy((node, *nodes.derived(node)), CheckpointPolicy.MUST_RECOMPUTE)

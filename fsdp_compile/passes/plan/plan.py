@@ -138,7 +138,7 @@ def _open_intervals(workload: Workload, plan: Plan) -> dict[str, list[tuple[int,
     for step in plan.of("gather", "wait", "free"):
         for name in step.units:
             at[name].append(step.at)
-    return {name: list(zip(*[iter(each)] * 3, strict=True)) for name, each in at.items()}
+    return {name: list(zip(each[::3], each[1::3], each[2::3], strict=True)) for name, each in at.items()}
 
 
 def _check_reads(workload: Workload, plan: Plan) -> None:

@@ -183,7 +183,7 @@ def lower_bound(workload: Workload, merge: int | None = None) -> float:
     """
     latency, tasks = workload.latency, workload.tasks
     each = latency if merge == 1 or not workload.can_coalesce else 0.0  # of each unit; otherwise of all together
-    needs: list[list[tuple[int, float]]] = [[], *([] for _ in tasks)]  # released before which task, seconds
+    needs: list[list[tuple[int, float]]] = [[] for _ in range(len(tasks) + 1)]  # released before which task, seconds
     replicas: list[tuple[int, int, float]] = []
     for unit, first, _ in workload.gathers(workload.must_keep | set(workload.may_keep)):
         needs[first].append((workload.first_issue(first), workload.units[unit].gather + each))

@@ -131,13 +131,13 @@ def _emit_reduce(graph: fx.Graph, start: fx.Node, wait: fx.Node) -> fx.Node:
 @register_lowering(JOIN_BYTES, type_promotion_kind=None)
 def _lower_join(parts: list[Any], dim: int) -> Any:
     """Emit a concatenation kernel: each part is computed where it belongs. Inductor's own calls a library for bytes."""
-    (first, *_), widths = parts, [part.get_size()[1] for part in parts]
-    size, device, dtype = [first.get_size()[0], sum(widths)], first.get_device(), first.get_dtype()
+    rows, widths = parts[0].get_size()[0], [part.get_size()[1] for part in parts]
+    size, device, dtype = [rows, sum(widths)], parts[0].get_device(), parts[0].get_dtype()
     strides = ir.FlexibleLayout.contiguous_strides(size)
     joined = ir.ConcatKernel(name=None, layout=ir.FixedLayout(device, dtype, size, strides), inputs=[])
     box, begin, written = ir.StorageBox(joined), 0, []
     for part, width in zip(parts, widths, strict=True):
-        layout = ir.FixedLayout(device, dtype, [size[0], width], strides, offset=begin)
+        layout = ir.FixedLayout(device, dtype, [rows, width], strides, offset=begin)
         written.append(ir.ConcatKernel.realize_into(part, ir.ReinterpretView(data=box, layout=layout)))
         begin += width
     joined.name = V.graph.register_buffer(joined)
