@@ -39,7 +39,7 @@ import time
 import tomllib
 import traceback
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -388,17 +388,23 @@ def _break_passes(names: Collection[str]) -> int:
     return int(missed > 0)
 
 
+def _sample(finders: Iterable[_Finder], count: int, seed: int) -> list[Mutant]:
+    """`count` mutants, or all where there are fewer."""
+    every = [mutant for finder in finders for mutant in finder.mutants()]
+    return random.Random(seed).sample(every, min(count, len(every)))
+
+
 def _draw(files: Collection[Path], count: int, seed: int, commit: str | None) -> list[Mutant]:
     """`count` mutants of `files`; with `commit`, drawn from what they were then, without those that are gone."""
     today = {path: _Finder(path, path.read_bytes()) for path in files}
     if commit is None:
-        return random.Random(seed).sample([mutant for finder in today.values() for mutant in finder.mutants()], count)
+        return _sample(today.values(), count, seed)
     show = ("git", "-C", str(ROOT), "show")
     then = {
         path: _Finder(path, subprocess.check_output((*show, f"{commit}:{path.relative_to(ROOT).as_posix()}")))
         for path in files
     }
-    drawn = random.Random(seed).sample([mutant for finder in then.values() for mutant in finder.mutants()], count)
+    drawn = _sample(then.values(), count, seed)
     again = [(mutant, today[mutant.path].find_again(mutant, then[mutant.path])) for mutant in drawn]
     for mutant in sorted(mutant for mutant, found in again if found is None):
         print(f"gone: {mutant}", flush=True)
@@ -408,7 +414,7 @@ def _draw(files: Collection[Path], count: int, seed: int, commit: str | None) ->
 def main() -> int:
     """Run what the arguments ask for; 1 if too few mutants were killed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--count", type=int, default=200, help="how many, or all that there are")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--file", action="append", help="a file or a folder of the package; can be given several times")
     parser.add_argument("--least", type=float, default=0.9, help="the share of mutants that has to be killed")
