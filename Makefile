@@ -44,6 +44,8 @@ types: .venv/test
 first.half second.half:
 	$(PY) -m pytest $(if $(filter first%,$@),$(FIRST),$(SECOND))
 
+tests/unit.tier: types # whose cache a test of users' types reads
+
 %.tier:
 	$(PY) -m pytest $*
 

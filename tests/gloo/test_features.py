@@ -135,7 +135,8 @@ def _compare(rank: int, ways: dict[str, Way], how: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("strategy", "how"),
-    [*((strategy, "eager") for strategy in STRATEGIES), pytest.param("FULL_SHARD", "aot_eager", marks=LATE)],
+    [("FULL_SHARD", "eager"), ("NO_SHARD", "eager")]
+    + [pytest.param(*each, marks=LATE) for each in (("SHARD_GRAD_OP", "eager"), ("FULL_SHARD", "aot_eager"))],
 )
 def test_ways(two: Ranks, strategy: str, how: str) -> None:
     """Losses, gradients and parameters are those of one process that plays all ranks, and in the end nothing is

@@ -129,7 +129,7 @@ LATE = pytest.mark.nightly
 
 @pytest.mark.parametrize(
     ("world", "name", "setting", "hows"),
-    [("two", "mlp", "fp8", ("aot_eager",)), ("four", "mlp", "hybrid", ("aot_eager",))]
+    [("two", "mlp", "fp8", ("aot_eager",))]
     + [pytest.param("two", "gpt", setting, ("aot_eager", "inductor"), marks=LATE) for setting in list(OPTIONS)[:5]]
     + [pytest.param("four", "mlp", setting, ("aot_eager", "inductor"), marks=LATE) for setting in list(OPTIONS)[5:]],
 )

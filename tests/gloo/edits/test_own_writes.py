@@ -94,7 +94,6 @@ LATE = pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "how", "names"),
     [
-        ({}, "eager", NAMES),
         ({"mixed_precision": MixedPrecision(torch.bfloat16)}, "eager", NAMES),
         ({}, "whole", ["clamps later"]),
         ({}, "blocks", ["moves a codebook", "replaces data"]),

@@ -206,7 +206,8 @@ def _set_forward(model: Any, kind: str) -> None:
 def test_forward_set_on_the_instance(rank: int, how: str, when: str, call: str) -> None:
     """A `forward` that was set on a unit itself, whenever, runs with parameters gathered and divides by the unit's
     factor, however it is called, in a graph of the model around it too: its gradients are no means."""
-    for kind in list(FORWARDS) if how == "eager" or NIGHTLY else list(FORWARDS)[call == "forward" :: 2]:
+    kinds, which = list(FORWARDS), 2 * (call == "forward") + (when == "before sharding")
+    for kind in kinds if how == "eager" or NIGHTLY else kinds[which : which + 1]:
         torch._dynamo.reset()
         reference, sharded = _Called(*_net()), _Called(*_net())
         for model in (reference, sharded):

@@ -155,7 +155,7 @@ def _train(rank: int, name: str, strategy: str = "FULL_SHARD", lr: Any = 0.02, *
 @pytest.mark.parametrize(
     ("world", "name", "options"),
     [("two", "wide", {}), ("two", "wide", {"strategy": "NO_SHARD"}), ("two", "batches", {})]
-    + [("four", "wide", {"strategy": "HYBRID_SHARD", "devices_per_node": 2})]
+    + [pytest.param("four", "wide", {"strategy": "HYBRID_SHARD", "devices_per_node": 2}, marks=NIGHTLY)]
     + [pytest.param("two", "wide", {"lr": torch.tensor(0.0200001)}, marks=NIGHTLY)]
     + [pytest.param("two", name, {}, marks=NIGHTLY) for name in CASES if name not in ("wide", "batches")],
 )
