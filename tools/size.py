@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 9_942,
-    "the story and what it imports": 13_917,
-    PACKAGE: 34_993,
+    "the story": 9_941,
+    "the story and what it imports": 13_916,
+    PACKAGE: 34_989,
     "tests": 42_758,
     "bench": 4_734,
     "docs, README, change log": 5_139,

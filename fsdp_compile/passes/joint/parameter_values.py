@@ -54,7 +54,8 @@ class Elements:
         root: the parameter, a 1-D slice of the gathered buffer.
         size: shape of the tensor.
         stride: its strides over `root`: a permutation of a contiguous shape.
-        program: the computation as text without names of nodes; parameters with equal programs are computed together.
+        program: the computation as text without names of nodes, "x" for the parameter itself; parameters with equal
+            programs are computed together.
         scales: the scales that the program takes.
         level: the number of successive all-reduces of maxima that these need.
     """
@@ -90,9 +91,6 @@ class Scales:
     block: int = 0
 
 
-UNCHANGED = "x"  # the program of a parameter itself
-
-
 class ParameterValues:
     """Finds the nodes of a graph that can be computed from shards of parameters.
 
@@ -110,7 +108,7 @@ class ParameterValues:
         first: dict[tuple[object, ...], fx.Node] = {}
         for node in graph.nodes:
             if node in parameters:
-                value: Elements | Scales | None = Elements(node, (node.meta["val"].numel(),), (1,), UNCHANGED)
+                value: Elements | Scales | None = Elements(node, (node.meta["val"].numel(),), (1,), "x")
             else:
                 value = self._classify(node)
             if value is not None:
@@ -148,7 +146,7 @@ class ParameterValues:
 
     def _classify(self, node: fx.Node) -> Elements | Scales | None:
         value, inputs = node.meta.get("val"), node.all_input_nodes
-        if node.op != "call_function" or not isinstance(value, Tensor):
+        if not isinstance(value, Tensor):
             return None
         if not inputs:
             is_constant = node.target in _CONSTANTS and value.numel() == 1
@@ -169,7 +167,7 @@ class ParameterValues:
         if node.target in MAXIMA:
             return self._maxima(node, first)
         if keeps_values(node) or node.target is aten.clone.default:
-            shape = _shape_of(node, first) if len(inputs) == 1 else None
+            shape = _shape_of(node, first)
             return None if shape is None else replace(first, size=shape[0], stride=shape[1])
         return self._pointwise(node, first, takes_scales=bool(scales))
 
@@ -248,8 +246,7 @@ def nodes_in(arguments: Any) -> list[fx.Node]:
 def _is_deterministic_pointwise(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags:
         return False
-    is_pointwise = torch.Tag.pointwise in node.target.tags and not node.target._schema.is_mutable
-    return is_pointwise or _is_cast(node)
+    return torch.Tag.pointwise in node.target.tags or _is_cast(node)
 
 
 def _is_cast(node: fx.Node) -> bool:
@@ -276,7 +273,7 @@ def _shape_of(node: fx.Node, seen: Elements | Scales) -> tuple[Shape, Shape] | N
                 return None  # of a tensor that lies otherwise: a view of a copy
             by_stride = view.permute(sorted(range(view.dim()), key=view.stride, reverse=True))
         size, stride = tuple(view.shape), tuple(view.stride())
-        if view.numel() != base.numel() or view.storage_offset() != 0 or not by_stride.is_contiguous():
+        if view.numel() != base.numel() or not by_stride.is_contiguous():
             return None
     return (size, stride) if _has_strides(node, size, stride) else None
 

@@ -52,20 +52,19 @@ def _computed_from_parameters(graph: fx.Graph) -> list[fx.Node]:
     numels: dict[fx.Node, int] = {}  # of the largest parameter that a node is computed from
     for node in graph.nodes:
         value, tag, needed = node.meta.get("val"), nodes.get_tag(node), node.all_input_nodes
-        if tag is not None and tag.kind in ("gather", "wait"):
-            if tag.reshard and tag.kind == "wait":
-                numels[node] = 0
+        if tag is not None and tag.kind == "wait" and tag.reshard:
+            numels[node] = 0
         elif isinstance(value, Tensor | tuple | list) and nodes.is_pure(node) and not numels.keys().isdisjoint(needed):
             # of a view of the buffer: of a parameter
             largest = max(numels[each] for each in needed if each in numels) or _numel(node)
             is_cheap = nodes.is_pointwise(node) and _numel(node) <= largest
-            at_hand = [each for each in needed if each.op == "placeholder" or nodes.is_scalar(each)]  # costs nothing
-            at_hand += [each for each in needed if _numel(each) * _SMALL <= largest]
+            at_hand = [each for each in needed if each.op == "placeholder" or _numel(each) * _SMALL <= largest]
             if all(each in numels or (is_cheap and each in at_hand) for each in needed):
                 numels[node] = largest
     return [node for node, largest in numels.items() if _numel(node) * _SMALL >= largest]
 
 
 def _numel(node: fx.Node) -> int:
+    """Elements of a tensor; 0 of a number, which costs nothing to keep."""
     value = node.meta.get("val")
     return size_hint(value.numel()) if isinstance(value, Tensor) else 0

@@ -43,7 +43,7 @@ from fsdp_compile.passes.graph.nodes import (
     tag_of,
     tagged,
 )
-from fsdp_compile.passes.joint.parameter_values import MAXIMA, UNCHANGED, Elements, ParameterValues, Scales, nodes_in
+from fsdp_compile.passes.joint.parameter_values import MAXIMA, Elements, ParameterValues, Scales, nodes_in
 from fsdp_compile.passes.joint.segment_ops import (
     EXPAND_SCALES,
     PACK_SEGMENTS,
@@ -190,7 +190,7 @@ def _choose_items(unit: GatheredUnit, cuts: Mapping[fx.Node, _Cut], values: Para
     for root, param in unit.roots.items():
         for node in cuts[root].gathered:
             classes[values.elements(node).program, node.meta["val"].dtype].append((param, node))
-    if all(program == UNCHANGED for program, _ in classes):
+    if not classes:
         return []
 
     def total(main: tuple[str, torch.dtype]) -> int:
@@ -287,13 +287,13 @@ class _LocalPrograms:
 
     def replace_nodes(self, units: Sequence[GatheredUnit]) -> None:
         """Replace the nodes by their new ones, and erase the old programs and the gathers of `units`."""
-        made, output = set(self.new.values()), self.graph.output_node()
+        output = self.graph.output_node()
         for node, new in self.new.items():
             for other in (node, *self.values.alike(node)):
                 if output in other.users:  # a copy: others read the gathered buffer, and callers write in place
                     emit = emitter(self.graph, output, units[0].tag, new)
                     output.replace_input_with(other, emit("view", aten.clone.default, new))
-                other.replace_all_uses_with(new, delete_user_cb=lambda user: user not in made)
+                other.replace_all_uses_with(new)
         eliminate_dead_code(self.graph)
 
 
@@ -307,7 +307,7 @@ def _give_shape(run: fx.Node, size: Sequence[int], stride: Sequence[int], kind: 
 
 def _move_before(first: fx.Node, node: fx.Node) -> None:
     """Move `node` and its inputs before `first`."""
-    if node.op != "placeholder" and first < node:
+    if first < node:
         for each in node.all_input_nodes:
             _move_before(first, each)
         first.prepend(node)

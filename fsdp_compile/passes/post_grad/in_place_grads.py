@@ -125,7 +125,7 @@ def _write_slice(grad: Any, target: Any) -> Any:
     """Compute `grad` into the memory that `target` views."""
     product: Any = getattr(grad.data, "data", None)
     fixed = product.layout if isinstance(product, ir.ExternKernelOut) else None
-    if isinstance(fixed, ir.FixedLayout) and fixed.offset == 0 and list(fixed.stride) == list(target.layout.stride):
+    if isinstance(fixed, ir.FixedLayout) and list(fixed.stride) == list(target.layout.stride):
         # With `max_autotune` the layout of a library's product is fixed before it is known where it goes, and Inductor
         # would copy it. With the strides of the slice it may as well lie there.
         product.layout = ir.NonOwningLayout(target)

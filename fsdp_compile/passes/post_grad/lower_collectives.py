@@ -71,7 +71,7 @@ def all_gather_into_buffer(context: GraphContext) -> None:
     """
     graph = context.graph
     for gather in tagged(graph, "gather"):
-        if gather.target is collectives.ALL_GATHER and gather.meta["val"].dim() == 1:
+        if gather.target is collectives.ALL_GATHER:
             full, name = gather.meta["val"], f"full_{gather.name.removeprefix('gather_')}"
             options = {"dtype": full.dtype, "device": full.device, "pin_memory": False}
             args = (list(full.shape),)
@@ -86,7 +86,7 @@ def all_gather_into_buffer(context: GraphContext) -> None:
 def _mark_sent(graph: fx.Graph, gather: fx.Node) -> None:
     """Mark what was computed from a shard as sent; the start of the gather casts a stored shard itself."""
     computed: fx.Node = gather.args[0]  # type: ignore[assignment]  # fx arguments are untyped
-    if computed.op != "call_function" or computed.target in (collectives.WAIT, WAIT_COLLECTIVE):
+    if computed.op != "call_function" or computed.target is WAIT_COLLECTIVE:  # of an earlier stage
         return
     is_cast = computed.target is CAST and computed.all_input_nodes[0].op == "placeholder"
     with graph.inserting_after(computed):

@@ -63,10 +63,10 @@ def _nodes_of(step: Step, info: GraphInfo, ahead: Mapping[str, list[fx.Node]]) -
         return []  # Inductor frees what nothing reads any more
     by_unit = info.gathers if step.kind in ("gather", "wait") else info.reduces
     collectives = [by_unit[name] for name in step.units]
-    of_units = [each.start if step.kind in ("gather", "reduce") else each.wait for each in collectives]
+    is_launch = step.kind in ("gather", "reduce")
+    of_units = [each.start if is_launch else each.wait for each in collectives]
     stages = [info.gathers[name].first + ahead.get(name, []) for name in step.units if step.kind == "gather"]
-    is_wait = step.kind in ("wait", "wait_reduce")  # which comes first, before what reads it if there is any
-    before = (nodes[:-1] or (nodes if is_wait else []) for nodes in of_units)
+    before = (nodes[:-1] or ([] if is_launch else nodes) for nodes in of_units)  # a wait, before what reads it if any
     return [*chain(*stages), *chain(*before), *(nodes[-1] for nodes in of_units)]
 
 
