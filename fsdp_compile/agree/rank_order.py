@@ -22,7 +22,7 @@ from torch import Tensor
 from fsdp_compile.agree.root_checks import groups_of
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
-from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists, follow, timeout_of_checks
+from fsdp_compile.comm.comparison import Subject, compare, exists, follow, timeout_of_checks
 from fsdp_compile.comm.groups import NamedGroup
 from fsdp_compile.comm.waits import state_of
 from fsdp_compile.core.backward_pass import BackwardPass, running_backward
@@ -92,7 +92,7 @@ class Order:
         new = [group for group in groups if group is not None and group not in self._begun]
         self._begun.update(new)
         of, found = f"the {self._direction} of model", filter(exists, (group.find() for group in new))
-        _follow_if_checking([(group, f"{of} {_model_number(self, group)}") for group in found], _PASSES)
+        follow([(group, f"{of} {_model_number(self, group)}") for group in found], timeout_of_checks(), _PASSES)
 
     def next_in_backward(self, what: str, unit: Unit, part: str = "") -> None:
         """As `next`, of a backward pass, which this begins if none is running."""
@@ -131,10 +131,8 @@ class Order:
         return f"after the {' of '.join(record[self._at - 1])}" if self._at else "at first"
 
     def _compare_lines(self, lines: list[str]) -> None:
-        timeout = timeout_of_checks()
-        if timeout is not None:
-            text = "\n".join(lines)
-            compare_in_groups([(group.find(), text) for group in self.groups], timeout, self._subject)
+        pairs = [(group.find(), "\n".join(lines)) for group in self.groups]
+        compare(pairs, timeout_of_checks(), self._subject)
 
 
 class RankOrder(Listener):
@@ -198,12 +196,6 @@ _GRAPH = Subject(
 )
 
 
-def _follow_if_checking(pairs: Sequence[tuple[dist.ProcessGroup, str]], subject: Subject) -> None:
-    timeout = timeout_of_checks()
-    if timeout is not None:
-        follow(pairs, timeout, subject)
-
-
 def _model_number(part: object | None, group: dist.ProcessGroup) -> int:
     return 0 if part is None else state_of(group).models.get(part, 0)
 
@@ -236,7 +228,7 @@ def _follow_in(groups: Sequence[NamedGroup | None], what: str, shard: Tensor | N
     for group in filter(exists, (group_named(each.name) for each in groups if each is not None)):
         of = f"{flat.path} of model {_model_number(flat, group)}" if flat else f"{numel} elements"
         pairs.append((group, f"the {what} of {of}"))
-    _follow_if_checking(pairs, _GRAPH)
+    follow(pairs, timeout_of_checks(), _GRAPH)
 
 
 @cache

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compile.comm.comparison import Subject, checksum, compare_in_groups, exists, timeout_of_checks
+from fsdp_compile.comm.comparison import Subject, checksums, compare, exists, timeout_of_checks
 from fsdp_compile.comm.groups import NamedGroup
 from fsdp_compile.comm.waits import state_of
 from fsdp_compile.core._torch import replicated_params
@@ -143,7 +143,7 @@ def compare_units(module: Any, settings: str, compiled: bool) -> bool:
     )
     first = f"{original_class(module).__name__} with {settings}"
     texts = [(group.find(), "\n".join([first, *_lines_to_compare(units, group)])) for group in groups]
-    compare_in_groups(texts, timeout, subject)
+    compare(texts, timeout, subject)
     return True
 
 
@@ -199,4 +199,4 @@ def _lines_to_compare(units: dict[Unit, str], group: NamedGroup) -> Iterator[str
         if replicates and unit.summoned is None and unit.trains:
             names = ", ".join(unit.names[:3]) + (", ..." if len(unit.names) > 3 else "")
             stored = [flat.shard.detach() for flat in unit.flats if flat.trains]
-            yield f"{path}: replicated values of {names} with checksum {checksum(stored)}"
+            yield f"{path}: replicated values of {names} with checksums {checksums(stored)}"

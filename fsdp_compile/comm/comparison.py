@@ -15,7 +15,7 @@ import hashlib
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from fsdp_compile.comm._torch import timeout_of
 from fsdp_compile.comm.waits import LONG, MessageBoard, state_of
 
-_AGREED, _DIFFERENT = "all ranks agree", "digests differ"
+_AGREED, _DIFFERENT, _AGAIN = "all ranks agree", "digests differ", "others are in a later comparison"
 
 
 class Subject(NamedTuple):
@@ -61,42 +61,37 @@ def limit_in(group: dist.ProcessGroup, timeout: float) -> float:
     return timeout if limit is None else min(timeout, limit.total_seconds())
 
 
-def compare(group: dist.ProcessGroup, text: str, timeout: float, subject: Subject) -> None:
-    """Wait until every rank of `group` has come with its text, `limit_in(group, timeout)` at most.
+def compare(pairs: Sequence[tuple[dist.ProcessGroup, str]], timeout: float | None, subject: Subject) -> None:
+    """In each group, in order, wait until every rank has come with its text, `limit_in(group, timeout)` at most.
+    If ranks of one group differ, those of the groups after it raise the same error: under hybrid sharding, all ranks.
+    Nothing is compared if `timeout` is None.
 
     Raises:
         RuntimeError: on all ranks that come: their texts or subjects differ, or a rank did not come.
     """
-    this_round = _Round(group, f"a comparison, {subject.name}: {', '.join(text.splitlines()[:2])}")
-    error = this_round.verdict(text, limit_in(group, timeout), subject)
-    if error is not None:
-        state_of(group).forget()
-        raise RuntimeError(error)
-
-
-def compare_in_groups(pairs: Sequence[tuple[dist.ProcessGroup, str]], timeout: float, subject: Subject) -> None:
-    """Compare this rank's text in each group, in order; RuntimeError as `compare` raises it.
-    If ranks of one group differ, those of the groups after it raise the same error: under hybrid sharding, all ranks.
-    """
     rest = [(group, text) for group, text in pairs if exists(group)]
-    while rest:
-        group, text = rest.pop(0)
-        try:
-            compare(group, text, timeout, subject)
-        except RuntimeError as error:
+    while rest and timeout is not None:
+        group, text = rest[0]
+        this_round = _Round(group, f"a comparison, {subject.name}: {', '.join(text.splitlines()[:2])}")
+        error = this_round.verdict(text, limit_in(group, timeout), subject)
+        if error == _AGAIN:
+            continue
+        rest.pop(0)
+        if error is not None:
+            state_of(group).forget()
             for following, _ in rest:
                 state_of(following).forget()
-                _Round(following).board.decide("outcome/answer", str(error))
-            raise
+                _Round(following).board.decide("outcome/answer", error)
+            raise RuntimeError(error)
 
 
-def follow(pairs: Sequence[tuple[dist.ProcessGroup, str]], timeout: float, subject: Subject) -> None:
-    """This rank begins what the texts name: `compare_in_groups`, where it is not what ranks expect of each other.
+def follow(pairs: Sequence[tuple[dist.ProcessGroup, str]], timeout: float | None, subject: Subject) -> None:
+    """This rank begins what the texts name: `compare`, where it is not what ranks expect of each other.
     See Note [What ranks foretell of each other].
     """
-    new = [(group, text) for group, text in pairs if not state_of(group).foretold(text)]
-    if new:
-        compare_in_groups(new, timeout, subject)
+    if timeout is not None:
+        new = [(group, text) for group, text in pairs if not state_of(group).foretold(text)]
+        compare(new, timeout, subject)
 
 
 def exists(group: dist.ProcessGroup) -> bool:
@@ -109,8 +104,8 @@ class _Round:
 
     def __init__(self, group: dist.ProcessGroup, words: str = "") -> None:
         self._state = state_of(group)
+        self._state.note("comparison", f"round {self._state.rounds + 1}", words)
         self._state.rounds += 1
-        self._state.note("comparison", f"round {self._state.rounds}", words)
         self.board = MessageBoard.of_group(group, f"fsdp_flat/{self._state.rounds}")
         self.rank, self.size = group.rank(), group.size()
         self.global_ranks = dist.get_process_group_ranks(group)
@@ -152,6 +147,8 @@ class _Round:
             message = self.board.read(key, min(left, LONG.total_seconds()))
             if message is not None:
                 return message
+            if self._state.is_left_behind():
+                return _AGAIN.encode()
             try:
                 self._state.check()
             except RuntimeError as error:  # others wait for a collective meanwhile
@@ -197,22 +194,15 @@ _CHUNK = 1 << 20  # numbers whose places are counted at a time
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes per element; wider ones as several integers
 
 
-def checksum(tensors: Iterable[Tensor]) -> int:
-    """A sum of the bits of `tensors`, each number times its place; waits for the device once."""
-    return int(_sum_of_bits(tensors))
-
-
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """The checksum of each of `tensors`, which are on one device; waits for it once."""
-    sums = [_sum_of_bits([each]) for each in tensors if each.numel()]
+    """A sum of the bits of each of `tensors`, each number times its place. Waits once for the device of all of them."""
+    sums = [_sum_of_bits(each.detach().contiguous().view(-1)) for each in tensors if each.numel()]
     found = iter(torch.stack(sums).tolist() if sums else ())
     return [next(found) if each.numel() else 0 for each in tensors]
 
 
-def _sum_of_bits(tensors: Iterable[Tensor]) -> Any:
-    """An int64, shape `()`; 0 of no elements."""
-    flat = (each.detach().contiguous().view(-1) for each in tensors)
-    bits = [each.view(_BITS.get(each.element_size(), torch.int64)) for each in flat]
-    chunks = [chunk for each in bits for chunk in each.split(_CHUNK) if chunk.numel()]
-    sums = [(chunk * torch.arange(1, chunk.numel() + 1, device=chunk.device)).sum() for chunk in chunks]
+def _sum_of_bits(flat: Tensor) -> Any:
+    """An int64, shape `()`."""
+    bits = flat.view(_BITS.get(flat.element_size(), torch.int64)).split(_CHUNK)
+    sums = [(chunk * torch.arange(1, chunk.numel() + 1, device=chunk.device)).sum() for chunk in bits]
     return sum(weight * each for weight, each in enumerate(sums, 1))

@@ -30,7 +30,7 @@ from fsdp_compile.comm._torch import (
     without_groups,
 )
 from fsdp_compile.comm.collectives import backends
-from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists
+from fsdp_compile.comm.comparison import Subject, compare, exists
 from fsdp_compile.comm.waits import MessageBoard, state_of
 
 _SECONDS_TO_COME = 600.0  # that ranks wait for each other before they make a group
@@ -335,7 +335,7 @@ def _group_within(group: dist.ProcessGroup, ranks: list[int]) -> NamedGroup:
     board = MessageBoard.of_group(group, f"fsdp_flat/joined/{state_of(group).rounds}") if exists(group) else None
     if board is not None:
         board.post(f"{group.rank()}", f"{groups_counted()}")
-    compare_in_groups([(group, "a new process group")], _SECONDS_TO_COME, _NEW_GROUP)
+    compare([(group, "a new process group")], _SECONDS_TO_COME, _NEW_GROUP)
     if board is not None:  # all have come, and posted before
         most = max(int(board.read(f"{rank}") or 0) for rank in range(group.size()))
         for _ in range(most - groups_counted()):

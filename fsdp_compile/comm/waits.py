@@ -4,6 +4,7 @@ Each rank notes what it begins in a group, in order. A wait that takes long writ
 under their numbers, unless another rank has written there before:
 
     fsdp_flat/waits/<number>    what the first rank that waited long has begun as this group's collective of that number
+    fsdp_flat/waits/round       the last comparison in which a rank waited long
     fsdp_flat/waits/error/<n>   two ranks have begun different things, for the n-th time: all that wait raise this once
 
 So ranks that do not wait pay for a note, and a slow rank is never taken for one that does something else.
@@ -177,6 +178,15 @@ class GroupState:
                 state.tell(error)
             self.forget()
             raise RuntimeError(error)
+
+    def is_left_behind(self) -> bool:
+        """Whether others wait in a later comparison, as ranks that were interrupted in one; then the next is theirs."""
+        board = MessageBoard.of_group(self._group(), "fsdp_flat/waits")  # type: ignore[arg-type]  # a wait holds it
+        if (latest := board.count("round", 0)) <= self.rounds:
+            board.post("round", str(self.rounds))
+            return False
+        self.rounds = latest - 1
+        return True
 
     def tell(self, error: str) -> None:
         """Let all ranks of the group whose waits take long raise `error`, which this one raises."""

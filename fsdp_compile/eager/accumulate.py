@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.comm.comparison import checksum, exists, timeout_of_checks
+from fsdp_compile.comm.comparison import checksums, exists, timeout_of_checks
 from fsdp_compile.comm.waits import MessageBoard
 from fsdp_compile.core._torch import executes_node
 from fsdp_compile.core.autograd import ReduceQueue
@@ -382,7 +382,7 @@ def _find_unaveraged(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
                 )
     if unit is None or not others or not exists(unit.group.find()) or timeout_of_checks() is None:
         return
-    mine = f"{len(others)} with checksum {checksum(each for each in others if each.layout is torch.strided)}"
+    mine = f"{len(others)} with checksums {[checksums([each]) for each in others if each.layout is torch.strided]}"
     if MessageBoard.of_group(unit.group.find(), "fsdp_flat/unaveraged").decide(str(next(_mixed)), mine) != mine:
         some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         warn_caller(

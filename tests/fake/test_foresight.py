@@ -36,14 +36,6 @@ def test_a_batch_by_substitution_is_a_fresh_trace(small):
     assert at_batch(*points, 5) == other
 
 
-@pytest.mark.nightly
-def test_batches_of_a_sweep_are_substituted():
-    """What is predicted for a batch is the same alone and within a sweep."""
-    settings = [replace(SETTING, world_size=world, batch=batch) for world, batch in ((8, 2), (64, 4))]
-    swept = predict_step(lambda: Llama(**SMALL), settings, alternatives=False)
-    assert swept[1] == predict_step(lambda: Llama(**SMALL), settings[1:], alternatives=False)[0]
-
-
 def test_checkpointing_adds_a_forward_to_backward(small):
     """Full checkpointing adds exactly the forward of each block to its backward, and saves its input alone."""
     none, full = (small.work(replace(SETTING, checkpointing=each)) for each in ("none", "full"))

@@ -2,10 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +13,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from fsdp_compile import ShardingStrategy, fully_shard
-from fsdp_compile.comm import comparison
 from fsdp_compile.comm.waits import state_of
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 
 from ..ranks import on_ranks
+from .test_compare_ranks import comparisons
 from .test_order import _watching
 
 X = torch.ones(2, 4)
@@ -32,12 +30,6 @@ def _evaluate(order: tuple[int, ...], timeout: float = 60.0, **options: Any) -> 
     run = torch.compile(model, fullgraph=True, backend=fsdp_compile_backend, options={"check_ranks_timeout": timeout})
     with torch.no_grad():
         return run(X)
-
-
-@contextmanager
-def _comparisons() -> Iterator[mock.Mock]:
-    with mock.patch.object(comparison, "compare", side_effect=comparison.compare) as compare:
-        yield compare
 
 
 SAID = r"compiled graph: expected the same collectives in the same order on all ranks, found after "
@@ -140,14 +132,14 @@ def test_once_for_each_graph() -> None:
     """Forward and backward are compared at their first run and at no other, also when they come from the cache."""
     _forget()
     run = torch.compile(_products(), fullgraph=True)
-    with _comparisons() as compare:
+    with comparisons() as compare:
         for _ in range(3):
             run(X).square().mean().backward()
             assert compare.call_count == 3, "expected one comparison of the model, and one for each graph, at step 0"
     _forget()
     counters.clear()
     run = torch.compile(_products(), fullgraph=True)
-    with _comparisons() as compare:
+    with comparisons() as compare:
         run(X).square().mean().backward()
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1 and not counters["inductor"]["fxgraph_cache_miss"]
     assert compare.call_count == 3, "expected graphs from the cache to be compared"
@@ -162,7 +154,7 @@ def test_only_ranks_of_the_groups_take_part(rank: int) -> None:
     _evaluate(order, process_group=groups[rank // 2])
     replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     both = (groups[rank // 2], replicas[rank % 2])
-    with _comparisons() as compare:
+    with comparisons() as compare:
         _evaluate((0, 1), process_group=both, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
         texts = {call.args[1] for call in compare.call_args_list if call.args[3].name == "compiled graph"}
         found: list[Any] = [None] * 4

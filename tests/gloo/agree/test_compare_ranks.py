@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,6 +25,12 @@ from ..training import executor
 
 X = torch.ones(2, 8)
 Kind = ShardingStrategy
+SUBJECT = comparison.Subject("this", "the same", "the end", "let ranks agree")
+
+
+def comparisons() -> Any:
+    """A patch that counts them."""
+    return mock.patch.object(comparison._Round, "verdict", autospec=True, side_effect=comparison._Round.verdict)
 
 
 def _model(seed: int = 0, width: int = 4, turned: bool = False) -> nn.Module:
@@ -71,7 +78,7 @@ DIFFERENT: dict[str, tuple[Make, Make, str]] = {  # what rank 0 and rank 1 have,
     "values": (
         lambda: _sharded(seed=0, sharding_strategy=Kind.NO_SHARD),
         lambda: _sharded(seed=1, sharding_strategy=Kind.NO_SHARD),
-        r"rank 0: 0 \(Linear, NO_SHARD\): replicated values of .*weight, .*bias with checksum -?\d+; rank 1",
+        r"rank 0: 0 \(Linear, NO_SHARD\): replicated values of .*weight, .*bias with checksums \[-?\d+\]; rank 1",
     ),
     "executor": (
         lambda: _sharded(),
@@ -111,7 +118,7 @@ def test_ranks_that_differ(rank: int) -> None:
 def test_ranks_that_agree(rank: int) -> None:
     """They compare once for each root, and a forward that communicates nothing compares nothing."""
     state_of(dist.group.WORLD).forget()  # of other tests
-    with mock.patch.object(comparison, "compare", side_effect=comparison.compare) as compare:
+    with comparisons() as compare:
         torch.manual_seed(rank)
         model = fully_shard(nn.Linear(8, 8))  # each rank initializes its own slice
         with summon_full_params(model), torch.no_grad():
@@ -148,11 +155,26 @@ def test_a_rank_that_ends_within_a_comparison(rank: int) -> None:
     dist.barrier()
     if rank == 0:
         before = time.monotonic()
-        subject = comparison.Subject("this", "the same", "the end", "let ranks agree")
         with pytest.raises(RuntimeError, match=r"^this: expected the same on all ranks, found others; let ranks agree"):
-            comparison.compare(group, "a\nb", 1.0, subject)
+            comparison.compare([(group, "a\nb")], 1.0, SUBJECT)
         assert time.monotonic() - before < 10
     dist.barrier()
+
+
+@on_ranks(2)
+def test_ranks_that_were_interrupted_in_different_places(rank: int) -> None:
+    """One within a comparison, the other before it: they go on with the next one, which both begin, within seconds."""
+    group = dist.new_group()
+    for ahead in (0, 1):
+        if rank == ahead:
+            interrupted = mock.patch.object(comparison._Round, "verdict", side_effect=KeyboardInterrupt)
+            with interrupted, pytest.raises(KeyboardInterrupt):
+                comparison.compare([(group, "a")], 60.0, SUBJECT)
+        for text in "bc":
+            before = time.monotonic()
+            comparison.compare([(group, text)], 60.0, SUBJECT)
+            assert time.monotonic() - before < 30
+        assert state_of(group).rounds == 3 * (ahead + 1)
 
 
 @on_ranks(2)

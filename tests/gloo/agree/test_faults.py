@@ -52,7 +52,6 @@ EARLY = (  # the ranks that send need not wait, and come to the first comparison
     r"^RuntimeError: .*([Tt]imed out|[Tt]imeout|closed by peer|reset by peer|Broken pipe).* This was the broadcast of "
     r"\d parameters and buffers in fully_shard|^RuntimeError: \w+ forward: .* found no sign of rank 1 for \d+ s"
 )
-DAILY = [("stop", "forward", "eager"), ("stop", "write", "eager"), ("raise", "save", "eager")]
 ROWS = [
     (scenario, stage, "eager")
     for scenario in ("raise", "out of memory", "stop", "kill")
@@ -119,15 +118,6 @@ def _run(folder: Path, rows: list[tuple[str, str, str]]) -> None:
                 wrong.append(f"rank {rank} in {line['row']}: {seconds} s: {text}")
     assert len(found) == len(rows), f"{found}\n{run.stderr[-4000:]}"
     assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.nightly
-def test_a_rank_fails(tmp_path: Path) -> None:
-    """A rank is stopped, in forward or while it writes a checkpoint: the others raise when the group's timeout is over.
-
-    If it raises while it saves, all raise at once. The checkpoint before is still the newest.
-    """
-    _run(tmp_path, DAILY)
 
 
 @pytest.mark.nightly
