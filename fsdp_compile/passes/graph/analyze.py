@@ -189,7 +189,7 @@ def _start_names(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def _make_gather(starts: Sequence[fx.Node], prologue: Sequence[fx.Node]) -> Gather:
-    waits = [user for start in starts for user in start.users if user.target is WAIT]
+    waits = [user for start in starts for user in start.users]
     both = [readers(wait) for wait in waits]
     views = sorted({view for each, _ in both for view in each})
     others = [reader for _, each in both for reader in each]
@@ -216,7 +216,7 @@ def _make_reduce(start: fx.Node) -> Reduce:
     stages: list[list[fx.Node]] = []  # of each the wait, which may start a further one
     following: fx.Node | None = start
     while following is not None:
-        (wait,) = (user for user in following.users if user.target is WAIT)
+        (wait,) = following.users
         following = next((user for user in wait.users if user.target in STARTS), None)
         stages.append([wait, following] if following is not None else [wait, *_nodes_after(wait)])
     return Reduce(gradients, chain, stages[0], [node for stage in stages[1:] for node in stage])
@@ -306,7 +306,7 @@ def _units_by_task(spans: Mapping[str, list[Span]], units: list[str], cuts: list
     touched: list[list[int]] = [[] for _ in cuts]
     for index, unit in enumerate(units):
         for first, last in spans.get(unit, ()):
-            for task in touched[max(0, bisect_right(cuts, first) - 1) : bisect_right(cuts, last)]:
+            for task in touched[bisect_right(cuts, first) - 1 : bisect_right(cuts, last)]:
                 task.append(index)
     return touched
 
@@ -327,16 +327,16 @@ def _unit_cost(
     nodes = [*gather.first, *gather.start] if gather else []
     held = [node for node in nodes if node.target is not WAIT and not is_view(node)]
     sent = [*before, *(node for node in nodes if node.target in STARTS)]
-    reshards = tag_of(gather.start[-1]).reshard if gather else True
+    tag = tag_of((gather or reduce).start[-1])  # type: ignore[union-attr]  # it has one of them
     return UnitCost(
         name,
-        gather=sum(map(costs.collective, sent)) + len(before) * costs.latency if gather else 0.0,
+        gather=sum(map(costs.collective, sent)) + len(before) * costs.latency,
         reduce=costs.collective(reduce.start[-1]) if reduce else 0.0,
         gathered=sum(size_of(node) + message_size(node) for node in held),
         packed=size_of(reduce.start[-1].all_input_nodes[0]) + 2 * message_size(reduce.start[-1]) if reduce else 0,
         replicate=sum(map(costs.collective, further)),
-        keep_unsharded=None if reshards is None else not reshards,
-        module=tag_of((gather or reduce).start[-1]).path or "root",  # type: ignore[union-attr]  # it has one of them
+        keep_unsharded=None if tag.reshard is None else not tag.reshard,
+        module=tag.path or "root",
     )
 
 

@@ -196,12 +196,12 @@ def packet_of(node: fx.Node) -> Any:
 
 def is_view(node: fx.Node) -> bool:
     """Whether `node` is a view of its first argument."""
-    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+    if not node.args or not isinstance(node.args[0], fx.Node):
         return False
     if node.target in SAME_ORDER:
         return True
     schema = getattr(node.target, "_schema", None)
-    alias = schema.arguments[0].alias_info if schema and schema.arguments else None
+    alias = schema.arguments[0].alias_info if schema else None
     return alias is not None and not alias.is_write
 
 
@@ -236,7 +236,7 @@ def is_scalar(node: fx.Node) -> bool:
 def is_pure(node: fx.Node) -> bool:
     """Whether the operator is deterministic and has no side effects."""
     schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None:
+    if schema is None:
         return node.target is operator.getitem
     is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return not is_random and not schema.is_mutable and node.target not in (*STARTS, WAIT)

@@ -126,7 +126,7 @@ def _flops(node: fx.Node) -> int:
         return 0
     args: Any
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))  # a subgraph has none
-    if "_scaled_dot_product" in str(packet_of(node)) and len(args[0].shape) == 4:
+    if "_scaled_dot_product" in str(packet_of(node)):
         flops = size_hint(attention_flops(*args, backward="backward" in str(packet_of(node))))
     else:
         try:

@@ -181,7 +181,7 @@ def _sets_to_keep(workload: Workload, limit: int) -> list[frozenset[int]]:
     """Sets of units to keep unsharded: of those that backward reads first all that fit, or one."""
     units = sorted(workload.may_keep, key=lambda unit: workload.reads_in_backward[unit])
     firsts = [workload.must_keep | set(units[:count]) for count in range(len(units) + 1)]
-    most = max(0, bisect_right(firsts, limit, key=lambda keep: smallest_budget(workload, keep)) - 1)
+    most = bisect_right(firsts, limit, key=lambda keep: smallest_budget(workload, keep)) - 1
     return [firsts[count] for count in sorted({most, min(most, 1)})]
 
 
