@@ -254,7 +254,8 @@ class _LocalPrograms:
         shares = []
         for (_, _, smallest), nodes in alike.items():
             unit = self._unit_of_maximum(nodes[0])
-            _move_before(first, unit.shard)
+            if first < unit.shard:  # a cast of an input
+                first.prepend(unit.shard)
             programs = _UnitPrograms(self, unit, first)
             params = [unit.roots[self.values.elements(node.args[0]).root] for node in nodes]
             sources = [self.values.first(node.args[0]) for node in nodes]  # type: ignore[arg-type]  # fx arguments are untyped
@@ -274,13 +275,9 @@ class _LocalPrograms:
         begin = 0
         for (_, _, smallest), nodes in alike.items():
             for node in nodes:
-                known, value = self.values.of(node), node.meta["val"]
-                if isinstance(known, Scales) and known.root is not None:
-                    run = emit("maximum", aten.slice.Tensor, values, 0, begin, begin + value.numel())
-                    new = _give_shape(run, known.size, known.stride, "maximum", emit)
-                else:
-                    one = emit("maximum", aten.select.int, values, 0, begin)
-                    new = emit("maximum", aten.view.default, one, list(value.shape))
+                value = node.meta["val"]
+                run = emit("maximum", aten.slice.Tensor, values, 0, begin, begin + value.numel())
+                new = _give_shape(run, value.shape, value.stride(), "maximum", emit)
                 new = emit("maximum", aten.neg.default, new) if smallest else new
                 self.new[node] = new if value.dtype == torch.float32 else emit("maximum", CAST, new, value.dtype)
                 begin += value.numel()
@@ -303,14 +300,6 @@ def _give_shape(run: fx.Node, size: Sequence[int], stride: Sequence[int], kind: 
     shaped = emit(kind, aten.view.default, run, [size[dim] for dim in order])
     back = [order.index(dim) for dim in range(len(size))]
     return shaped if back == sorted(back) else emit(kind, aten.permute.default, shaped, back)
-
-
-def _move_before(first: fx.Node, node: fx.Node) -> None:
-    """Move `node` and its inputs before `first`."""
-    if first < node:
-        for each in node.all_input_nodes:
-            _move_before(first, each)
-        first.prepend(node)
 
 
 class _UnitPrograms:
