@@ -181,8 +181,7 @@ class ParameterValues:
     def _further_scales(self, node: fx.Node, of_blocks: list[Scales], level: int) -> Scales | None:
         """Classify a node that is computed from scales alone."""
         if not of_blocks:
-            is_reshaped = keeps_values(node) and node.target is not aten.expand.default
-            is_one = node.meta["val"].numel() == 1 and (is_reshaped or _is_deterministic_pointwise(node))
+            is_one = node.meta["val"].numel() == 1 and (keeps_values(node) or _is_deterministic_pointwise(node))
             return Scales(self._program(node), level) if is_one else None
         first = of_blocks[0]
         if keeps_values(node) or node.target is aten.clone.default:
