@@ -217,10 +217,12 @@ UNMOVED: tuple[Callable[[], nn.Module], ...] = (
         lambda w: (w / (1 + w.detach().abs().amax(1, keepdim=True).bernoulli(0.5))).bfloat16().float(),
         lambda w: (w / w.detach().abs().amax(1, keepdim=True).cumsum(0)).bfloat16().float(),
         lambda w: (w / w.detach().abs().amax().double()).bfloat16().float(),  # in float64 if it has a dimension
+        lambda w: (w / w.detach().abs().amax().expand(D, D)).bfloat16().float(),  # a scale of as many elements
         lambda w: w.flatten().softmax(0).view(D, D).bfloat16().float() * 30,
         lambda w: F.dropout(w, 0.3).bfloat16().float(),
         lambda w: w.bfloat16().float() + w.sum(),  # read twice: gathering both would be more
-        lambda w: (w.view(-1, 4) / w.detach().view(-1, 4).amax(1, keepdim=True)).to(F8).float().view(D, D),  # 16 B each
+        # maxima of 16 B each; without them the pass would gather one byte, and two, of four
+        lambda w: (w.view(-1, 4) / w.detach().view(-1, 4).half().amax(1, True).float()).to(F8).float().view(D, D),
         lambda w: torch.cat([half.bfloat16().float() for half in w.chunk(2)]),  # views that do not cover the parameter
         lambda w: (w / w.detach().abs().amax().view(1, 1, 1)).bfloat16().float()[0],  # gets a dimension more
         lambda w: w.t().contiguous().bfloat16().view(-1).float().view(D, D),  # lies otherwise than the parameter

@@ -11,7 +11,7 @@ from cuda_code import as_for_cuda
 from generated import Program, programs, sent
 from joint import JointPasses
 from torch import Tensor, nn
-from weights import UNMOVED, Block, D, Float8Block, Float8RowsBlock, OneWeight, ScaledBlock
+from weights import UNMOVED, Block, D, Float8Block, Float8RowsBlock, Microscaled, OneWeight, ScaledBlock
 
 from fsdp_compile import fully_shard
 from fsdp_compile.core.layout import lay_out
@@ -51,9 +51,11 @@ def test_scales_of_blocks_that_ranks_share(shape: tuple[int, int], begins: int) 
 
 
 def test_scales_of_rows_and_of_a_matrix_share_a_reduction() -> None:
-    """One all-reduce has the maximum of each row and the largest element of another unit; both gather float8."""
-    gathers = [("all_gather", torch.uint8, nbytes) for nbytes in (8 * 4 * D, 6 * D * D + 6 * D)] * 2
-    assert trained(Float8RowsBlock, Float8Block).forward == [("all_reduce", torch.float32, 8 * (4 * D + 2)), *gathers]
+    """One all-reduce has maxima of rows, of blocks of 16 and of whole matrices, of three units; all gather float8."""
+    nbytes = (8 * 4 * D, 6 * D * D + 6 * D, D * D, D * D, 8 * 4 * D, 6 * D * D + 6 * D)
+    gathers = [("all_gather", torch.uint8, each) for each in nbytes]
+    forward = trained(Float8RowsBlock, Microscaled, Float8Block).forward
+    assert forward == [("all_reduce", torch.float32, 8 * (4 * D + D * D // 16 + 2)), *gathers]
 
 
 class Scheduled(OneWeight):

@@ -154,11 +154,6 @@ def _assert_equal(one: Tensor, other: Tensor, what: str) -> None:
     assert torch.equal(one.cpu(), other.cpu()), f"{what} differs by {(one.cpu() - other.cpu()).abs().sum()}"
 
 
-def relative_difference(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm."""
-    return ((found - expected).norm() / expected.norm()).item()
-
-
 def _paired(model: nn.Module, reference: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
     """Name, parameter of the one and of the other model; compiled ones share the parameters of what they run."""
     others = {clean_name(name): param for name, param in reference.named_parameters()}
