@@ -160,7 +160,7 @@ def _check_reads(workload: Workload, plan: Plan) -> None:
 # the first task of backward.
 def _check_boundary(workload: Workload, index: int, gather: int, free: int) -> None:
     unit, crosses = workload.units[index], gather < workload.backward < free
-    keeps = crosses and any(first < free for first, _ in [workload.reads_in_backward.get(index, (free, free))])
+    keeps = crosses and workload.reads_in_backward.get(index, (free, free))[0] < free
     if crosses and not keeps:
         raise PlanError(f"at {free} free {unit.name}: expected it freed with the forward that gathered it")
     if keeps and unit.keep_unsharded is False:
