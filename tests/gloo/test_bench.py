@@ -33,15 +33,3 @@ def test_two_systems_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [path.name for path in drawn] == ["smoke-speed.png", "smoke-timeline.png", "smoke-memory.png"]
     assert all(path.stat().st_size > 5_000 for path in drawn)
     assert (tmp_path / "traces" / "smoke-ours.json").exists()
-
-
-@pytest.mark.nightly
-def test_the_page_has_what_commands_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a comment that names a command stands what it prints, once however often the page is written."""
-    monkeypatch.setattr(report, "PAGE", tmp_path / "page.md")
-    report.PAGE.write_text("a\n<!-- python -m bench --list -->\n<!-- end -->\nb\n")
-    for _ in range(2):
-        report.write_page()
-    written = report.PAGE.read_text()
-    assert written.startswith("a\n<!-- python -m bench --list -->\n```text\n$ python -m bench --list  # 20")
-    assert written.endswith("```\n<!-- end -->\nb\n") and written.count("GPT, two gloo ranks") == 1

@@ -710,34 +710,3 @@ def test_averages_of_models() -> None:
         averaged.append([*ema, *mean.module.parameters(), *params])
     assert all(type(each) is ShardedTensor for each in averaged[1])
     assert_same([each.detach() for each in averaged[1]], [each.detach() for each in averaged[0]], "averages")
-
-
-# --- compiled ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-@on_ranks(3)
-def test_compiled() -> None:
-    """torch.compile of an optimizer's step and of clipping makes one graph each, once."""
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    counter = CompileCounterWithBackend("aot_eager")
-    plain, sharded = build(SHAPES[:9])
-    one, other = torch.optim.AdamW(plain, lr=0.1), torch.optim.AdamW(sharded, lr=0.1)
-    step = torch.compile(other.step, backend=counter)
-    give_gradients(plain, sharded, 0)
-    one.step()
-    other.step()
-    for seed in (1, 2, 3):
-        give_gradients(plain, sharded, seed)
-        one.step()
-        step()
-    assert counter.frame_count == 1, counter.frame_count
-    assert_same_params(sharded, plain, "compiled step", 1e-5)
-    counter = CompileCounterWithBackend("aot_eager")
-    clip = torch.compile(lambda params: nn.utils.clip_grad_norm_(params, 1.0), backend=counter, fullgraph=True)
-    for seed in (1, 2, 3):
-        give_gradients(plain, sharded, seed)
-        assert_same(clip(sharded), nn.utils.clip_grad_norm_(plain, 1.0), "compiled norm")
-        assert_same([p.grad for p in sharded], [p.grad for p in plain], "compiled clip")
-    assert counter.frame_count == 1, counter.frame_count
