@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,27 +12,46 @@ from cuda_code import as_for_cuda
 from generated import Program, programs, sent
 from joint import JointPasses
 from torch import Tensor, nn
-from weights import UNMOVED, Block, D, Float8Block, Float8RowsBlock, Microscaled, OneWeight, ScaledBlock
+from weights import UNMOVED, Block, D, Float8Block, Float8RowsBlock, Microscaled, OfTwo, OneWeight, ScaledBlock
 
 from fsdp_compile import fully_shard
 from fsdp_compile.core.layout import lay_out
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 
 
-def trained(*make: Callable[[], nn.Module], **disable: Any) -> JointPasses:
+def trained(*make: Callable[[], nn.Module], disable: tuple[str, ...] = (), **options: Any) -> JointPasses:
     """What the passes make of modules, each a unit."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(*(each() for each in make))
-    fully_shard(model, auto_wrap_policy=set(map(type, model)))
-    backend = JointPasses(**disable)
+    fully_shard(model, auto_wrap_policy=set(map(type, model)), **options)
+    backend = JointPasses(disable)
     torch.compile(model, backend=backend, fullgraph=True)(torch.randn(4, D)).square().mean().backward()
     return backend
 
 
+LOW = partial(OneWeight, lambda weight: weight.bfloat16().float())
+
+
 def test_what_does_not_follow_from_a_parameter_alone() -> None:
-    """Sums, chance, buffers, two parameters, views of a segment, or more bytes: the graph is that without the pass."""
+    """Sums, chance, buffers, two parameters, views of a segment, or more bytes: the graph is that without the pass. So
+    it is where a format sends the unit."""
     assert trained(*UNMOVED).texts == trained(*UNMOVED, disable=("smallest_gather",)).texts
+    assert trained(LOW, wire="fp8").texts == trained(LOW, wire="fp8", disable=("smallest_gather",)).texts
+
+
+def test_stages() -> None:
+    """Both stages gather what is computed on the shard; backward the last one, as the result of the first is kept."""
+    found = trained(LOW, LOW, reshard_after_forward=WORLD_SIZE // 2)  # the second one stays unsharded
+    half, whole = D * D, 2 * D * D
+    assert [each[2] for each in found.forward] == [half, whole] * 2
+    assert [each[2] for each in found.backward if each[0] == "all_gather"] == [whole]
+
+
+def test_of_equal_choices_the_earlier() -> None:
+    """Casts of two weights are one gather: what follows from one of them, in as many bytes, is computed behind it."""
+    both = partial(OfTwo, lambda one, other: (one.bfloat16() + -other.bfloat16()).float())
+    assert trained(both).forward == [("all_gather", torch.bfloat16, 2 * 2 * D * D)]
 
 
 @pytest.mark.parametrize(("shape", "begins"), [((6, 10), 2), ((4, 8), 0), ((2, 24), 16)])
