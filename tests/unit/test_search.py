@@ -105,6 +105,25 @@ def test_memory_without_a_budget():
     assert found.peak < 63 + 10 * 100  # activations, and not a fifth of the 64 units
 
 
+def test_bound_formula():
+    """The bound is no less than g1 + max(Cf, Af - g1) + max(Cb, Ab + R - r) + r, without latency.
+
+    Nothing computes before the first gather g1. Then forward computes (Cf) beside its other gathers, of Af - g1, and
+    backward (Cb) beside its gathers Ab and all reduces R but the last one r, before which all has been computed.
+    """
+    for seed in range(50):
+        rng = random.Random(seed)
+        step = blocks(9, forward=rng.uniform(0.2, 2), latency=0, rng=rng)
+        gathers = [(step.units[unit].gather, first < step.backward) for unit, first, _ in step.gathers(frozenset())]
+        ahead, back = (sum(each for each, is_forward in gathers if is_forward == side) for side in (True, False))
+        reduces = [step.units[unit].reduce for unit, _, _ in step.reduces()]
+        forward, backward = (sum(task.seconds for task in tasks)
+                             for tasks in (step.tasks[: step.backward], step.tasks[step.backward :]))  # fmt: skip
+        (first, _), last = gathers[0], reduces[-1]
+        least = first + max(forward, ahead - first) + max(backward, back + sum(reduces) - last) + last
+        assert lower_bound(step) >= least * (1 - 1e-9)
+
+
 @pytest.mark.parametrize(("merge", "mean"), [(1, 0.95714), (2, 0.94224), (3, 0.94294)])
 def test_no_plan_beats_the_bound(merge, mean):
     """Within any budget the bound is no more than what trying everything finds, and on average 6 % less."""
