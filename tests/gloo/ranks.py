@@ -97,6 +97,7 @@ class Ranks:
             self.stop()
             self._start()
         call = pickle.dumps((function, args))
+        self._signal(signal.SIGCONT, range(self.world_size))
         for worker in self.workers:
             worker.pipe.send_bytes(call)
         answers = self._collect()
@@ -104,6 +105,7 @@ class Ranks:
             report = self._report(function.__name__, answers)
             self.stop()
             raise RanksFailed(report)
+        self._signal(signal.SIGSTOP, range(self.world_size))  # gloo's threads, hundreds of them, would look each 10 ms
         return [answers[rank].value for rank in range(self.world_size)]
 
     def stop(self) -> None:
@@ -113,6 +115,10 @@ class Ranks:
             worker.process.join()
             worker.pipe.close()
         self.workers = []
+
+    def _signal(self, number: signal.Signals, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            os.kill(self.workers[rank].process.pid or 0, number)
 
     def _start(self) -> None:
         self.starts += 1
@@ -163,8 +169,7 @@ class Ranks:
         return "\n".join([f"{name} failed on ranks {failed}, did not finish on {silent}", *said])
 
     def _ask_stacks(self, ranks: list[int]) -> Iterable[tuple[int, str]]:
-        for rank in ranks:
-            os.kill(self.workers[rank].process.pid or 0, signal.SIGUSR1)
+        self._signal(signal.SIGUSR1, ranks)
         time.sleep(0.5 if ranks else 0)
         return [(rank, self.workers[rank].stacks.read_text()) for rank in ranks]
 
