@@ -147,7 +147,7 @@ class _Round:
             message = self.board.read(key, min(left, LONG.total_seconds()))
             if message is not None:
                 return message
-            if self._state.is_left_behind():
+            if self._state.catch_up():
                 return _AGAIN.encode()
             try:
                 self._state.check()

@@ -179,8 +179,8 @@ class GroupState:
             self.forget()
             raise RuntimeError(error)
 
-    def is_left_behind(self) -> bool:
-        """Whether others wait in a later comparison, as ranks that were interrupted in one; then the next is theirs."""
+    def catch_up(self) -> bool:
+        """Begin the comparison next in which others wait, if it is a later one, as after interruptions; whether it is."""
         board = MessageBoard.of_group(self._group(), "fsdp_flat/waits")  # type: ignore[arg-type]  # a wait holds it
         if (latest := board.count("round", 0)) <= self.rounds:
             board.post("round", str(self.rounds))
