@@ -180,7 +180,7 @@ class GroupState:
             raise RuntimeError(error)
 
     def catch_up(self) -> bool:
-        """Begin the comparison next in which others wait, if it is a later one, as after interruptions; whether it is."""
+        """Go to the comparison that others wait in, if it is a later one, as after interruptions; True if it is."""
         board = MessageBoard.of_group(self._group(), "fsdp_flat/waits")  # type: ignore[arg-type]  # a wait holds it
         if (latest := board.count("round", 0)) <= self.rounds:
             board.post("round", str(self.rounds))
