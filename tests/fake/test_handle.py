@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import Residual, mlp
 from refusing import units
+from tiers import all_strategies
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -207,7 +208,7 @@ class _PassesOn(nn.Module):
         return self.up(x), x
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@all_strategies
 def test_a_late_gradient_opens_nothing(strategy: str) -> None:
     """A unit whose gradients are there stays closed when a gradient reaches an output that it only passed on, whether
     its memory was freed or not."""

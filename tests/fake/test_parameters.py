@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import GPT, Residual, mlp
 from refusing import local, units
+from tiers import all_strategies
 from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,8 +26,6 @@ from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from fsdp_compile.tensors.unsharded_tensor import UnshardedTensor
 from fsdp_compile.wrapper import WRAPPED
 
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
-all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 styles = pytest.mark.parametrize("style", [fully_shard, FullyShardedDataParallel])
 
 

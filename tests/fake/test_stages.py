@@ -6,13 +6,12 @@ import pytest
 import torch
 from compiling import BACKENDS
 from generated import programs
-from models import MODELS, mlp
+from models import MLP, mlp
 
 from fsdp_compile import fully_shard
 from fsdp_compile.comm.groups import NamedGroup
 from fsdp_compile.core.ops import shard_order
 
-MLP = MODELS["mlp"]
 BLOCKS = 4
 
 

@@ -13,6 +13,7 @@ from interruptions import Interruption, interrupted
 from models import Residual, mlp
 from recording import recorded, unlike_blocks
 from refusing import local, units
+from tiers import all_strategies
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload
 from torch.utils.checkpoint import checkpoint
@@ -20,8 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compile import FSDPModule, ShardingStrategy, fully_shard, summon_full_params
 from fsdp_compile.core.unit import TRANSITIONS, Phase, unit_of
 from fsdp_compile.eager.streams import UnshardedBuffer
-
-all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 
 
 def filled(model: nn.Module) -> int:

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 from generated import Program
-from models import MODELS, AnyLength, cross_entropy, mlp, text
+from models import MLP, AnyLength, cross_entropy, mlp, text
 from tiers import NIGHTLY
 from torch import nn
 from torch._inductor.utils import run_and_get_code
@@ -15,7 +15,6 @@ from fsdp_compile.passes import PASSES, GraphContext, Pass, _torch, backend
 from fsdp_compile.passes.plan.plan import PlanError, simulate, verify
 from fsdp_compile.passes.post_grad.plan_by_cost import read_graph
 
-MLP = MODELS["mlp"]
 LINK = {"link": "h100-ib400", "device": "h100"}
 LENGTHS = (7, 9, 3, 5, 8, 2, 4, 6, 9, 3, 8, 7)
 

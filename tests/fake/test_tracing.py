@@ -10,6 +10,7 @@ from compiling import step
 from models import mlp
 from recording import Log, RecordingDevice, unlike_blocks
 from refusing import units
+from tiers import all_strategies
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import aot_eager
@@ -34,9 +35,6 @@ def test_what_is_never_traced_calls_what_is_compiled() -> None:
     seen = _Dynamo()
     assert torch.equal(torch.compile(around, backend=seen)(torch.ones(2)), torch.full((2,), 3.0))
     assert [("mul" in name, "add" in name) for name in seen.calls] == [(True, False)]
-
-
-all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 
 
 class _Dynamo:

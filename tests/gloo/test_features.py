@@ -13,7 +13,8 @@ from fuzz.cases import Case as Way
 from fuzz.cases import Node, Step
 from fuzz.run import compare
 from joint import JointPasses
-from models import MODELS, MODULES, Case, mlp, squared_error, vectors
+from models import MLP, MODELS, MODULES, Case, mlp, squared_error, vectors
+from tiers import LATE, all_strategies, compiled_late
 from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
@@ -33,13 +34,8 @@ from .training import (
     whole,
 )
 
-LATE = pytest.mark.nightly
 # Rows of the feature table and other tests here show the same of compiled models every day.
-compiled_late = pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=LATE)])
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 
-MLP = MODELS["mlp"]
 ONE = Case(lambda: mlp(1), vectors, squared_error)
 
 

@@ -8,6 +8,7 @@ from fuzz.cases import OWN_PASSES, Case, Node, Step, draw
 from fuzz.corpus import CORPUS
 from fuzz.run import INVALID, compare
 from fuzz.shrink import shrink
+from tiers import both_ways
 
 from fsdp_compile.comm.formats import encode
 
@@ -34,7 +35,7 @@ def test_drawn_cases(two: Ranks) -> None:
     assert two.run(_compare, cases) == [[], []]
 
 
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@both_ways
 def test_backward_passes_of_nodes(two: Ranks, how: str) -> None:
     """Autograd functions run units in their backward, with and without gradients; a forward runs backward."""
     is_short = how != "eager" and not NIGHTLY

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import GPT, MODELS, mlp
+from tiers import LATE
 from torch import Tensor, nn
 
 from bench.emulated import noted
@@ -17,7 +18,6 @@ from fsdp_compile.passes.plan.plan import simulate
 
 ROWS = 128  # of a batch: activations are most of the memory
 LAYERS = {nn.Linear}
-LATE = pytest.mark.nightly
 BUILD: dict[str, Callable[[], nn.Module]] = {
     "gpt": lambda: GPT(layers=4),
     "mlp": lambda: mlp(blocks=4, width=48, hidden=96),

@@ -7,13 +7,12 @@ import pytest
 from every_plan import shortest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import LATE
 from workloads import blocks, no_prefetch, random_workload
 
 from fsdp_compile.passes.plan.plan import simulate, verify
 from fsdp_compile.passes.plan.schedule import limits_of, search_plan
 from fsdp_compile.passes.plan.workload import Task, Workload, lower_bound, smallest_budget
-
-LATE = pytest.mark.nightly
 
 
 def _case(seed):

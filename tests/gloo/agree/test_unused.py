@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import LATE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
@@ -19,7 +20,6 @@ from ..ranks import Ranks, on_ranks
 from ..training import assert_same_gradients, assert_same_parameters, executor
 from ..wire import wire
 
-LATE = pytest.mark.nightly
 late = lambda *values: [pytest.param(value, marks=LATE) for value in values]  # noqa: E731
 STEPS = 4
 Uses = Callable[[int, int], bool]  # whether a rank uses the layer in a backward pass

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS, Stack, mlp
+from models import MLP, Stack, mlp
 from torch import nn
 
 from fsdp_compile import FullyShardedDataParallel, checkpoint, fully_shard
@@ -31,7 +31,6 @@ from ..training import (
 )
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-MLP = MODELS["mlp"]
 
 
 def trained(steps: int, first: int = 0, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:

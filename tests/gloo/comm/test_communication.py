@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS, Case, checkpointed, squared_error, vectors
+from models import MLP, MODELS, Case, checkpointed, squared_error, vectors
+from tiers import all_strategies, both_ways, compiled_late
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -18,9 +19,6 @@ from ..ranks import on_ranks
 from ..training import OPTIMIZERS, assert_bitwise, backward, executor, local, mine, shard, units
 from ..wire import per_unit, soon, wire
 
-MLP = MODELS["mlp"]
-both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager"])
-compiled_late = pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 sharded = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 
 
@@ -81,7 +79,7 @@ def test_gradients_are_not_copied(how: str) -> None:
             assert storages <= reduced, f"{unit}: gradients were copied after the reduce-scatter"
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@all_strategies
 @both_ways
 @on_ranks(2)
 def test_what_a_model_leaves(how: str, strategy: str, tmp_path: Path) -> None:

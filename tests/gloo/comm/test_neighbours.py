@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from models import MODELS, MODULES
+from models import MLP, MODELS, MODULES
 from torch.distributed import ReduceOp, reduce_scatter_tensor
 from torch.distributed.fsdp import MixedPrecision
 
@@ -25,7 +25,6 @@ from ..training import (
 )
 from ..wire import Sent, wire
 
-MLP = MODELS["mlp"]
 HALVES = {"reshard_after_forward": 2}
 
 

@@ -5,7 +5,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS, seeded
+from models import MLP, seeded
+from tiers import LATE, both_ways
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
@@ -21,9 +22,8 @@ from ..ranks import on_ranks
 from ..training import assert_same_gradients, backward, build, executor, local, mine, shard, whole
 from ..wire import wire
 
-MLP = MODELS["mlp"]
 HYBRID = ShardingStrategy.HYBRID_SHARD
-both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+all_ways = pytest.mark.parametrize("how", ["eager", "aot_eager", pytest.param("inductor", marks=LATE)])
 
 
 class _Scaled(nn.Module):
@@ -38,7 +38,7 @@ class _Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@both_ways
+@all_ways
 @on_ranks(4)
 def test_float16_does_not_overflow(rank: int, how: str, strategy: str) -> None:
     """A mean is right where the sum of the addends is beyond the range of float16, eager and compiled.
@@ -121,7 +121,7 @@ def test_hybrid_reduces_shards_over_replicas(rank: int, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@both_ways
 @on_ranks(2)
 def test_keep_low_precision_gradients(how: str, strategy: str) -> None:
     """After backward gradients have the reduce dtype, under every strategy; they add up in the parameters' dtype.

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import MODELS, Case, mlp, part, squared_error, vectors
+from tiers import LATE, compiled_late
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
@@ -124,9 +125,6 @@ def _compare(rank: int, name: str, setting: str, hows: tuple[str, ...]) -> None:
             assert torch.equal(one, other), (how, (one - other).abs().max())
 
 
-LATE = pytest.mark.nightly
-
-
 @pytest.mark.parametrize(
     ("world", "name", "setting", "hows"),
     [("two", "mlp", "fp8", ("aot_eager",))]
@@ -206,7 +204,7 @@ class _Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("feedback", [True, False])
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+@compiled_late
 @on_ranks(2)
 def test_error_feedback(rank: int, how: str, feedback: bool) -> None:
     """With error feedback the sum of what was sent is that of the gradients but for residuals; without, it is not."""

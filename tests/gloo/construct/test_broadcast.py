@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS, Case, squared_error, vectors
+from models import MLP, Case, squared_error, vectors
+from tiers import STRATEGIES
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
@@ -19,9 +20,6 @@ from ..training import (
     build,
     full_parameters,
 )
-
-MLP = MODELS["mlp"]
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 
 
 class _WithBuffers(nn.Module):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS
+from models import MLP
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
@@ -22,7 +22,6 @@ from ..training import (
     whole,
 )
 
-MLP = MODELS["mlp"]
 HOWS: list[Any] = ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)]
 
 

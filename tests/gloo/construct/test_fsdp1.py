@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from models import MODELS, Block, Residual
+from models import MLP, MODELS, Block, Residual
 from states import OPTIMIZERS, assert_known, fill, start
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor as ChunkedTensor
@@ -41,7 +41,6 @@ from fsdp_compile.state_dict.sharded_value import full_tensor
 from ..ranks import on_ranks
 from ..training import backward, build, mine
 
-MLP = MODELS["mlp"]
 POLICY = ModuleWrapPolicy({Residual})
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
-from models import MODELS, Residual, seeded
+from models import MLP, Residual, seeded
+from tiers import compiled_late
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,7 +32,6 @@ from ..training import (
 )
 from ..wire import Sent, wire
 
-MLP = MODELS["mlp"]
 STEPS = 2
 
 
@@ -233,7 +233,7 @@ def test_communication() -> None:
 # --- deferred all-reduces ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+@compiled_late
 @on_ranks(4)
 def test_deferred_all_reduce(how: str) -> None:
     """Each of three backward passes reduces within its replica, the last one all-reduces the sum: the mean over all.

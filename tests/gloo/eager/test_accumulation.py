@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODELS, Case, mlp, squared_error, vectors
+from models import MLP, Case, mlp, squared_error, vectors
+from tiers import all_strategies, both_ways
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 
@@ -27,9 +28,7 @@ from ..training import (
 )
 from ..wire import assert_freed, wire
 
-MLP = MODELS["mlp"]
 SMALL = Case(lambda: mlp(1), vectors, squared_error)
-all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ def test_context_manager_and_decorator() -> None:
         MLP.loss(model, mine(MLP, 1))
 
 
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@both_ways
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
 def test_backward_of_some_parameters(strategy: str, how: str) -> None:
@@ -132,7 +131,7 @@ EDITS: dict[str, tuple[Callable[[Any], Any], bool]] = {  # and whether the reduc
 }
 
 
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@both_ways
 @pytest.mark.parametrize("edit", EDITS)
 @on_ranks(2)
 def test_edits_of_local_gradients_count(edit: str, how: str) -> None:
@@ -210,7 +209,7 @@ def test_local_gradients_add_up_in_the_reduce_dtype() -> None:
 # --- derivatives of second order ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@both_ways
 @on_ranks(2)
 def test_second_order_is_refused(how: str) -> None:
     """A backward pass that is to be differentiated raises at once; the model stays usable.

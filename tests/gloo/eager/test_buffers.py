@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from models import vectors
+from tiers import all_strategies, compiled_late
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
@@ -18,7 +19,6 @@ from ..ranks import on_ranks
 from ..training import executor
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-both_ways = pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 
 
 # --- buffers ----------------------------------------------------------------------------------------------------------
@@ -70,8 +70,8 @@ def _switch(value: str = "1") -> Iterator[None]:
 
 
 @pytest.mark.parametrize("value", ["1", "true"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@both_ways
+@all_strategies
+@compiled_late
 @on_ranks(2)
 def test_evaluation_in_full_precision(rank: int, how: str, strategy: str, value: str) -> None:
     """With the switch at exactly 1, inputs, weights and buffers have their own dtypes in eval mode; train changes back.

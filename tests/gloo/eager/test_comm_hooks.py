@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS
+from models import MLP
+from tiers import all_strategies
 from torch import Tensor
 from torch.distributed.algorithms._comm_hooks.default_hooks import (
     DefaultState,
@@ -33,7 +34,6 @@ from ..training import (
     whole,
 )
 
-MLP = MODELS["mlp"]
 COMPRESSING = {fp16_compress_hook: torch.float16, bf16_compress_hook: torch.bfloat16}
 
 
@@ -57,7 +57,7 @@ def _sum(state: _Seen, gradients: Tensor, output: Tensor | None = None) -> None:
         output.copy_(gradients.chunk(dist.get_world_size())[dist.get_rank()])
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@all_strategies
 @on_ranks(2)
 def test_a_hook_takes_over(strategy: str) -> None:
     """A hook gets a unit's whole gradient and, if sharded, where to put this rank's slice; nobody else divides. A

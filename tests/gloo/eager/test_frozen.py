@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODELS, Case, CheckpointedStack, Residual, Stack, squared_error, vectors
+from models import MLP, Case, CheckpointedStack, Residual, Stack, squared_error, vectors
+from tiers import all_strategies
 from torch import Tensor, nn
 
 from fsdp_compile import fully_shard
@@ -15,7 +16,6 @@ from ..ranks import on_ranks
 from ..training import backward, follow, mine, reference_and_model, units
 from ..wire import assert_freed, gathered_bytes, soon, wire
 
-MLP = MODELS["mlp"]
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -43,7 +43,7 @@ def _lora(base: torch.dtype, how: str) -> Stack:
 
 
 @pytest.mark.parametrize("checkpoints", ["none", "around", "reentrant"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@all_strategies
 @pytest.mark.parametrize("base", [BF16, FP32])
 @on_ranks(2)
 def test_lora(base: torch.dtype, strategy: str, checkpoints: str) -> None:

@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from models import MODELS, Case, Residual, seeded, squared_error, vectors
+from models import MLP, MODELS, Case, Residual, seeded, squared_error, vectors
+from tiers import all_strategies
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 
@@ -34,11 +35,6 @@ from ..training import (
     stored_here,
     whole,
 )
-
-MLP = MODELS["mlp"]
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
-all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
-
 
 # --- in flight --------------------------------------------------------------------------------------------------------
 

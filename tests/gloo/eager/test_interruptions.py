@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from interruptions import Interruption, interrupted
-from models import MODELS
+from models import MLP
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
@@ -21,7 +21,6 @@ from fsdp_compile.core.backward_pass import _running
 from ..ranks import on_ranks
 from ..training import OPTIMIZERS, backward, build, local, mine
 
-MLP = MODELS["mlp"]
 BF16 = MixedPrecision(torch.bfloat16, torch.float32)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import Case, squared_error, vectors
 from recording import unlike_blocks
+from tiers import all_strategies
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -206,7 +207,7 @@ def _least(measure: Callable[[], int], enough: int) -> int:
     return least
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@all_strategies
 @on_ranks(2)
 def test_no_growth(strategy: str) -> None:
     """After 50 steps there are no more bytes of tensors than after a few (E-TEST-5)."""

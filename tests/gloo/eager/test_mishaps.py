@@ -9,7 +9,8 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS, Residual, Stack, squared_error, vectors
+from models import MLP, Residual, Stack, squared_error, vectors
+from tiers import all_strategies
 from torch import Tensor, nn
 
 from fsdp_compile import fully_shard
@@ -18,7 +19,6 @@ from ..ranks import on_ranks
 from ..training import executor, mine, shard, units
 from ..wire import wire
 
-MLP = MODELS["mlp"]
 every_way = pytest.mark.parametrize(
     "how", ["eager", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("aot_eager", "inductor"))]
 )
@@ -85,7 +85,7 @@ class _FailsInBackward(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("sync", [True, False])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@all_strategies
 @on_ranks(2)
 def test_a_model_whose_backward_failed_can_be_dropped(strategy: str, sync: bool) -> None:
     """Neither open views nor reduces under way keep the shards of a model that is gone."""

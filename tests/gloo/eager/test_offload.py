@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODELS
+from models import MLP
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 
@@ -17,7 +17,6 @@ from ..training import (
     shard,
 )
 
-MLP = MODELS["mlp"]
 OFFLOAD = CPUOffload(offload_params=True)
 
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import MODELS, Inputs, Residual, vectors
+from models import MLP, Inputs, Residual, vectors
+from tiers import compiled_late
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
@@ -17,8 +18,6 @@ from ..training import OPTIMIZERS, executor, local, mine, shard, units
 from ..wire import wire
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-MLP = MODELS["mlp"]
-both_ways = pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 
 
 # --- parameters and gradients -----------------------------------------------------------------------------------------
@@ -40,7 +39,7 @@ def _backward(model: nn.Module, inputs: Inputs) -> None:
         ((BF16, FP64), BF16, FP64),
     ],
 )
-@both_ways
+@compiled_late
 @on_ranks(2)
 def test_dtypes(how: str, strategy: str, given: tuple, compute: torch.dtype, reduce: torch.dtype) -> None:
     """Gathers and computation have the one dtype, reduces the other; the optimizer sees that of the parameters.
@@ -185,7 +184,7 @@ class _Normed(nn.Module):
         return self.plain(self.norm(self.linear(x)))
 
 
-@both_ways
+@compiled_late
 @on_ranks(2)
 def test_batch_norms_keep_full_precision(rank: int, how: str) -> None:
     """Auto-wrapping makes batch norms units without mixed precision, those without parameters too (E-INIT-6)."""

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import compiled_late
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
@@ -201,7 +202,7 @@ def _penalize(rank: int, how: str) -> None:
             torch.compile(_penalty, backend="eager", fullgraph=True)(model)
 
 
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+@compiled_late
 def test_penalties_on_what_is_gathered_and_on_parts(two: Ranks, four: Ranks, how: str) -> None:
     """`full_tensor()` and `to_local()` are differentiable, as those of a DTensor; a graph breaks where it has them."""
     (four if how == "eager" else two).run(_penalize, how)

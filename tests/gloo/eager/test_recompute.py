@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODELS, MODULES, Residual
+from models import MLP, MODELS, MODULES, Residual
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -29,9 +29,6 @@ from ..training import (
     units,
 )
 from ..wire import gathered_bytes, wire
-
-MLP = MODELS["mlp"]
-
 
 # --- retained graphs ----------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import seeded
+from tiers import LATE, compiled_late
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
@@ -19,7 +20,6 @@ from fsdp_compile.core.sharding import units_gathered_below
 from ..ranks import NIGHTLY, Ranks, on_ranks
 from ..same_bits import CASES, MICROBATCHES, first, of_ranks, resized, stepped, trained
 
-LATE = pytest.mark.nightly
 HALF = MixedPrecision(torch.bfloat16, torch.bfloat16)
 COPIES = {"sharding_strategy": ShardingStrategy.NO_SHARD}
 
@@ -55,7 +55,7 @@ def test_equal(rank: int, how: str, names: tuple[str, ...], optimizer: str, opti
         of_ranks(rank, run, (1, 2, 4) if how != "aot_eager" or NIGHTLY else (2, 4))
 
 
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=LATE)])
+@compiled_late
 @on_ranks(4)
 def test_hybrid_and_two_stages(how: str) -> None:
     """Replicas, and the second of two stages, are the upper levels of the same tree."""

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import pytest
 import torch
-from models import MODELS, Residual, vectors
+from models import MLP, Residual, vectors
+from tiers import all_strategies, compiled_late
 from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
@@ -22,10 +22,6 @@ from ..training import (
     units,
 )
 from ..wire import wire
-
-MLP = MODELS["mlp"]
-all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-
 
 # --- what module code sees --------------------------------------------------------------------------------------------
 
@@ -92,7 +88,7 @@ def test_sizes_on_the_wire() -> None:
     assert seen == [(1, {4 * block.layout.numel}, True)], "views lie one after another in the gathered buffer"
 
 
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+@compiled_late
 @all_strategies
 @on_ranks(2)
 def test_padding_is_never_seen(strategy: str, how: str) -> None:

@@ -6,7 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from models import MODELS, Case, squared_error, vectors
+from models import MLP, MODELS, Case, squared_error, vectors
+from tiers import all_strategies
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,8 +28,6 @@ from ..training import (
 )
 from ..wire import wire
 
-MLP = MODELS["mlp"]
-
 
 def _unshard_all(model: nn.Module, async_op: bool) -> None:
     handles = [module.unshard(async_op=async_op) for module in FSDPModule.fsdp_modules(model)]
@@ -40,7 +39,7 @@ def _unshard_all(model: nn.Module, async_op: bool) -> None:
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@all_strategies
 @on_ranks(2)
 def test_the_next_forward_does_not_gather(strategy: str, async_op: bool) -> None:
     """What was gathered by hand is used, once, waited for or not; a second call gathers nothing (E-PRE-7)."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import compiled_late
 from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 from torch.utils.checkpoint import checkpoint
@@ -323,7 +324,7 @@ def test_of_its_own_unit(how: str, every: int) -> None:
         torch.testing.assert_close(run(torch.ones(3, 4)), torch.ones(3, 4) @ expected, msg=name)
 
 
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+@compiled_late
 @on_ranks(2)
 def test_under_no_shard(how: str) -> None:
     """Under NO_SHARD such a forward has one process's values, or raises."""

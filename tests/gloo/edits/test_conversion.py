@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from models import MODELS
+from models import MLP
+from tiers import all_strategies, both_ways, compiled_late
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
@@ -23,11 +24,6 @@ from ..training import (
     units,
     whole,
 )
-
-MLP = MODELS["mlp"]
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
-all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
-both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager"])
 
 
 @all_strategies
@@ -92,7 +88,7 @@ def test_padding_is_zero_after_a_conversion(strategy: str, offload: bool, conver
     model(torch.ones(2, 5)).sum().backward()
 
 
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+@compiled_late
 @on_ranks(2)
 def test_conversion_with_mixed_precision(how: str) -> None:
     """A compute dtype that was given stays when the stored dtype changes (E-MP-4, E-MOD-3, E-LAZY-6)."""

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODELS
+from models import MLP, MODELS
+from tiers import all_strategies, compiled_late
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
@@ -21,12 +22,6 @@ from ..training import (
     shard,
     units,
 )
-
-MLP = MODELS["mlp"]
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
-all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
-both_ways = pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
-
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
@@ -69,7 +64,7 @@ def test_nesting_is_refused() -> None:
 
 
 @all_strategies
-@both_ways
+@compiled_late
 @on_ranks(2)
 def test_no_forward_or_backward_inside(how: str, strategy: str) -> None:
     """A forward inside raises, but for an eager one under no_grad, and so does a backward; then all is well.

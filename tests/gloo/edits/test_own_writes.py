@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import LATE
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
@@ -88,7 +89,6 @@ def _compile(model: Any, how: str) -> Any:
 
 # Before 2.14, Dynamo leaves `.data = ...` in a function to eager code, and autograd counts it: refused below.
 ASSIGNED_IN_A_FUNCTION = ("replaces data",) if torch.__version__ < "2.14" else ()
-LATE = pytest.mark.nightly
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from models import MODELS, Residual, seeded
+from models import MLP, MODELS, Residual, seeded
+from tiers import all_strategies
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
@@ -28,11 +29,6 @@ from ..training import (
     whole,
 )
 from ..wire import wire
-
-MLP = MODELS["mlp"]
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
-all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
-
 
 # --- what is seen -----------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS
+from models import MLP
+from tiers import all_strategies
 from torch import nn
 
 from fsdp_compile import fully_shard, summon_full_params
@@ -24,11 +25,6 @@ from ..training import (
     whole,
 )
 from ..wire import wire
-
-MLP = MODELS["mlp"]
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
-all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
-
 
 # --- rank 0, host memory ----------------------------------------------------------------------------------------------
 

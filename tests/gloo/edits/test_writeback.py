@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import MODELS, seeded
+from models import MLP, MODELS, seeded
+from tiers import STRATEGIES, all_strategies, compiled_late
 from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
@@ -26,10 +27,6 @@ from ..training import (
     shard,
     units,
 )
-
-MLP = MODELS["mlp"]
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
-all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
 def _halve(model: nn.Module, change: str) -> None:
@@ -116,7 +113,7 @@ def test_data_of_another_shape_is_refused() -> None:
     follow(model, reference, MLP)
 
 
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+@compiled_late
 @all_strategies
 @on_ranks(2)
 def test_averages_swapped_in_by_data(strategy: str, how: str) -> None:

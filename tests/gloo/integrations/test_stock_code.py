@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import seeded
+from tiers import both_ways, compiled_late
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
@@ -201,7 +202,7 @@ def _set_forward(model: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("call", ["__call__", "forward"])
 @pytest.mark.parametrize("when", ["before sharding", "after sharding", "after a step"])
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@both_ways
 @on_ranks(2)
 def test_forward_set_on_the_instance(rank: int, how: str, when: str, call: str) -> None:
     """A `forward` that was set on a unit itself, whenever, runs with parameters gathered and divides by the unit's
@@ -297,7 +298,7 @@ def test_tensors_in_the_place_of_parameters() -> None:
         pruned(x)
 
 
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@both_ways
 @on_ranks(2)
 def test_functional_call_with_other_tensors(how: str) -> None:
     """`torch.func.functional_call` computes with the tensors that it is given, which get their gradients."""
@@ -395,7 +396,7 @@ class Two(nn.Module):
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+@compiled_late
 @on_ranks(2)
 def test_parametrized_within_forward(how: str, frozen: bool) -> None:
     """A forward may parametrize parameters of its unit for its own time, also when it is recomputed."""

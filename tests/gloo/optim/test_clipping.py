@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODELS
+from models import MLP, MODELS
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
@@ -18,7 +18,6 @@ from ..ranks import on_ranks
 from ..training import assert_same_gradients, backward, build, mine, reference_and_model, shard, whole
 from ..wire import wire
 
-MLP = MODELS["mlp"]
 ORDERS = [2.0, 1.0, 3.5, math.inf, "inf"]
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import MODELS, Case, Inputs, mlp
+from tiers import LATE
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
@@ -19,7 +20,6 @@ from fsdp_compile import FullyShardedDataParallel, Wire, compile_step, fully_sha
 from ..ranks import NIGHTLY, on_ranks
 from ..training import assert_bitwise, build, local, mine, shard
 
-LATE = pytest.mark.nightly
 STEPS = 50 if NIGHTLY else 10
 CLIP = 0.5
 CASE = MODELS["mlp"]

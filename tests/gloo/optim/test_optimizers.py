@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS
+from models import MLP
+from tiers import both_ways, compiled_late
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -27,7 +28,6 @@ from ..training import (
     whole,
 )
 
-MLP = MODELS["mlp"]
 RATE = 0.05
 
 
@@ -99,7 +99,7 @@ def test_optimizer_in_backward(attach: str, how: str, strategy: str, first: bool
 # --- loss scaling -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@both_ways
 @on_ranks(2)
 def test_all_ranks_skip_a_step(rank: int, how: str) -> None:
     """Infinity in one rank's part of the gradients makes ShardedGradScaler skip the step on every rank."""
@@ -146,7 +146,7 @@ def test_ranks_without_gradients_hear_of_infinity() -> None:
     assert local(model.weight).eq(1).all()
 
 
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+@compiled_late
 @on_ranks(2)
 def test_float16_with_loss_scaling(how: str) -> None:
     """The scale comes down from where float16 overflows until steps happen; ranks agree at each step (E-CLIP-3)."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import MODELS, Case, Residual, Stack
+from tiers import LATE, compiled_late
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
@@ -17,7 +18,6 @@ from ..ranks import Ranks, on_ranks
 from ..training import local, shard
 from .test_compile_step import Both, adamw, batch, loss_of
 
-LATE = pytest.mark.nightly
 BLOCKS = Case(lambda: Stack([Residual(11, 13) for _ in range(4)], width=11), MODELS["mlp"].batch, MODELS["mlp"].loss)
 HYBRID = {"strategy": "HYBRID_SHARD"}
 BF16 = {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)}
@@ -100,7 +100,7 @@ def test_gradients_do_not_live_together() -> None:
 # --- what is updated after backward -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=LATE)])
+@compiled_late
 @on_ranks(2)
 def test_what_others_read(how: str) -> None:
     """Units whose gradients are added to, or read by hooks, are updated after backward; ordinary steps go between."""

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from models import MODULES, routed
+from tiers import LATE
 from torch import nn
 
 from fsdp_compile import fully_shard
@@ -15,7 +16,6 @@ from ..training import build, follow, shard
 CASE = MODULES["tied_ends"]
 SLOW = "custom:1e-6,1e6"  # seconds, bytes per second: communication takes far longer than computing
 FAR = "custom:0.1,1e12"
-LATE = pytest.mark.nightly
 
 
 @pytest.mark.parametrize(

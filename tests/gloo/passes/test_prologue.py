@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from models import MODELS, Case, mlp, squared_error, vectors
+from models import MLP, Case, mlp, squared_error, vectors
 from torch import nn
 
 from fsdp_compile import FullyShardedDataParallel
@@ -16,7 +16,6 @@ from fsdp_compile.edits import writeback
 from ..ranks import on_ranks
 from ..training import backward, follow, mine, reference_and_model, shard, units
 
-MLP = MODELS["mlp"]
 SMALL = Case(lambda: mlp(2), vectors, squared_error)
 OPTIONS: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
 

@@ -9,7 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from models import MODELS, MODULES, Case, Residual, Stack, checkpointed, squared_error, vectors
+from models import MLP, MODELS, MODULES, Case, Residual, Stack, checkpointed, squared_error, vectors
+from tiers import LATE
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.testing import assert_close
@@ -23,8 +24,6 @@ from fsdp_compile.eager.streams import UnshardedBuffer
 from ..ranks import on_ranks
 from ..training import assert_bitwise, backward, build, follow, mine, reference_and_model, shard, units, whole
 from ..wire import assert_freed, gathered_bytes, per_unit, wire
-
-MLP = MODELS["mlp"]
 
 
 def _compile_blocks(model: nn.Module, how: str) -> nn.Module:
@@ -52,7 +51,6 @@ def _peers() -> nn.Module:
     return Stack([first, _Peer(first), _Peer(first)])
 
 
-LATE = pytest.mark.nightly
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 CASES = {
     **{name: MODELS[name] for name in ("tied", "frozen")},

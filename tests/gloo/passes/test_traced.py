@@ -5,13 +5,11 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from models import MODELS, AnyLength, Case, cross_entropy, mlp, squared_error, text, vectors
+from models import MLP, AnyLength, Case, cross_entropy, mlp, squared_error, text, vectors
 from torch import Tensor, nn
 
 from ..ranks import NIGHTLY, on_ranks
 from ..training import build, local, mine, shard
-
-MLP = MODELS["mlp"]
 
 
 @contextmanager

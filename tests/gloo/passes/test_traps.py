@@ -13,7 +13,7 @@ import copy
 
 import pytest
 import torch
-from models import MODELS
+from models import MLP, MODELS
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
@@ -21,8 +21,6 @@ from fsdp_compile import fully_shard, summon_full_params
 
 from ..ranks import on_ranks
 from ..training import assert_bitwise, backward, build, executor, local, mine, shard
-
-MLP = MODELS["mlp"]
 
 
 @on_ranks(2)

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import MODELS, Residual, Stack
+from models import MLP, Residual, Stack
 from states import OPTIMIZERS, assert_known, fill, start
+from tiers import compiled_late
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -45,7 +46,6 @@ from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 from ..ranks import on_ranks
 from ..training import assert_bitwise, backward, build, executor, full_parameters, local, mine, shard
 
-MLP = MODELS["mlp"]
 FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
 
 
@@ -154,7 +154,7 @@ def test_loading() -> None:
     assert all(torch.equal(value, plain[name]) for name, value in full_parameters(model).items())
 
 
-@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+@compiled_late
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
 def test_training_goes_on_bit_for_bit(strategy: str, how: str) -> None:

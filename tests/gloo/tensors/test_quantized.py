@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from models import seeded
+from tiers import both_ways
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
@@ -350,7 +351,7 @@ class _HalvesLinear(nn.Linear):
         self.weight = nn.Parameter(TwoTensor(values, values.clone()), requires_grad=False)
 
 
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@both_ways
 @on_ranks(2)
 def test_attributes_of_parameters(how: str) -> None:
     """A frozen parameter of a class with attributes keeps them in look-up.
