@@ -1,6 +1,7 @@
 """What a plan launches together is one call in the graph and in the generated code, where a call can do that."""
 
 import pathlib
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from fsdp_compile import MixedPrecision, fully_shard
 from fsdp_compile.comm import collectives
+from fsdp_compile.passes.graph.analyze import can_coalesce
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.passes.plan.plan import Plan
 
@@ -55,6 +57,34 @@ def test_gloo_launches_one_by_one(plans: dict[str, Plan]) -> None:
     for program in compiled(chain(), link=FAR):
         assert {units for _, units in sizes(program)} == {1}
     assert all(len(step.units) == 1 for plan in plans.values() for step in plan.steps)
+
+
+GATHER = (collectives.ALL_GATHER, torch.bfloat16, 4, "0")
+REDUCE = (collectives.REDUCE_SCATTER, torch.bfloat16, "sum", 4, "0")
+TREE = (collectives.REDUCE_SCATTER, torch.bfloat16, "tree", 4, "0")
+ALL_REDUCE = (collectives.ALL_REDUCE, torch.bfloat16, "sum", "0")
+
+
+@pytest.mark.parametrize(
+    ("starts", "expected"),
+    [
+        ((), True),
+        ((GATHER, GATHER), True),
+        ((GATHER, (collectives.ALL_GATHER, torch.float32, 4, "0")), False),
+        ((GATHER, (collectives.ALL_GATHER, torch.bfloat16, 4, "1")), False),
+        ((REDUCE, REDUCE), True),
+        ((REDUCE, (collectives.REDUCE_SCATTER, torch.bfloat16, "avg", 4, "0")), False),
+        ((TREE, TREE), False),
+        ((ALL_REDUCE, ALL_REDUCE), False),
+    ],
+)
+def test_what_one_call_starts(starts: tuple[tuple[Any, ...], ...], expected: bool) -> None:
+    """Starts of one operator, with equal arguments and dtypes; no sums in a tree, and no all-reduces over replicas."""
+    graph, nodes = torch.fx.Graph(), list[torch.fx.Node]()
+    for target, dtype, *arguments in starts:
+        nodes.append(graph.call_function(target, (graph.placeholder("sent"), *arguments)))
+        nodes[-1].meta["val"] = torch.empty(4, dtype=dtype, device="meta")
+    assert can_coalesce(nodes) == expected
 
 
 @pytest.mark.nightly

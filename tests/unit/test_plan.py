@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 from workloads import blocks, no_prefetch, random_workload
@@ -48,10 +49,11 @@ def test_verify_sees_what_is_late_or_early():
         ((Step("gather", ("blocks.9",), 0),), r"gather .*: expected one of the 4 units, found blocks\.9"),
         ((Step("gather", ("root",), 99),), "expected steps in order, at 0 to 10, found 99"),
         ((Step("gather", ("root",), 3), Step("wait", ("root",), 2)), "expected steps in order, at 3 to 10, found 2"),
+        ((Step("gather", ("root", "blocks.0"), 0), Step("wait", ("root",), 0)), "to wait for all of one launch, found"),
     ],
 )
 def test_verify_sees_steps_that_cannot_be(steps, message):
-    """Steps of units or tasks that the workload does not have, or in another order than their tasks, are refused."""
+    """Steps of units or tasks that the workload does not have, in another order, or parts of a launch, are refused."""
     with pytest.raises(PlanError, match=message):
         verify(blocks(3), Plan(steps))
 
@@ -63,6 +65,13 @@ def test_verify_keep():
     assert ours.keep_unsharded == ("root", "blocks.0", "blocks.1", "blocks.2")
     with pytest.raises(PlanError, match="expected it freed after forward"):
         verify(blocks(3, keep=False), ours.plan)
+    for keep in (None, True):  # an embedding, which backward does not read
+        tasks = (Task("forward", 1.0, 0, (0,)), Task("backward", 1.0, 0, (), (0,)))
+        step = Workload(tasks, 1, (UnitCost("embedding", 1.0, 1.0, 1, 1, keep_unsharded=keep),))
+        assert search_plan(step).keep_unsharded == ()
+        kept = ("at 0 gather", "at 0 wait", "at 2 free", "at 2 reduce", "at 2 wait_reduce")
+        with pytest.raises(PlanError, match="at 2 free embedding: expected it freed with the forward that gathered it"):
+            verify(step, Plan.parse("".join(f"{each} embedding\n" for each in kept)))
 
 
 def test_verify_budget():
@@ -84,3 +93,5 @@ def test_simulated_by_hand():
     assert timeline.makespan == 12 and timeline.exposed == 7
     assert [timeline.exposed_of(span) for span in timeline.link] == [2, 2, 3]
     assert timeline.memory == [15, 37, 27]
+    step = Workload((*tasks, Task("update", 1.0, reduced=(0,))), 1, (replace(unit, replicate=5.0),))
+    assert simulate(step, no_prefetch(step)).makespan == 12 + 5 + 1  # an update in backward waits for the replicas
