@@ -9,4 +9,4 @@ LATE = pytest.mark.nightly
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager"])
-compiled_late = pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=LATE)])  # at night
+compiled_late = pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=LATE)])

@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 LIMITS = {
-    "the story": 9_941,
-    "the story and what it imports": 13_916,
-    PACKAGE: 34_969,
+    "the story": 9_934,
+    "the story and what it imports": 13_909,
+    PACKAGE: 34_962,
     "tests": 42_744,
     "bench": 4_734,
     "docs, README, change log": 5_139,

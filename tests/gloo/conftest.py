@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from .ranks import START, Ranks
+from .ranks import POOLS, START, Ranks
 
 
 @pytest.fixture(scope="session")
@@ -14,31 +15,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ranks")
 
 
-def _pool(world_size: int, folder: Path) -> Iterator[Ranks]:
-    ranks = Ranks(world_size, folder, differs=world_size == 2 and START != "fork")
-    yield ranks
-    ranks.stop()
+def _pool(count: int) -> Any:
+    @pytest.fixture(scope="session", name=POOLS[count])
+    def pool(folder: Path) -> Iterator[Ranks]:
+        """So many ranks."""
+        ranks = Ranks(count, folder, differs=count == 2 and START != "fork")
+        yield ranks
+        ranks.stop()
+
+    return pool
 
 
-@pytest.fixture(scope="session")
-def one(folder: Path) -> Iterator[Ranks]:
-    """One rank."""
-    yield from _pool(1, folder)
-
-
-@pytest.fixture(scope="session")
-def two(folder: Path) -> Iterator[Ranks]:
-    """Two ranks."""
-    yield from _pool(2, folder)
-
-
-@pytest.fixture(scope="session")
-def three(folder: Path) -> Iterator[Ranks]:
-    """Three ranks."""
-    yield from _pool(3, folder)
-
-
-@pytest.fixture(scope="session")
-def four(folder: Path) -> Iterator[Ranks]:
-    """Four ranks."""
-    yield from _pool(4, folder)
+one, two, three, four = map(_pool, POOLS)

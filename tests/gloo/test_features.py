@@ -34,8 +34,6 @@ from .training import (
     whole,
 )
 
-# Rows of the feature table and other tests here show the same of compiled models every day.
-
 ONE = Case(lambda: mlp(1), vectors, squared_error)
 
 

@@ -1,8 +1,10 @@
 """What the benchmark computes from what it measures."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tool
 import torch
 
 from bench import parts, report
@@ -58,7 +60,8 @@ def test_copies_of_library_calls() -> None:
 
 
 def test_parts_name_what_exists() -> None:
-    """Every part's systems and model exist, and what is disabled are passes; so do commands that the page names."""
+    """Every part's systems and model exist, and what is disabled are passes; so do commands that the page names, and
+    files that tools/gpu_day.py runs."""
     from fsdp_compile.passes import PASSES
 
     known = {each.name for each in PASSES}
@@ -70,3 +73,5 @@ def test_parts_name_what_exists() -> None:
             assert system in SYSTEMS and (not option or meant.issuperset(option.split("+")))
     named = {match[1].split()[3] for match in report.COMMAND.finditer(report.PAGE.read_text())}
     assert {"gloo", "link", "fit"} <= named <= COMMANDS.keys() | parts.PARTS.keys()
+    files = [word for part in tool.load("gpu_day").parts(seed=3) for word in part.command if word.startswith("tests/")]
+    assert len(files) > 4 and all((Path(__file__).parents[2] / each).exists() for each in files)

@@ -19,7 +19,6 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.comm.collectives import COALESCED, GROUP_ARGUMENT, STARTS, WAIT, copies
-from fsdp_compile.core.ops import PACK_GRADS
 from fsdp_compile.passes._torch import is_tangent
 from fsdp_compile.passes.graph.lifetimes import Lifetime, lifetimes, live_bytes
 from fsdp_compile.passes.graph.nodes import (
@@ -128,7 +127,7 @@ def analyze(graph: fx.Graph, costs: Costs = FREE, joint: bool = False) -> GraphI
         from_gradients = (at for at, node in enumerate(computing) if any(map(is_tangent, node.all_input_nodes)))
         backward = next(from_gradients, len(computing))
     reads = {name: _spans(gather.readers, position, backward) for name, gather in gathers.items()}
-    writes = {name: _spans(reduce.gradients, position, 0) for name, reduce in reduces.items()}
+    writes = {name: _spans(reduce.gradients, position, backward) for name, reduce in reduces.items()}
     cuts = _task_starts(computing, [*reads.values(), *writes.values()], backward)
     tasks = [computing[begin:end] for begin, end in pairwise((*cuts, len(computing)))]
     units = list(dict.fromkeys([*gathers, *reduces]))
@@ -212,14 +211,13 @@ def with_ancestors(nodes: Sequence[fx.Node], without: Sequence[fx.Node] = ()) ->
 
 def _make_reduce(start: fx.Node) -> Reduce:
     chain = with_preparation(start)
-    gradients = gradients_of(chain[0]) if chain[0].target is PACK_GRADS else chain[0].all_input_nodes
     stages: list[list[fx.Node]] = []  # of each the wait, which may start a further one
     following: fx.Node | None = start
     while following is not None:
         (wait,) = following.users
         following = next((user for user in wait.users if user.target in STARTS), None)
         stages.append([wait, following] if following is not None else [wait, *_nodes_after(wait)])
-    return Reduce(gradients, chain, stages[0], [node for stage in stages[1:] for node in stage])
+    return Reduce(chain[0].all_input_nodes, chain, stages[0], [node for stage in stages[1:] for node in stage])
 
 
 def with_preparation(start: fx.Node) -> list[fx.Node]:
@@ -242,11 +240,6 @@ def _nodes_after(wait: fx.Node) -> list[fx.Node]:
 def _is_update(node: fx.Node) -> bool:
     tag = get_tag(node)
     return tag is not None and tag.kind == "update"
-
-
-def gradients_of(pack: fx.Node) -> list[fx.Node]:
-    """The gradients that `pack` packs."""
-    return [grad for grad in pack.args[0] if isinstance(grad, fx.Node)]  # type: ignore[union-attr]  # fx arguments are untyped
 
 
 def can_coalesce(starts: Sequence[fx.Node]) -> bool:
@@ -288,7 +281,7 @@ def _fixed_nodes(
 
 def _spans(nodes: Iterable[fx.Node], position: Mapping[fx.Node, int], split: int) -> list[Span]:
     """From the first to the last of `nodes`, before and from `split`; placeholders come first, outputs last."""
-    positions = [position.get(node, len(position) - 1 if node.op == "output" else 0) for node in nodes]
+    positions = [position.get(node, len(position) if node.op == "output" else 0) for node in nodes]
     sides = [[at for at in positions if at < split], [at for at in positions if at >= split]]
     return [(min(side), max(side)) for side in sides if side]
 
@@ -373,7 +366,7 @@ def _beside_matrices(reduce: Reduce) -> int:
     """Bytes of a unit's buffer that are padding or vectors, which backward need not read."""
     computed = ((each, source_of(each, is_view_or_cast)) for each in reduce.gradients)  # casts are of flat views
     matrices = sum(size_of(each) for each, source in computed if source.meta["val"].dim() > 1)
-    return max(0, size_of(reduce.start[-1].all_input_nodes[0]) - matrices)
+    return size_of(reduce.start[-1].all_input_nodes[0]) - matrices
 
 
 # --- choices --------------------------------------------------------------------------------------------------------
@@ -381,7 +374,7 @@ def _beside_matrices(reduce: Reduce) -> int:
 
 def keep_unsharded(graph: fx.Graph, info: GraphInfo, names: Iterable[str]) -> None:
     """Tag the undecided units: those in `names` stay unsharded after forward, the others reshard."""
-    unsharded = {tag_of(info.gathers[name].start[-1]).unit for name in names}
+    unsharded = {tag_of(info.gathers[name].starts[0]).unit for name in names}
     for node in graph.nodes:
         tag = get_tag(node)
         if tag is not None and tag.reshard is None:

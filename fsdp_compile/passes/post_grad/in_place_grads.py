@@ -24,7 +24,7 @@ from fsdp_compile.core.layout import FlatParamLayout, LayoutSegment
 from fsdp_compile.core.ops import ADD_ACCUMULATED, ADD_ACCUMULATED_, DEFER_REDUCE, PACK_GRADS, UPDATE_SHARD
 from fsdp_compile.passes._torch import V, fallback_handler, ir, register_lowering
 from fsdp_compile.passes.graph import nodes
-from fsdp_compile.passes.graph.analyze import gradients_of, with_preparation
+from fsdp_compile.passes.graph.analyze import with_preparation
 from fsdp_compile.passes.pipeline import GraphContext
 
 aten = torch.ops.aten
@@ -67,7 +67,7 @@ def pack_in_place(context: GraphContext) -> None:
     for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
         if any(user.target in _OVERWRITING or user.op == "output" for user in pack.users):  # outputs go to the runtime
             # Others may read them later. Inputs of a graph are copied anyway.
-            for grad in [each for each in gradients_of(pack) if len(each.users) > 1 and each.op != "placeholder"]:
+            for grad in [each for each in pack.all_input_nodes if len(each.users) > 1 and each.op != "placeholder"]:
                 with graph.inserting_before(pack):
                     copy = nodes.add_call(graph, aten.clone.default, (grad,), mode=grad.meta["val"].fake_mode)
                 pack.replace_input_with(grad, copy)
