@@ -200,7 +200,7 @@ def test_work_by_hand():
     assert work["aten.relu.default"] == Work(0, 6 * 32 * 4, 0)
     assert work["aten.mul.Tensor"] == Work(0, 0, 0)
     assert work["aten.add.Tensor"] == Work(0, 0, 6 * 32 * 4)
-    assert work["aten.view.default"] == work["aten.t.default"] == work["aten.unsqueeze.default"] == Work()
+    assert work["aten.view.default"] == work["aten.t.default"] == work["aten.unsqueeze.default"] == Work(0, 0, 0)
     assert work["aten.mm.default"] == Work(2 * 6 * 32 * 8, (6 * 32 + 32 * 8) * 4, 6 * 8 * 4, "product", 32, "float32")
     attention = next(found for name, found in work.items() if "attention" in name)
     assert attention.flops == 2 * 2 * 2 * 3 * 3 * 8

@@ -120,10 +120,10 @@ def test_plans_wait_for_reduces_in_time() -> None:
         plans = [no_prefetch(workload), order_of_blocks(workload), one_ahead(workload)]
         for plan in (*plans, search_plan(workload).plan):
             verify(workload, plan)
-    step = blocks(3)
-    late = one_ahead(step)
+    updated = updating_in_backward(blocks(3), ["blocks.2", "blocks.1", "root"])  # with gradients from tasks 6, 7 and 9
+    assert {unit: at for at, task in enumerate(updated.tasks) for unit in task.reduced} == {3: 8, 2: 9}
     with pytest.raises(PlanError, match="which needs the gradients"):
-        verify(updating_in_backward(step, [unit.name for unit in step.units]), late)
+        verify(updated, one_ahead(blocks(3)))
 
 
 def test_no_update_before_the_last_gather() -> None:
