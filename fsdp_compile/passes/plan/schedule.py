@@ -122,7 +122,7 @@ def _shortest_plan(workload: Workload, budget: int | None, coalesce: int, bound:
     rule = _Candidate(plan, keep_by_rule(workload), timeline.makespan, timeline.peak, None)
     limits = limits_of(workload, {rule.peak})
     most = _sets_to_keep(workload, limits[-1])[-1]
-    last = _best_within(workload, limits[-1], [most], coalesce, None, bound * (1 + TOLERANCE))
+    last = _best_within(workload, limits[-1], [most], coalesce, None, bound)
     target = min(last.seconds, rule.seconds) * (1 + TOLERANCE)
     best: _Candidate | None = None
     for limit in limits:
