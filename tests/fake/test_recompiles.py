@@ -106,7 +106,8 @@ def _runs_backward_twice(model: Any, x: Tensor, step: int) -> None:
 
 
 # `_toggled` has the head in chunks in it, `_evaluates_between` all inside, `_accumulates` the head outside.
-PATTERNS = [_toggled, _evaluates_between, _accumulates, _fails_between, _runs_twice, _runs_backward_twice]
+PATTERNS = [_toggled, _accumulates, _fails_between, _runs_backward_twice]
+AT_NIGHT = [pytest.param(each, marks=pytest.mark.nightly) for each in (_evaluates_between, _runs_twice)]
 
 
 def _graphs(pattern: Callable[[Any, Tensor, int], None], shard: Callable[[Any], None], whole: bool) -> int:
@@ -133,7 +134,7 @@ def _apart(model: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:a graph of a sharded model runs without the passes")
 @pytest.mark.filterwarnings("ignore:.* has no effect on a compiled forward")
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", PATTERNS + AT_NIGHT)
 def test_as_many_graphs_as_unsharded(pattern: Callable[[Any, Tensor, int], None]) -> None:
     """Twenty steps, the whole model compiled, or each block by itself."""
     for whole in (True, False):

@@ -60,8 +60,7 @@ def test_copies_of_library_calls() -> None:
 
 
 def test_parts_name_what_exists() -> None:
-    """Every part's systems and model exist, and what is disabled are passes; so do commands that the page names, and
-    files that tools/gpu_day.py runs."""
+    """What parts, the page and tools/gpu_day.py name: systems, models, passes, commands and files."""
     from fsdp_compile.passes import PASSES
 
     known = {each.name for each in PASSES}

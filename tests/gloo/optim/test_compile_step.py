@@ -334,8 +334,8 @@ FUSED: dict[str, Any] = {
 }
 SCALER = torch.amp.GradScaler("cpu", init_scale=2.0**10)
 WAYS: dict[str, dict[str, Any]] = {
-    "accumulated": {"accumulate": 2}, "in backward": {"update_in_backward": True}, "scaled": {"scaler": SCALER},
-    "all": {"clip_norm": 0.1, "accumulate": 2, "scaler": SCALER},
+    "accumulated and scaled": {"accumulate": 2, "scaler": SCALER}, "in backward": {"update_in_backward": True},
+    "clipped too": {"clip_norm": 0.1, "accumulate": 2, "scaler": SCALER},
 }  # fmt: skip
 
 
@@ -380,7 +380,7 @@ def _compiled(case: Case) -> Any:
 def test_fused_kernels(way: str) -> None:
     """Where Inductor is the backend, the update is that of torch's fused kernels, bit for bit, with groups that decay
     otherwise, frozen parameters, a schedule, and units without a gradient; with a clip factor up to rounding."""
-    _fused(list(FUSED) if NIGHTLY else ["sgd", "adam", *["nadam", "adafactor"] * (way == "all")], way)
+    _fused(list(FUSED) if NIGHTLY else ["sgd", "adam", *["nadam", "adafactor"] * (way == "clipped too")], way)
 
 
 @on_ranks(2)
