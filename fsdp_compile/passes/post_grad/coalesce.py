@@ -24,7 +24,7 @@ def coalesce_launches(context: GraphContext) -> None:
         if launch is not None:
             launches.setdefault(launch, []).append(start)
     for starts in filter(can_coalesce, launches.values()):
-        last, names = starts[-1], [start.name for start in starts]
+        last, names = max(starts), [start.name for start in starts]
         with graph.inserting_before(last):  # all inputs have been computed there
             sent = [start.args[0] for start in starts]
             call = graph.call_function(collectives.COALESCED[last.target], (sent, *last.args[1:]))  # type: ignore[index]  # can_coalesce
