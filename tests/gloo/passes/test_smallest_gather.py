@@ -97,7 +97,7 @@ CASES: dict[str, Weights] = {
     "negative": Weights(partial(OneWeight, negative), ((BF16, 2_048),), maxima=(16,)),
     "negative zero": Weights(partial(OneWeight, _signs), ((U8, 1_024), (U8, 2_048))),  # backward needs a mask,
 }
-DAILY = {"float8 of bfloat16", "halves", "NaN"}
+DAILY = {"float8 of bfloat16", "halves", "two levels", "NaN"}
 
 
 def _train(case: Weights, backend: Any, steps: int = STEPS) -> list[Tensor]:
