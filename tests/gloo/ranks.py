@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import time
 import traceback
 import warnings
@@ -85,6 +86,7 @@ class Ranks:
         self.world_size, self.folder, self.limit, self.start = world_size, folder, limit, start
         self.differs, self.workers = differs, list[Worker]()
         self.starts = 0
+        self.guard: subprocess.Popen[bytes] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(rank, *args)` on every rank, each after the barrier that all of them reach; results by rank.
@@ -110,6 +112,10 @@ class Ranks:
 
     def stop(self) -> None:
         """End the processes."""
+        if self.guard is not None:
+            with self.guard:
+                self.guard.kill()
+            self.guard = None
         for worker in self.workers:
             worker.process.kill()
             worker.process.join()
@@ -136,6 +142,9 @@ class Ranks:
             process.start()
             there.close()
             self.workers.append(Worker(process, here, stacks))
+        pids = [str(worker.process.pid) for worker in self.workers]
+        # When this process is gone, however it ended: ranks that are stopped would not see that.
+        self.guard = subprocess.Popen(["sh", "-c", 'read _; kill -KILL "$@"', "sh", *pids], stdin=subprocess.PIPE)
 
     def _collect(self) -> dict[int, Answer]:
         """The answers that arrive in time, by rank."""

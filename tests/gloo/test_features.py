@@ -22,17 +22,7 @@ from fsdp_compile import fully_shard
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 from .ranks import NIGHTLY, Ranks, on_ranks
-from .training import (
-    assert_same_gradients,
-    backward,
-    build,
-    executor,
-    follow,
-    mine,
-    reference_and_model,
-    units,
-    whole,
-)
+from .training import assert_same_gradients, backward, build, executor, follow, mine, reference_and_model, units, whole
 
 ONE = Case(lambda: mlp(1), vectors, squared_error)
 

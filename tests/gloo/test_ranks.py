@@ -1,7 +1,9 @@
 """The pool of ranks itself: results, failures, time limits."""
 
+import multiprocessing
 import os
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -64,3 +66,28 @@ def test_failures_are_reported_and_survived(tmp_path: Path) -> None:
         ranks.run(_sleep)
     assert "in _sleep" in str(late.value) and "rank 1 in _sleep returned: None" in str(late.value)
     ranks.stop()
+
+
+def _abandon(folder: Path, pipe: Connection) -> None:
+    pipe.send(Ranks(1, folder).run(_process))
+    os._exit(1)
+
+
+def _lives(pid: int) -> bool:
+    path = Path(f"/proc/{pid}/cmdline")
+    return path.exists() and bool(path.read_bytes())  # nothing for one that nobody waits for
+
+
+@pytest.mark.nightly
+def test_no_rank_is_left_behind(tmp_path: Path) -> None:
+    """Ranks end with the process that started them, even if it is killed, and while they are stopped."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_abandon, args=(tmp_path, there))
+    process.start()
+    (rank,) = here.recv()
+    process.join()
+    deadline = time.monotonic() + 20
+    while _lives(rank):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

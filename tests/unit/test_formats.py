@@ -7,16 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_compile.comm.formats import (
-    BLOCK,
-    FORMATS,
-    SENDABLE,
-    add_up,
-    add_up_at_once,
-    decode,
-    encode,
-    ratio,
-)
+from fsdp_compile.comm.formats import BLOCK, FORMATS, SENDABLE, add_up, add_up_at_once, decode, encode, ratio
 from fsdp_compile.comm.groups import NamedGroup
 from fsdp_compile.comm.hops import Wire, hops_of
 

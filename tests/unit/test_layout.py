@@ -15,10 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsdp_compile.core.layout
-from fsdp_compile.core.layout import (
-    DEFAULT_ALIGNMENT,
-    FlatParamLayout,
-)
+from fsdp_compile.core.layout import DEFAULT_ALIGNMENT, FlatParamLayout
 
 FP64, FP32, BF16, FP8 = 2, 4, 8, 16  # alignments of the specification's examples, in elements
 

@@ -16,10 +16,7 @@ from fsdp_compile.comm.groups import Groups
 from fsdp_compile.construct.units import broadcast
 
 from ..ranks import on_ranks
-from ..training import (
-    build,
-    full_parameters,
-)
+from ..training import build, full_parameters
 
 
 class _WithBuffers(nn.Module):

@@ -13,14 +13,7 @@ from fsdp_compile import fully_shard
 from fsdp_compile.comm.groups import resolve_groups
 
 from ..ranks import on_ranks
-from ..training import (
-    backward,
-    build,
-    executor,
-    local,
-    mine,
-    whole,
-)
+from ..training import backward, build, executor, local, mine, whole
 
 HOWS: list[Any] = ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)]
 

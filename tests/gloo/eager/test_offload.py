@@ -9,13 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 
 from ..ranks import Ranks, on_ranks
-from ..training import (
-    OPTIMIZERS,
-    assert_bitwise,
-    backward,
-    mine,
-    shard,
-)
+from ..training import OPTIMIZERS, assert_bitwise, backward, mine, shard
 
 OFFLOAD = CPUOffload(offload_params=True)
 

@@ -21,13 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fsdp_compile import fully_shard
 
 from ..ranks import on_ranks
-from ..training import (
-    assert_same_gradients,
-    build,
-    executor,
-    follow,
-    units,
-)
+from ..training import assert_same_gradients, build, executor, follow, units
 from ..wire import gathered_bytes, wire
 
 # --- retained graphs ----------------------------------------------------------------------------------------------

@@ -12,15 +12,7 @@ from fsdp_compile import fully_shard
 from fsdp_compile.tensors.sharded_tensor import ShardedTensor
 
 from ..ranks import on_ranks
-from ..training import (
-    backward,
-    executor,
-    follow,
-    mine,
-    reference_and_model,
-    shard,
-    units,
-)
+from ..training import backward, executor, follow, mine, reference_and_model, shard, units
 from ..wire import wire
 
 # --- what module code sees --------------------------------------------------------------------------------------------

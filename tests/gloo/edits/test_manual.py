@@ -12,16 +12,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from fsdp_compile import FSDPModule, fully_shard, summon_full_params
 
 from ..ranks import on_ranks
-from ..training import (
-    assert_same_parameters,
-    build,
-    executor,
-    follow,
-    mine,
-    reference_and_model,
-    shard,
-    units,
-)
+from ..training import assert_same_parameters, build, executor, follow, mine, reference_and_model, shard, units
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
 

@@ -14,16 +14,7 @@ from fsdp_compile.tensors.sharded_tensor import ShardedTensor, set_grad
 from fsdp_compile.tensors.unsharded_tensor import UnshardedTensor
 
 from ..ranks import on_ranks
-from ..training import (
-    assert_same_gradients,
-    backward,
-    follow,
-    local,
-    mine,
-    reference_and_model,
-    units,
-    whole,
-)
+from ..training import assert_same_gradients, backward, follow, local, mine, reference_and_model, units, whole
 from ..wire import wire
 
 # --- rank 0, host memory ----------------------------------------------------------------------------------------------

@@ -17,16 +17,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from fsdp_compile import fully_shard, summon_full_params
 
 from ..ranks import on_ranks
-from ..training import (
-    backward,
-    executor,
-    follow,
-    local,
-    mine,
-    reference_and_model,
-    shard,
-    units,
-)
+from ..training import backward, executor, follow, local, mine, reference_and_model, shard, units
 
 
 def _halve(model: nn.Module, change: str) -> None:

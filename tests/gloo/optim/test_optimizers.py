@@ -16,17 +16,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from fsdp_compile import fully_shard
 
 from ..ranks import on_ranks
-from ..training import (
-    assert_same_parameters,
-    backward,
-    build,
-    executor,
-    local,
-    mine,
-    reference_and_model,
-    shard,
-    whole,
-)
+from ..training import assert_same_parameters, backward, build, executor, local, mine, reference_and_model, shard, whole
 
 RATE = 0.05
 
