@@ -273,7 +273,8 @@ class Bench:
                 by = next(iter(ran.failed), "")
                 if ran.code is None or ran.is_late:
                     return LATE, by
-                if ran.code in (1, 2, 3):  # failed, did not even import, or broke pytest itself
+                broken = "ImportError while loading conftest" in ran.said  # which pytest takes for a wrong call
+                if ran.code in (1, 2, 3) or broken:  # failed, did not even import, or broke pytest itself
                     self.kills.update(ran.failed[:1])
                     return KILLED, by
                 if ran.code != 0:
