@@ -335,7 +335,7 @@ def reported_device(name: str, memory: int) -> Hardware:
     if not named:
         raise ValueError(f"device: expected one of {', '.join(devices())} or a file of JSON to be named, as there is "
                          f"none for {name!r}")  # fmt: skip
-    return min(named, key=lambda each: abs((each.memory or memory) - memory))
+    return min(named, key=lambda each: abs((each.memory or 0) - memory))
 
 
 def read_hardware(path: Path) -> Hardware:
